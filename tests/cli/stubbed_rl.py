@@ -7,16 +7,16 @@ from pathlib import Path
 from ramify.cli.app import main
 from ramify.launch import api
 from ramify.launch.process import ProcessRole
-from tests.launch.scripts import FOR_EVER, entry
+from tests.launch.scripts import RUNS_FOREVER, build_spec
 
 if __name__ == "__main__":
     folder, code, *args = sys.argv[1:]
     planned = api.build_plan
     api.build_plan = lambda config: dataclasses.replace(
         planned(config),
-        entries=(
-            entry(Path(folder), "trainer", FOR_EVER, ProcessRole.FOLLOWER),
-            entry(Path(folder), "orchestrator", code, ProcessRole.LEADER),
+        process_specs=(
+            build_spec(Path(folder), "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
+            build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),
         ),
     )
     api.check_plugin_tables = lambda config: {}

@@ -87,4 +87,4 @@ def test_busy_run_is_refused(capsys):
     with Path("outputs/.run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["rl", "envs.py:Sound", "--name", "run", "--dry-run"]) == 1
-    assert "RunBusy: outputs/run is already being run" in capsys.readouterr().err
+    assert "RunBusy: outputs/run is in use by another `ramify rl`" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from ramify.cli.rl import expand_arguments
 from ramify.config import parse
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
-from tests.launch.scripts import FOR_EVER, alive, pids, until
+from tests.launch.scripts import RUNS_FOREVER, alive, pids, until
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ROOT = Path(__file__).parent.parent.parent
@@ -84,18 +84,18 @@ def test_help_names_the_keys_of_the_sources(capsys):
 EVERY = """
 import json, sys
 from ramify.config import parse
-from ramify.launch import tables
-from ramify.launch.plan import plan_of
+from ramify.launch import plugin_check
+from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 
-asked = {"sources": {}, "tables": []}
+merged = {"sources": {}, "tables": []}
 for file in sys.argv[2:]:
     config = parse(RunConfig, ["@", file, "--output", sys.argv[1]])
-    assert plan_of(config, dry=True).lines()
-    one = tables._asked(config)
-    asked["sources"] |= {f"{file}.{at}": table for at, table in one["sources"].items()}
-    asked["tables"] += [(kind, f"{file}.{at}", table) for kind, at, table in one["tables"]]
-print(json.dumps(tables.examine(asked)["problems"]))
+    assert build_plan(config, dry_run=True).format_lines()
+    request = plugin_check._build_request(config)
+    merged["sources"] |= {f"{file}.{key}": table for key, table in request["sources"].items()}
+    merged["tables"] += [(kind, f"{file}.{key}", table) for kind, key, table in request["tables"]]
+print(json.dumps(plugin_check.run_checks(merged)["problems"]))
 """
 
 
@@ -181,7 +181,7 @@ def stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
 
 
 def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
-    process = stubbed(tmp_path, FOR_EVER)
+    process = stubbed(tmp_path, RUNS_FOREVER)
     until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)

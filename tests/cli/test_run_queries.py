@@ -20,7 +20,7 @@ from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import MetricPoint, RunLog
 from tests.launch.scripts import until
-from tests.launch.status import answering
+from tests.launch.status_stub import serve_status
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n"
@@ -77,20 +77,20 @@ def test_metrics_prints_a_summary_or_points(run, capsys):
 
 
 def test_metrics_of_a_live_run_come_from_its_status_server(run, capsys):
-    with answering(run), RunStore.open(run):  # its orchestrator holds the database
+    with serve_status(run), RunStore.open(run):  # its orchestrator holds the database
         assert main(["metrics", "run", "--name", "eval/*/avg", "--json"]) == 0
     assert [point["value"] for point in json.loads(capsys.readouterr().out)] == pytest.approx([0.4, 0.41, 0.42])
 
 
 def test_pattern_matches_the_same_for_live_and_ended_runs(run, capsys):
-    for lives in (answering(run), contextlib.nullcontext()):
+    for lives in (serve_status(run), contextlib.nullcontext()):
         with lives:
             assert main(["metrics", "run", "--name", "[!rt]*", "--json"]) == 0
         assert {point["name"] for point in json.loads(capsys.readouterr().out)} == {"eval/held-out/avg"}
 
 
 def test_why_queries_a_live_run(run, capsys):
-    with answering(run), RunStore.open(run):
+    with serve_status(run), RunStore.open(run):
         assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
     assert "run step=7/20" in said
@@ -100,7 +100,7 @@ def test_why_queries_a_live_run(run, capsys):
 
 
 def test_why_of_a_live_run_counts_failures(run, capsys):
-    with answering(run, failures={"WorkerDied": 3}), RunStore.open(run):
+    with serve_status(run, failures={"WorkerDied": 3}), RunStore.open(run):
         assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
     assert "failed=WorkerDied:3" in said
@@ -108,7 +108,7 @@ def test_why_of_a_live_run_counts_failures(run, capsys):
 
 
 def test_why_of_a_live_run_shows_dropped_groups(run, capsys):
-    with answering(run), RunStore.open(run):
+    with serve_status(run), RunStore.open(run):
         assert main(["why", "run"]) == 0
     assert "dropped groups: 37 × filtered: zero_advantage\n" in capsys.readouterr().out
 
@@ -146,10 +146,10 @@ import sys
 from pathlib import Path
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
-from tests.launch.status import DROPPED, STATUS, WHY
+from tests.launch.status_stub import DROPS, STATUS, WAITS
 path = Path(sys.argv[1])
 with RunStore.open(path):
-    write_snapshot(path, {**STATUS, "run": str(path)}, WHY, DROPPED)
+    write_snapshot(path, {**STATUS, "run": str(path)}, WAITS, DROPS)
     print("held", flush=True)
     sys.stdin.read()
 """

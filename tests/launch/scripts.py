@@ -1,4 +1,4 @@
-"""Small programs that stand for the processes of a run, and ways to see what is left of them."""
+"""Small programs that stand for the processes of a run, and helpers that find the processes that remain."""
 
 import sys
 import time
@@ -8,33 +8,40 @@ from pathlib import Path
 from ramify.launch.process import ProcessRole, ProcessSpec
 from tests.processes import runs
 
-FOR_EVER = "import signal; signal.pause()"
-STUBBORN = (
-    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\nwhile 1: signal.pause()"
-)
+RUNS_FOREVER = "import signal; signal.pause()"
+IGNORES_SIGTERM = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ignoring", flush=True)
+while 1: signal.pause()
+"""
 
 
-def entry(folder: Path, name: str, code: str, role: ProcessRole = ProcessRole.SERVICE, **more) -> ProcessSpec:
-    """A process that runs `code`; `DIR` in it is the folder, and it writes its id to `NAME.pids` when it begins."""
-    begin = f"import os, sys; DIR = {str(folder)!r}; open(DIR + '/{name}.pids', 'a').write(str(os.getpid()) + chr(10))"
-    return ProcessSpec(name, (sys.executable, "-S", "-c", f"{begin}\n{code}"), folder / f"{name}.log", role, **more)
+def build_spec(directory: Path, name: str, code: str, role: ProcessRole = ProcessRole.SERVICE, **more) -> ProcessSpec:
+    """Return a process that appends its pid to `NAME.pids` and runs `code`, in which `DIR` is the directory."""
+    prologue = (
+        f"import os, sys; DIR = {str(directory)!r}; open(DIR + '/{name}.pids', 'a').write(str(os.getpid()) + chr(10))"
+    )
+    return ProcessSpec(
+        name, (sys.executable, "-S", "-c", f"{prologue}\n{code}"), directory / f"{name}.log", role, **more
+    )
 
 
-def pids(folder: Path, name: str) -> list[int]:
-    """The processes that have run under this name, in order."""
-    path = folder / f"{name}.pids"
+def pids(directory: Path, name: str) -> list[int]:
+    """Return the pids of the processes with this name, in the order of their starts."""
+    path = directory / f"{name}.pids"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def alive(folder: Path) -> list[int]:
-    """Those of all names that are still there."""
-    found = [pid for path in folder.glob("*.pids") for pid in pids(folder, path.stem)]
-    return [pid for pid in found if runs(pid)]
+def alive(directory: Path) -> list[int]:
+    """Return the pids of all processes that still run."""
+    started = [pid for path in directory.glob("*.pids") for pid in pids(directory, path.stem)]
+    return [pid for pid in started if runs(pid)]
 
 
-def until(true: Callable[[], object], *, seconds: float = 20.0) -> None:
-    """Wait for something to be so."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came to be"
+def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What people see of a run: a page in a terminal, lines elsewhere."""
+"""Displays of a run: a dashboard in a terminal, lines elsewhere."""
 
 import io
 
@@ -11,7 +11,7 @@ from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus
-from tests.launch.status import STATUS, answering
+from tests.launch.status_stub import STATUS, serve_status
 
 PROCESSES = [
     ProcessStatus("inference", ProcessState.READY, 11, 0, 5.0),
@@ -19,14 +19,14 @@ PROCESSES = [
 ]
 
 
-def printed(status, processes=PROCESSES) -> str:
+def render(status, processes=PROCESSES) -> str:
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(render_dashboard(status, processes))
     return console.file.getvalue()
 
 
 def test_dashboard_shows_progress_processes_and_errors():
-    page = printed(STATUS)
+    page = render(STATUS)
     for shown in ("step 7/20", "1m05s left", "0.625", "12.5", "2,100", "1.5 mean, 3 max", "96/128", "0.580"):
         assert shown in page
     for shown in (
@@ -46,9 +46,9 @@ def test_dashboard_shows_progress_processes_and_errors():
 
 
 def test_dashboard_of_a_starting_run():
-    assert "starting" in printed(None, PROCESSES[:1])
-    assert "waiting for the orchestrator" in printed(None)
-    assert "none yet" in printed({"run": "run"})
+    assert "starting" in render(None, PROCESSES[:1])
+    assert "waiting for the orchestrator" in render(None)
+    assert "none yet" in render({"run": "run"})
 
 
 def test_status_line_has_fields():
@@ -61,23 +61,23 @@ def test_status_line_has_fields():
 
 
 def test_log_display_prints_each_step_and_error_once(capsys):
-    lines = LogRunDisplay()
-    with lines:
-        lines.refresh(None, PROCESSES)
-        lines.refresh(None, PROCESSES)
+    display = LogRunDisplay()
+    with display:
+        display.refresh(None, PROCESSES)
+        display.refresh(None, PROCESSES)
         for step in (7, 7, 8):
-            lines.refresh({**STATUS, "step": step}, PROCESSES)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "inference ready, trainer waiting"
-    assert [line.split()[0] for line in said[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
+            display.refresh({**STATUS, "step": step}, PROCESSES)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "inference ready, trainer waiting"
+    assert [line.split()[0] for line in lines[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
 
 
 def test_live_display_draws_on_a_terminal():
     file = io.StringIO()
-    page = LiveRunDisplay(Console(file=file, width=100, force_terminal=True))
-    with page:
-        page.refresh(STATUS, PROCESSES)
-        page.print_line("trainer was ended by SIGKILL")
+    display = LiveRunDisplay(Console(file=file, width=100, force_terminal=True))
+    with display:
+        display.refresh(STATUS, PROCESSES)
+        display.print_line("trainer was killed by SIGKILL")
     assert "step 7/20" in file.getvalue()
     assert "SIGKILL" in file.getvalue()
 
@@ -91,10 +91,10 @@ def test_sparkline_width():
 
 def test_status_client_connects_only_to_its_own_run(tmp_path):
     assert connect_if_running(tmp_path / "nowhere") is None
-    with answering(tmp_path / "run") as address:
+    with serve_status(tmp_path / "run") as address:
         assert connect_if_running(tmp_path / "run").get("/status")["step"] == 7
-        with pytest.raises(ProviderError, match="/nothing does not answer"):
+        with pytest.raises(ProviderError, match="/nothing does not respond"):
             StatusClient(address).get("/nothing")
     assert connect_if_running(tmp_path / "run") is None
-    with answering(tmp_path / "run", run="another"):
+    with serve_status(tmp_path / "run", run="another"):
         assert connect_if_running(tmp_path / "run") is None

@@ -1,4 +1,4 @@
-"""What a plan decides before anything starts."""
+"""The launch plan: processes, configurations, devices, memory and ports."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def test_every_process_gets_a_config_that_its_command_can_parse(tmp_path):
     plan = build_plan(config(tmp_path), gpus=[])
     plan.write()
     names = ["inference", "env/train/reverse", "env/eval/reverse-text", "orchestrator", "trainer"]
-    assert [entry.name for entry in plan.process_specs] == names
+    assert [spec.name for spec in plan.process_specs] == names
     folder = tmp_path / "run" / "configs"
     serve = parse(ServeConfig, ["@", str(folder / "inference.toml")])
     env = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
@@ -63,23 +63,23 @@ def test_every_process_gets_a_config_that_its_command_can_parse(tmp_path):
 
 
 def test_roles_and_preloaded_modules(tmp_path):
-    entries = {entry.name: entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs}
-    assert entries["orchestrator"].role is ProcessRole.LEADER
-    assert entries["trainer"].role is ProcessRole.FOLLOWER
-    assert entries["inference"].role is ProcessRole.SERVICE
-    assert {name for name, entry in entries.items() if entry.loads} == {"inference", "trainer"}
-    on_gpu = build_plan(config(tmp_path), gpus=[gpu(0)]).process_specs
-    assert not any(entry.loads for entry in on_gpu)
+    specs = {spec.name: spec for spec in build_plan(config(tmp_path), gpus=[]).process_specs}
+    assert specs["orchestrator"].role is ProcessRole.LEADER
+    assert specs["trainer"].role is ProcessRole.FOLLOWER
+    assert specs["inference"].role is ProcessRole.SERVICE
+    assert {name for name, spec in specs.items() if spec.preload_modules} == {"inference", "trainer"}
+    gpu_specs = build_plan(config(tmp_path), gpus=[gpu(0)]).process_specs
+    assert not any(spec.preload_modules for spec in gpu_specs)
 
 
 def test_external_services_are_not_started(tmp_path):
     train = [{**TRAIN, "address": "tcp://127.0.0.1:5001"}]
     inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
     plan = build_plan(config(tmp_path, train=train, eval=[], inference=inference), gpus=[])
-    assert [entry.name for entry in plan.process_specs] == ["orchestrator", "trainer"]
-    said = "\n".join(plan.format_lines())
-    assert "inference: http://127.0.0.1:9, which is neither started nor stopped" in said
-    assert "env/train/reverse: tcp://127.0.0.1:5001" in said
+    assert [spec.name for spec in plan.process_specs] == ["orchestrator", "trainer"]
+    text = "\n".join(plan.format_lines())
+    assert "inference: http://127.0.0.1:9 (external, not managed by this run)" in text
+    assert "env/train/reverse: tcp://127.0.0.1:5001" in text
 
 
 def test_endpoint_of_a_source_replaces_the_inference(tmp_path):
@@ -92,22 +92,22 @@ def test_endpoint_of_a_source_replaces_the_inference(tmp_path):
 def test_fixed_ports_are_used_or_refused(tmp_path, free_port):
     base = free_port if free_port < 50000 else 30000
     plan = build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
-    addresses = [entry.address for entry in plan.process_specs if entry.name.startswith("env/")]
+    addresses = [spec.address for spec in plan.process_specs if spec.name.startswith("env/")]
     assert addresses == [f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1000}"]
     plan.reservation.close()
     with socket.create_server(("127.0.0.1", base)):
         with pytest.raises(PortTaken, match=f"train/reverse: tcp://127.0.0.1:{base} cannot be listened on"):
             build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
-        mine = [{**TRAIN, "address": f"tcp://127.0.0.1:{base}"}]  # a server of one's own may well be there already
+        mine = [{**TRAIN, "address": f"tcp://127.0.0.1:{base}"}]  # the server of an external source is there already
         build_plan(config(tmp_path, train=mine, launch={"base_port": base}), gpus=[])
 
 
 @pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux says which ports it gives away")
 def test_free_ports_are_outside_the_ephemeral_range(tmp_path):
-    """It was taken while the env server was down, and each of its ten restarts found it so."""
+    """Another program took such a port while an env server restarted, and each of its ten restarts failed."""
     lowest = int(EPHEMERAL.read_text().split()[0])
-    servers = [entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs if entry.name.startswith("env/")]
-    ports = [int(entry.address.rpartition(":")[2]) for entry in servers]
+    servers = [spec for spec in build_plan(config(tmp_path), gpus=[]).process_specs if spec.name.startswith("env/")]
+    ports = [int(spec.address.rpartition(":")[2]) for spec in servers]
     assert len(ports) == len(set(ports)) == 2 and max(ports) < lowest
 
 
@@ -126,7 +126,7 @@ def test_configured_orchestrator_address_is_used(tmp_path, free_port):
 
 @pytest.mark.parametrize("transport", ["disk", "shm"])
 def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, transport):
-    monkeypatch.setattr(weights_directory, "SHARED", tmp_path)
+    monkeypatch.setattr(weights_directory, "SHM_ROOT", tmp_path)
     plan = build_plan(config(tmp_path, weights={"transport": transport}), gpus=[])
     weights = weights_directory.get_weights_directory(tmp_path / "run", transport)
     engine, file = plan.process_specs[0], tmp_path / "run" / "configs" / "inference.toml"
@@ -140,7 +140,7 @@ def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, trans
     engine.prepare()
     served = parse(ServeConfig, ["@", str(file)])
     assert served.model.name.endswith("1-000004")
-    shutil.rmtree(weights / "1-000004")  # the trainer goes on while the engine starts
+    shutil.rmtree(weights / "1-000004")  # the trainer continues while the engine starts
     assert Manifest.read(Path(served.model.name)).version == PolicyVersion("tiny", 1, 4)
     assert served.server.model_name == "tiny"
 
@@ -149,14 +149,14 @@ def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, trans
 
 
 def test_two_cores_give_one_thread_each_with_passive_waits():
-    shares = allocate_devices(2, [], inference="auto", trainer="auto", mode="auto")
-    assert shares.inference.env == {
+    devices = allocate_devices(2, [], inference="auto", trainer="auto", mode="auto")
+    assert devices.inference.env == {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "RAYON_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    assert shares.trainer.threads == shares.other.threads == 1
+    assert devices.trainer.threads == devices.other.threads == 1
     assert allocate_devices(16, [], inference="auto", trainer="auto", mode="auto").trainer.threads == 8
 
 
@@ -171,10 +171,10 @@ def test_two_cores_give_one_thread_each_with_passive_waits():
     ],
 )
 def test_gpus_are_split_or_shared(gpus, mode, engine, trainer):
-    shares = allocate_devices(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
-    assert shares.inference.env["CUDA_VISIBLE_DEVICES"] == engine
-    assert shares.trainer.env["CUDA_VISIBLE_DEVICES"] == trainer
-    assert shares.is_colocated == (gpus > 0 and engine == trainer)
+    devices = allocate_devices(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
+    assert devices.inference.env["CUDA_VISIBLE_DEVICES"] == engine
+    assert devices.trainer.env["CUDA_VISIBLE_DEVICES"] == trainer
+    assert devices.is_colocated == (gpus > 0 and engine == trainer)
 
 
 def test_trainer_has_one_process_per_gpu(tmp_path):
@@ -186,34 +186,34 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launch", "gpus", "said"),
+    ("launch", "gpus", "text"),
     [
-        ({"gpus": "split"}, 1, "launch.gpus: the run needs 2 GPUs, 1 is here"),
-        ({"gpus": "shared"}, 0, "launch.gpus: 'shared' needs engine and trainer on GPUs"),
-        ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 GPUs need a trainer on GPUs of its own"),
+        ({"gpus": "split"}, 1, "launch.gpus: the run needs 2 GPUs, found 1"),
+        ({"gpus": "shared"}, 0, "launch.gpus: 'shared' requires both engine and trainer on GPUs"),
+        ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 requires launch.gpus = 'split'"),
     ],
 )
-def test_missing_gpus_are_refused(tmp_path, launch, gpus, said):
-    with pytest.raises(ConfigInvalid, match=said):
+def test_missing_gpus_are_refused(tmp_path, launch, gpus, text):
+    with pytest.raises(ConfigInvalid, match=text):
         build_plan(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
 
 
 def test_dry_run_plans_for_another_machine(tmp_path):
     asked = {"model": {"name": "Qwen/Qwen3-0.6B"}, "trainer": {"device": "cuda"}, "inference": {"device": "cuda"}}
-    said = "\n".join(
+    text = "\n".join(
         build_plan(config(tmp_path, launch={"gpus": "split"}, **asked), dry_run=True, gpus=[]).format_lines()
     )
-    assert "GPU 1 (not on this machine)" in said
-    assert "600,000,000 parameters, guessed from its name" in said
+    assert "GPU 1 (not on this machine)" in text
+    assert "600,000,000 parameters, guessed from its name" in text
     with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
         build_plan(config(tmp_path, **asked), gpus=[])
 
 
 def test_run_that_needs_too_much_memory_is_refused(tmp_path):
     big = config(tmp_path, model={"name": "Qwen/Qwen3-32B"})
-    with pytest.raises(ConfigInvalid, match=r"does not fit: GPU 1 has 80.0 GiB, the run needs about \d+"):
+    with pytest.raises(ConfigInvalid, match=r"not enough memory: GPU 1 has 80.0 GiB, the run needs about \d+"):
         build_plan(big, dry_run=True, gpus=[gpu(0), gpu(1)])
-    with pytest.raises(ConfigInvalid, match="does not fit: this machine"):
+    with pytest.raises(ConfigInvalid, match="not enough memory: this machine"):
         build_plan(big, dry_run=True, gpus=[])
 
 
@@ -252,11 +252,11 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     )
     with pytest.raises(ConfigInvalid) as found:
         check_plugin_tables(wrong)
-    said = found.value.message
-    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in said
-    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in said
-    assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in said
-    assert "orchestrator.filters.0.windw: unknown key" in said
+    text = found.value.message
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
+    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in text
+    assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in text
+    assert "orchestrator.filters.0.windw: unknown key" in text
 
 
 def test_plugin_check_returns_environment_identities(tmp_path):
@@ -276,5 +276,5 @@ def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
 
 def test_plugin_that_exits_raises_environment_fault(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
-    with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):
+    with pytest.raises(EnvironmentFault, match="could not be checked:\nbye"):
         check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))

@@ -1,4 +1,4 @@
-"""Ports of a run: nobody else gets one, from the plan to the end, whether its process listens or not."""
+"""Reserved ports: no other program can bind one, whether its process listens or not."""
 
 import asyncio
 import os
@@ -17,11 +17,11 @@ from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 LISTENS = """
 import asyncio, sys
 from starlette.applications import Starlette
-from ramify.wire import Server
+from ramify.wire import WireServer
 from ramify.wire.http_server import HttpServer
 
 async def main():
-    async with Server({}, sys.argv[1]), HttpServer(Starlette(), "127.0.0.1", int(sys.argv[2]), what="status"):
+    async with WireServer({}, sys.argv[1]), HttpServer(Starlette(), "127.0.0.1", int(sys.argv[2]), name="status"):
         print("listening", flush=True)
         await asyncio.Event().wait()
 
@@ -29,12 +29,12 @@ asyncio.run(main())
 """
 
 
-def port_of(address: str) -> int:
+def get_port(address: str) -> int:
     return urlsplit(address).port or 0
 
 
 def is_free(port: int) -> bool:
-    """Whether a stranger could listen there: as most servers do, and as those do that share."""
+    """Return whether another program could listen on the port."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:
@@ -43,12 +43,12 @@ def is_free(port: int) -> bool:
 
 
 def test_reserved_port_is_exclusive_through_restarts():
-    with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
-        ports = [port_of(held.addresses["wire"]), port_of(held.addresses["status"])]
-        command = [sys.executable, "-c", LISTENS, held.addresses["wire"], str(ports[1])]
-        environment = {**os.environ, RESERVED_PORTS_VARIABLE: held.ports("wire", "status")}
+    with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as reservation:
+        ports = [get_port(reservation.addresses["wire"]), get_port(reservation.addresses["status"])]
+        command = [sys.executable, "-c", LISTENS, reservation.addresses["wire"], str(ports[1])]
+        environment = {**os.environ, RESERVED_PORTS_VARIABLE: reservation.ports("wire", "status")}
         for _ in range(2):
-            assert not any(map(is_free, ports))  # nobody listens, and nobody else can
+            assert not any(map(is_free, ports))  # no process listens, and no other program can
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
             try:
                 assert child.stdout.readline() == "listening\n"
@@ -58,24 +58,24 @@ def test_reserved_port_is_exclusive_through_restarts():
             finally:
                 child.kill()
                 child.communicate()
-            with pytest.raises(ConnectionRefusedError):  # what is only held takes no connections
+            with pytest.raises(ConnectionRefusedError):  # a held port accepts no connections
                 socket.create_connection(("127.0.0.1", ports[0]), timeout=10)
     assert all(map(is_free, ports))
 
 
 def test_port_cannot_be_reserved_twice():
-    with PortReservation({"first": "tcp://127.0.0.1:0"}) as held:
+    with PortReservation({"first": "tcp://127.0.0.1:0"}) as reservation:
         with pytest.raises(PortTaken, match=r"second: tcp://127.0.0.1:"):
-            PortReservation({"second": held.addresses["first"]})
+            PortReservation({"second": reservation.addresses["first"]})
 
         async def listen() -> None:
-            async with WireServer({}, held.addresses["first"]):
+            async with WireServer({}, reservation.addresses["first"]):
                 pass
 
-        with pytest.raises(PortTaken):  # a process that was not told
+        with pytest.raises(PortTaken):  # a process without the environment variable
             asyncio.run(listen())
 
 
 def test_unreferenced_reservation_is_released():
-    port = port_of(PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"])
+    port = get_port(PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"])
     assert is_free(port)

@@ -1,6 +1,7 @@
-"""Processes that are forked from one that has loaded their modules: the same as those that are started."""
+"""Processes that are forked from a fork server are like those that are started directly."""
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
@@ -14,11 +15,11 @@ from ramify.launch.preforked import RAMIFY_COMMAND, start_prefork_server
 from ramify.launch.process import ProcessSpec, SupervisedProcess
 from tests.launch.scripts import until
 
-SEEN = {"RAMIFY_TEST": "seen"}
+ENVIRONMENT = {"RAMIFY_TEST": "seen"}
 
 
-def bounded(test):
-    """An async test with an end."""
+def with_timeout(test):
+    """Run an async test with a timeout."""
 
     @functools.wraps(test)
     def run(**fixtures):
@@ -27,101 +28,98 @@ def bounded(test):
     return run
 
 
-def entries(folder, *commands: tuple[str, ...], loads=("colorsys",), env=SEEN) -> list[ProcessSpec]:
-    """Commands of ramify that have something to load; two of them, so that it pays."""
-    both = [*commands, ("--version",)]
+def build_specs(directory, *commands: tuple[str, ...], modules=("colorsys",), env=ENVIRONMENT) -> list[ProcessSpec]:
+    """Return processes that preload modules: the given commands and one more, because a fork server needs two."""
     return [
-        ProcessSpec(f"p{at}", (*RAMIFY_COMMAND, *words), folder / f"p{at}.log", env=env, loads=loads)
-        for at, words in enumerate(both)
+        ProcessSpec(f"p{i}", (*RAMIFY_COMMAND, *arguments), directory / f"p{i}.log", env=env, preload_modules=modules)
+        for i, arguments in enumerate([*commands, ("--version",)])
     ]
 
 
-def serving(folder) -> tuple[str, ...]:
-    """A command that lives on."""
-    return ("env-server", "--train.0.taskset.id", "reverse-text", "-b", "http://127.0.0.1:9", "-o", str(folder))
+def env_server_arguments(directory) -> tuple[str, ...]:
+    """Return a command that does not exit."""
+    return ("env-server", "--train.0.taskset.id", "reverse-text", "-b", "http://127.0.0.1:9", "-o", str(directory))
 
 
-def gone(process: psutil.Process) -> bool:
+def has_exited(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @asynccontextmanager
-async def born(entry: ProcessSpec, found):
-    """One life of it."""
-    life = SupervisedProcess(entry, stop_timeout=2.0, prefork_client=found)
-    await life.start()
+async def run_process(spec: ProcessSpec, client):
+    """Start a process, and stop it at the end."""
+    process = SupervisedProcess(spec, stop_timeout=2.0, prefork_client=client)
+    await process.start()
     try:
-        yield life
+        yield process
     finally:
-        await life.stop()
+        await process.stop()
 
 
-@bounded
+@with_timeout
 async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
-    told, wrong, _ = entries(tmp_path, ("doctor", "--help"), ("serv",))
-    with start_prefork_server([told, wrong]) as found:
-        (parent,) = [one for one in psutil.Process().children() if "ramify.launch.preforked" in one.cmdline()]
-        async with born(told, found) as life:
-            assert await life.wait_for_exit() == 0
-        assert "usage: ramify doctor" in told.log.read_text()
-        async with born(wrong, found) as life:
-            assert await life.wait_for_exit() == 2
-        assert "did you mean 'ramify serve'" in life.tail()
-        serve = ProcessSpec(
-            "p0", (*RAMIFY_COMMAND, *serving(tmp_path)), tmp_path / "serve.log", env=SEEN, loads=told.loads
-        )
-        async with born(serve, found) as life:
-            command = psutil.Process(life.pid)
-            until(lambda: command.cmdline()[: len(serve.command)] == list(serve.command))
-            leash = command.parent()
-            assert leash.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.parent_watch", "2.0"]
-            assert leash.parent() == parent
-            assert os.getsid(command.pid) == leash.pid
+    help_spec, wrong_spec, _ = build_specs(tmp_path, ("doctor", "--help"), ("serv",))
+    with start_prefork_server([help_spec, wrong_spec]) as client:
+        children = psutil.Process().children()
+        (server,) = [child for child in children if "ramify.launch.preforked" in child.cmdline()]
+        async with run_process(help_spec, client) as process:
+            assert await process.wait_for_exit() == 0
+        assert "usage: ramify doctor" in help_spec.log.read_text()
+        async with run_process(wrong_spec, client) as process:
+            assert await process.wait_for_exit() == 2
+        assert "did you mean 'ramify serve'" in process.tail()
+        command_line = (*RAMIFY_COMMAND, *env_server_arguments(tmp_path))
+        spec = dataclasses.replace(help_spec, command=command_line, log=tmp_path / "serve.log")
+        async with run_process(spec, client) as process:
+            command = psutil.Process(process.pid)
+            until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
+            watcher = command.parent()
+            assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.parent_watch", "2.0"]
+            assert watcher.parent() == server
+            assert os.getsid(command.pid) == watcher.pid
             assert command.environ()["RAMIFY_TEST"] == "seen"
-    assert gone(parent) and gone(leash) and gone(command)
+    assert has_exited(server) and has_exited(watcher) and has_exited(command)
 
 
-@pytest.mark.parametrize("victim", ["command", "leash"])
-@bounded
+@pytest.mark.parametrize("victim", ["command", "watcher"])
+@with_timeout
 async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
-    entry, *rest = entries(tmp_path, serving(tmp_path))
-    with start_prefork_server([entry, *rest]) as found:
-        async with born(entry, found) as life:
-            command = psutil.Process(life.pid)
+    spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
+    with start_prefork_server([spec, *others]) as client:
+        async with run_process(spec, client) as process:
+            command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
-            assert await asyncio.wait_for(life.wait_for_exit(), 5) in (-9, 128 + 9)
-            until(lambda: gone(command))
+            assert await asyncio.wait_for(process.wait_for_exit(), 5) in (-9, 128 + 9)
+            until(lambda: has_exited(command))
 
 
-@bounded
+@with_timeout
 async def test_process_is_started_directly_without_a_fork_server(tmp_path):
-    entry, *rest = entries(tmp_path, ("--version",), loads=("a_module_that_is_not_there",))
-    with start_prefork_server([entry, *rest]) as found:
-        async with born(entry, found) as life:
-            assert await life.wait_for_exit() == 0
-        async with born(entry, found) as life:  # it is known to be gone by now
-            assert await life.wait_for_exit() == 0
-    assert entry.log.read_text().count("ramify ") == 2
+    spec, *others = build_specs(tmp_path, ("--version",), modules=("a_missing_module",))
+    with start_prefork_server([spec, *others]) as client:
+        async with run_process(spec, client) as process:
+            assert await process.wait_for_exit() == 0
+        async with run_process(spec, client) as process:  # the client knows by now that the server is dead
+            assert await process.wait_for_exit() == 0
+    assert spec.log.read_text().count("ramify ") == 2
 
 
-@bounded
+@with_timeout
 async def test_forked_processes_survive_the_fork_server(tmp_path):
-    entry, *rest = entries(tmp_path, serving(tmp_path))
-    with start_prefork_server([entry, *rest]) as found:
-        async with born(entry, found) as life:
-            command = psutil.Process(life.pid)
-            nest = command.parent().parent()
-            nest.kill()
-            until(lambda: gone(nest))
+    spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
+    with start_prefork_server([spec, *others]) as client:
+        async with run_process(spec, client) as process:
+            command = psutil.Process(process.pid)
+            server = command.parent().parent()
+            server.kill()
+            until(lambda: has_exited(server))
             assert command.is_running()
-        assert gone(command)
+        assert has_exited(command)
 
 
 def test_fork_server_needs_two_processes_with_the_same_environment(tmp_path):
-    one, other = entries(tmp_path, ("--version",))
-    with start_prefork_server([one]) as found:
-        assert found is None
-    with start_prefork_server(
-        [one, ProcessSpec(other.name, other.command, other.log, env={}, loads=other.loads)]
-    ) as found:
-        assert found is None
+    first, second = build_specs(tmp_path, ("--version",))
+    with start_prefork_server([first]) as client:
+        assert client is None
+    with start_prefork_server([first, dataclasses.replace(second, env={})]) as client:
+        assert client is None

@@ -1,4 +1,4 @@
-"""The supervisor with real processes: it keeps them alive, ends by name, and leaves none behind."""
+"""The supervisor with real processes: it restarts them, reports failures, and leaves none behind."""
 
 import asyncio
 import os
@@ -15,20 +15,23 @@ from ramify.launch.parent_watch import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
 from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT, ProcessRole, ProcessState, describe_exit
 from ramify.launch.restart_budget import MAX_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
-from tests.launch.scripts import FOR_EVER, alive, entry, pids, until
+from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
 
 DONE = "sys.exit(0)"
 
 
-def supervised(entries, *, restarts=3, grace=5.0, said=None, changed=None) -> RunOutcome:
-    say = (lambda line: None) if said is None else said.append
+def supervise(specs, *, restarts=3, grace_period=5.0, lines=None, on_change=None) -> RunOutcome:
+    """Run a supervisor; its messages are appended to `lines`."""
+    print_line = (lambda line: None) if lines is None else lines.append
     return asyncio.run(
-        Supervisor(entries, max_restarts=restarts, grace_period=grace, print_line=say, on_change=changed).run()
+        Supervisor(
+            specs, max_restarts=restarts, grace_period=grace_period, print_line=print_line, on_change=on_change
+        ).run()
     )
 
 
-def after(path: str) -> str:
-    """Code that waits for a file."""
+def waits_for(path: str) -> str:
+    """Return code that waits for a file."""
     return f"import time\nwhile not os.path.exists(DIR + '/{path}'): time.sleep(0.01)\n"
 
 
@@ -36,71 +39,76 @@ def after(path: str) -> str:
 
 
 def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
-    leader = after("inference.pids") + DONE
-    entries = [entry(tmp_path, "inference", FOR_EVER), entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
-    assert supervised(entries) is RunOutcome.FINISHED
+    leader = waits_for("inference.pids") + DONE
+    specs = [
+        build_spec(tmp_path, "inference", RUNS_FOREVER),
+        build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
+    ]
+    assert supervise(specs) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "inference")) == 1
     assert alive(tmp_path) == []
 
 
 def test_crashed_process_is_restarted_and_reported(tmp_path):
-    twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + FOR_EVER
+    twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + RUNS_FOREVER
     leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
-    said = []
-    leader = entry(tmp_path, "orchestrator", after("env.pids") + leader, ProcessRole.LEADER)
-    assert supervised([entry(tmp_path, "env", twice), leader], said=said) is RunOutcome.FINISHED
+    lines = []
+    leader = build_spec(tmp_path, "orchestrator", waits_for("env.pids") + leader, ProcessRole.LEADER)
+    assert supervise([build_spec(tmp_path, "env", twice), leader], lines=lines) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "env")) == 2
-    assert said == ["env was ended by SIGKILL; started again in 0.5 s (1 of 3)"]
+    assert lines == ["env was killed by SIGKILL; restarting in 0.5 s (restart 1 of 3)"]
 
 
 def test_repeated_crashes_end_the_run_with_the_end_of_the_log(tmp_path):
-    broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", ProcessRole.FOLLOWER)
-    said = r"trainer ended with exit code 5, after 1 restarts; the end of .*trainer.log:\nno room$"
-    with pytest.raises(ProcessDied, match=said):
-        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)], restarts=1)
+    broken = build_spec(tmp_path, "trainer", "print('no room'); sys.exit(5)", ProcessRole.FOLLOWER)
+    message = r"trainer ended with exit code 5, after 1 restarts; last lines of .*trainer.log:\nno room$"
+    with pytest.raises(ProcessDied, match=message):
+        supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=1)
     assert len(pids(tmp_path, "trainer")) == 2
     assert alive(tmp_path) == []
 
 
 def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart_budget, "FIRST", 0.01)
-    broken = entry(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
-    with pytest.raises(ProcessDied, match=r"ended with exit code 1, 3 times in a row in the same way(.|\n)*ValueError"):
-        supervised([broken], restarts=100)
+    monkeypatch.setattr(restart_budget, "FIRST_DELAY", 0.01)
+    broken = build_spec(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
+    with pytest.raises(ProcessDied, match=r"ended with exit code 1, the same error 3 times in a row(.|\n)*ValueError"):
+        supervise([broken], restarts=100)
     assert len(pids(tmp_path, "orchestrator")) == 3
 
 
 def test_permanent_failure_is_not_retried(tmp_path):
-    broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER)
+    broken = build_spec(
+        tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER
+    )
     with pytest.raises(StorageFull, match=r"^no room on /data$"):
-        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
+        supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
     assert len(pids(tmp_path, "trainer")) == 1
 
 
 def test_failure_of_the_leader_ends_the_run(tmp_path):
-    stalled = entry(
+    stalled = build_spec(
         tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", ProcessRole.LEADER
     )
     with pytest.raises(DeadlineExceeded, match="waited for inference"):
-        supervised([stalled])
+        supervise([stalled])
 
 
 def test_exit_code_two_raises_config_invalid(tmp_path):
-    wrong = entry(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
+    wrong = build_spec(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
     with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
-        supervised([wrong, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
+        supervise([wrong, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
 
 
 def test_missing_command_is_reported(tmp_path):
-    absent = entry(tmp_path, "trainer", "")
+    absent = build_spec(tmp_path, "trainer", "")
     object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
     with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
-        supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)], restarts=0)
+        supervise([absent, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=0)
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
 
-ANSWERS = """
+ANSWERS_ONCE = """
 import http.server, signal
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -113,23 +121,23 @@ server.handle_request()
 STOPS = "if len(open(DIR + '/orchestrator.pids').readlines()) == 1: os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def stopping(tmp_path, port: int, code: str):
-    """A leader that answers once and then runs `code`."""
+def answering_leader(tmp_path, port: int, code: str):
+    """Return a leader that answers once and then runs `code`."""
     address = f"http://127.0.0.1:{port}/health"
     more = {"address": address, "hang_timeout": 0.6, "last_state": lambda: "last state: step=3/4"}
-    return entry(tmp_path, "orchestrator", f"{ANSWERS.format(port=port)}\n{code}", ProcessRole.LEADER, **more)
+    return build_spec(tmp_path, "orchestrator", f"{ANSWERS_ONCE.format(port=port)}\n{code}", ProcessRole.LEADER, **more)
 
 
 def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_port):
-    said, seen = [], []
-    leader = stopping(tmp_path, free_port, STOPS)
-    assert supervised([leader], said=said, changed=seen.append) is RunOutcome.FINISHED
+    lines, seen = [], []
+    leader = answering_leader(tmp_path, free_port, STOPS)
+    assert supervise([leader], lines=lines, on_change=seen.append) is RunOutcome.FINISHED
     first = pids(tmp_path, "orchestrator")[0]
     silent = rf"orchestrator \(process {first}, stopped\) has not answered at {leader.address} for \d+ s"
-    assert re.fullmatch(silent, said[0])
-    assert said[1] == "last state: step=3/4"
+    assert re.fullmatch(silent, lines[0])
+    assert lines[1] == "last state: step=3/4"
     assert re.fullmatch(
-        r"orchestrator did not answer for \d+ s and was killed; started again in 0.5 s \(1 of 3\)", said[2]
+        r"orchestrator did not answer for \d+ s and was killed; restarting in 0.5 s \(restart 1 of 3\)", lines[2]
     )
     states = [process.state for (process,) in seen]
     assert states.index(ProcessState.READY) < states.index(ProcessState.SILENT) < states.index(ProcessState.ENDED)
@@ -137,19 +145,21 @@ def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_por
 
 
 def test_leader_that_stays_unresponsive_ends_the_run(tmp_path, free_port):
-    leader = stopping(tmp_path, free_port, "os.kill(os.getpid(), signal.SIGSTOP)")
+    leader = answering_leader(tmp_path, free_port, "os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
-        supervised([leader], restarts=0)
+        supervise([leader], restarts=0)
     assert alive(tmp_path) == []
 
 
 def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port):
-    """It is stopped until it was seen to be silent, for half of the time that it may be."""
-    answers = ANSWERS.format(port=free_port) + "import threading\nthreading.Thread(target=server.serve_forever).start()"
-    code = f"{answers}\n{after('continued')}server.shutdown()"
-    said, states = [], []
+    """The leader is stopped until it is reported as silent, which is half of its `hang_timeout`."""
+    answers = (
+        ANSWERS_ONCE.format(port=free_port) + "import threading\nthreading.Thread(target=server.serve_forever).start()"
+    )
+    code = f"{answers}\n{waits_for('continued')}server.shutdown()"
+    lines, states = [], []
 
-    def changed(seen):
+    def on_change(seen):
         states.append(seen[0].state)
         if states[-1] is ProcessState.READY and ProcessState.SILENT not in states:
             os.kill(seen[0].pid, signal.SIGSTOP)
@@ -159,9 +169,9 @@ def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port):
             (tmp_path / "continued").touch()
 
     more = {"address": f"http://127.0.0.1:{free_port}/health", "hang_timeout": 6.0}
-    leader = entry(tmp_path, "orchestrator", code, ProcessRole.LEADER, **more)
-    assert supervised([leader], said=said, changed=changed) is RunOutcome.FINISHED
-    assert said == []
+    leader = build_spec(tmp_path, "orchestrator", code, ProcessRole.LEADER, **more)
+    assert supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
+    assert lines == []
     assert len(pids(tmp_path, "orchestrator")) == 1
 
 
@@ -169,11 +179,11 @@ def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port):
 
 
 def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port):
-    hangs = entry(tmp_path, "inference", FOR_EVER, address=f"tcp://127.0.0.1:{free_port}", deadline=0.3)
+    hangs = build_spec(tmp_path, "inference", RUNS_FOREVER, address=f"tcp://127.0.0.1:{free_port}", ready_timeout=0.3)
     with pytest.raises(
         DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
     ):
-        supervised([hangs, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
+        supervise([hangs, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
     assert alive(tmp_path) == []
 
 
@@ -184,7 +194,7 @@ def test_prepare_runs_before_each_start(tmp_path):
 
     crashes = "if len(open(DIR + '/prepared').read()) < 2: sys.exit(9)"
     assert (
-        supervised([entry(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
+        supervise([build_spec(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
         is RunOutcome.FINISHED
     )
     assert (tmp_path / "prepared").read_text() == "xx"
@@ -194,24 +204,24 @@ def test_finished_follower_restarts_with_the_leader(tmp_path):
     count = "len(open(DIR + '/trainer.pids').readlines())"
     leader = f"""
 import time
-lives = len(open(DIR + '/orchestrator.pids').readlines())
-while not os.path.exists(DIR + '/trainer.pids') or {count} < lives: time.sleep(0.01)
+starts = len(open(DIR + '/orchestrator.pids').readlines())
+while not os.path.exists(DIR + '/trainer.pids') or {count} < starts: time.sleep(0.01)
 trainer = open(DIR + '/trainer.pids').readlines()[-1].strip()
 while os.path.exists('/proc/' + trainer): time.sleep(0.01)  # until the supervisor has seen its end
-sys.exit(9 if lives == 1 else 0)
+sys.exit(9 if starts == 1 else 0)
 """
-    entries = [
-        entry(tmp_path, "trainer", DONE, ProcessRole.FOLLOWER),
-        entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
+    specs = [
+        build_spec(tmp_path, "trainer", DONE, ProcessRole.FOLLOWER),
+        build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
-    assert supervised(entries) is RunOutcome.FINISHED
+    assert supervise(specs) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "trainer")) == 2
 
 
 def test_process_states_are_reported(tmp_path):
     seen = []
-    entries = [entry(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
-    supervised(entries, changed=seen.append)
+    specs = [build_spec(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
+    supervise(specs, on_change=seen.append)
     states = [process.state for (process,) in seen]
     assert states[0] is ProcessState.STARTING
     assert states[-1] is ProcessState.ENDED
@@ -222,59 +232,61 @@ def test_process_states_are_reported(tmp_path):
 
 
 @pytest.fixture
-def standing(tmp_path):
-    """A supervisor in its own process, with everything up: one deaf to SIGTERM, one with a daemon."""
-    command = [sys.executable, "-m", "tests.launch.standing", str(tmp_path)]
+def supervisor_process(tmp_path):
+    """A supervisor in its own process, with all its processes up: one ignores SIGTERM, one has a daemon."""
+    command = [sys.executable, "-m", "tests.launch.supervisor_process", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     names = ("inference", "env", "daemon", "trainer", "orchestrator")
     until(lambda: all(pids(tmp_path, name) for name in names) and (tmp_path / "listening").exists())
-    until(lambda: "deaf" in (tmp_path / "trainer.log").read_text())
+    until(lambda: "ignoring" in (tmp_path / "trainer.log").read_text())
     yield process
     process.kill()
     process.communicate(timeout=20)
 
 
-def test_interrupt_ends_all_processes_within_ten_seconds(standing, tmp_path):
+def test_interrupt_ends_all_processes_within_ten_seconds(supervisor_process, tmp_path):
     assert len(alive(tmp_path)) == 5
     assert STOP_TIMEOUT + WATCH_KILL_TIMEOUT + KILL_TIMEOUT <= 10
-    standing.send_signal(signal.SIGINT)
-    assert standing.wait(timeout=10) == 130
+    supervisor_process.send_signal(signal.SIGINT)
+    assert supervisor_process.wait(timeout=10) == 130
     assert alive(tmp_path) == []
-    assert "Traceback" not in standing.stderr.read()
+    assert "Traceback" not in supervisor_process.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stop_signal_saves_a_checkpoint_and_exits_75(standing, tmp_path, number):
-    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # the deaf one would make us wait
-    standing.send_signal(number)
-    assert standing.wait(timeout=15) == 75
+def test_stop_signal_saves_a_checkpoint_and_exits_75(supervisor_process, tmp_path, number):
+    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
+    supervisor_process.send_signal(number)
+    assert supervisor_process.wait(timeout=15) == 75
     assert (tmp_path / "checkpoint").exists()
     until(lambda: alive(tmp_path) == [], seconds=1)
 
 
-def test_killed_supervisor_leaves_no_process(standing, tmp_path):
-    standing.kill()
+def test_killed_supervisor_leaves_no_process(supervisor_process, tmp_path):
+    supervisor_process.kill()
     until(lambda: alive(tmp_path) == [], seconds=12)
 
 
 def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
-    deaf = "import signal; signal.signal(15, signal.SIG_IGN); open(DIR + '/deaf', 'w').close(); signal.pause()"
-    said = []
+    ignores_sigterm = (
+        "import signal; signal.signal(15, signal.SIG_IGN); open(DIR + '/started', 'w').close(); signal.pause()"
+    )
+    lines = []
 
     async def run():
-        leader = entry(tmp_path, "orchestrator", deaf, ProcessRole.LEADER)
-        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, stop_timeout=0.1, print_line=said.append)
+        leader = build_spec(tmp_path, "orchestrator", ignores_sigterm, ProcessRole.LEADER)
+        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, stop_timeout=0.1, print_line=lines.append)
         running = asyncio.create_task(supervisor.run())
-        while not (tmp_path / "deaf").exists():
+        while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)
         supervisor.request_stop()
         return await running
 
     assert asyncio.run(run()) is RunOutcome.STOPPED
-    assert said[-1] == "no checkpoint was made; the last one holds"
+    assert lines[-1] == "no new checkpoint; the previous one is used"
 
 
-# -- the small parts -----------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def test_restart_budget_counts_per_hour_with_growing_delays():
@@ -289,12 +301,14 @@ def test_restart_budget_counts_per_hour_with_growing_delays():
 
 def test_describe_exit():
     assert describe_exit(3) == "ended with exit code 3"
-    assert describe_exit(128 + 9) == describe_exit(-9) == "was ended by SIGKILL"
+    assert describe_exit(128 + 9) == describe_exit(-9) == "was killed by SIGKILL"
 
 
 def test_only_ramify_failures_are_parsed_from_a_log():
     assert parse_failure_from_log("starting\nPortTaken: 8000").message == "8000"
-    assert parse_failure_from_log("ProviderError: gone; the end of its log:\nline 1\nline 2").message.endswith("line 2")
+    assert parse_failure_from_log("ProviderError: gone; last lines of its log:\nline 1\nline 2").message.endswith(
+        "line 2"
+    )
     assert parse_failure_from_log("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
     assert parse_failure_from_log("ValueError: x") is None
     assert parse_failure_from_log("") is None

@@ -1,7 +1,8 @@
-"""One command for a whole run: what is started, where, and what becomes of it.
+"""Starts and supervises all processes of a run.
 
-A run is several processes that may die on their own. The plan says which, with which cores, GPUs and ports, and can be
-read before anything starts (`--dry-run`); the supervisor makes it true, keeps it true, and leaves nothing behind.
+A run has several processes that may die independently. The launch plan lists them, with their cores, GPUs and ports,
+and can be printed before anything starts (`--dry-run`). The supervisor starts the processes of the plan, restarts them
+when they crash, and leaves none behind.
 """
 
 import lazy_loader

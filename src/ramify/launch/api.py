@@ -1,4 +1,4 @@
-"""A run from its configuration to its end: check, plan, carry out."""
+"""The Python API of a training run: check the configuration, build the plan, execute it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,16 +26,16 @@ def rl(
     display: "RunDisplay | None" = None,
     **settings: Any,
 ) -> "RunResult":
-    """Train, or continue training, until `max_steps`. Raises a named failure. `fresh` begins anew.
+    """Train until `max_steps`, or resume a run. `fresh` starts over. Raises the failure that ends the run.
 
-    `config` is a configuration, a table of settings, or a taskset to learn: its class, an instance, or its id; its eval
-    split is evaluated. `settings` are further keys of the table. The call blocks until the run ends, also inside a
+    `config` is a configuration, a table of settings, or a taskset to train on: its class, an instance, or its id; its
+    eval split is evaluated. `settings` are further keys of the table. The call blocks until the run ends, also inside a
     running event loop (in a notebook), and its result may be awaited.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
-    checked = _build_config(config, settings)
-    plan = build_plan(checked)
-    with start_prefork_server(plan.process_specs) as found:  # it loads while we load the rest and check
+    run_config = _build_config(config, settings)
+    plan = build_plan(run_config)
+    with start_prefork_server(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import NullRunDisplay, choose_display
         from ramify.launch.execution import execute_plan
 
@@ -43,9 +43,9 @@ def rl(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
-            environments=check_plugin_tables(checked),
+            environments=check_plugin_tables(run_config),
             display=display or (choose_display() if is_interactive() else NullRunDisplay()),
-            prefork_client=found,
+            prefork_client=prefork_client,
         )
 
 
@@ -56,14 +56,14 @@ def _build_config(
         if not settings:
             return config
         config = get_explicit_values(config)
-    given = config if isinstance(config, Mapping) else {}
-    output = Path({**given, **settings}.get("output", "outputs"))
+    table = config if isinstance(config, Mapping) else {}
+    output = Path({**table, **settings}.get("output", "outputs"))
     if not isinstance(config, Mapping):
         taskset = build_taskset_table(config, output)
         name = {} if isinstance(config, str) else {"name": taskset["id"].rpartition(":")[2]}
-        held_out = {**taskset, "split": "eval"}
-        given = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": held_out}]}
-    table = expand_model_name({**given, **settings})
+        eval_taskset = {**taskset, "split": "eval"}
+        table = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": eval_taskset}]}
+    table = expand_model_name({**table, **settings})
     for kind in {"train", "eval"} & table.keys():
         table[kind] = [_with_taskset_table(source, output) for source in table[kind]]
     return parse_section(RunConfig, table, key="run")

@@ -1,4 +1,4 @@
-"""Whether a run has all its steps, or all that its tasks are enough for, which its directory remembers."""
+"""The finished marker of a run: its directory records when all steps are done, or all that its tasks allow."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from ramify.store import open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.ledger import Ledger
 
-FINISHED_KEY = "finished"  # the fact that says up to which step
-EXHAUSTED_KEY = "exhausted"  # the fact that says which curricula had no task left then
-READER_TIMEOUT = 60.0  # seconds for whoever reads a run that has just ended
+FINISHED_KEY = "finished"  # fact: the number of steps of a finished run
+EXHAUSTED_KEY = "exhausted"  # fact: the curricula of a run that finished because its tasks ran out
+READER_TIMEOUT = 60.0  # seconds to wait for commands that read the run
 
 
 def get_finished_steps(
@@ -21,42 +21,42 @@ def get_finished_steps(
     accept_changes: bool | None = None,
     environments: Mapping[str, dict[str, Any]] | None = None,
 ) -> int | None:
-    """Return the steps of a run that is finished; None for any other.
+    """Return the number of steps of a finished run; None if the run is not finished.
 
-    The run's directory is created or checked; `fresh` moves an old one aside. `environments` are the identities of the
-    sources whose code is on this machine: a change is refused here, before any process is started. `accept_changes` is
-    stored for the orchestrator, which compares all sources; True accepts the changes, None leaves the stored value.
+    The run directory is created or checked; `fresh` renames an old one. `environments` holds the identities of the
+    sources whose code is on this machine: a change raises EnvironmentChanged before any process is started.
+    `accept_changes` is stored for the orchestrator, which compares all sources; None keeps the stored value.
     """
-    killed = STOP_TIMEOUT + KILL_TIMEOUT  # for the processes of a supervisor that was killed
+    timeout = STOP_TIMEOUT + KILL_TIMEOUT  # the processes of a killed supervisor may still hold the lock
     with open_run(
-        config.path, config.identity, fresh=fresh, accept_changes=accept_changes, lock_timeout=killed
+        config.path, config.identity, fresh=fresh, accept_changes=accept_changes, lock_timeout=timeout
     ) as store:
         if not accept_changes:
             observed = {name: ObservedEnvironment(identity) for name, identity in (environments or {}).items()}
             check_no_changes(store, find_changes(store, observed))
         if accept_changes is not None:
             store.set_fact(ACCEPT_CHANGES_KEY, accept_changes)
-        done, exhausted = store.get_fact(FINISHED_KEY), store.get_fact(EXHAUSTED_KEY)
-    if done is None or (done < config.max_steps and exhausted != _dump_curricula(config)):
+        num_steps, exhausted = store.get_fact(FINISHED_KEY), store.get_fact(EXHAUSTED_KEY)
+    if num_steps is None or (num_steps < config.max_steps and exhausted != _dump_curricula(config)):
         return None
-    return done
+    return num_steps
 
 
 def mark_finished(config: RunConfig) -> int:
-    """Remember that the run is finished; returns its steps, which are fewer where its tasks have ended."""
+    """Record that the run is finished, and return its number of steps: fewer than `max_steps` if tasks ran out."""
     with open_run(config.path, config.identity, lock_timeout=READER_TIMEOUT) as store:
-        done = Ledger.open(store).progress().committed
-        if done < config.max_steps:
+        num_steps = Ledger.open(store).progress().committed
+        if num_steps < config.max_steps:
             store.set_fact(EXHAUSTED_KEY, _dump_curricula(config))
-        store.set_fact(FINISHED_KEY, done)
-    return done
+        store.set_fact(FINISHED_KEY, num_steps)
+    return num_steps
 
 
 def format_finished(steps: int, config: RunConfig) -> str:
-    """What a finished run has, in words."""
+    """Describe the steps of a finished run."""
     if steps < config.max_steps:
-        return f"{steps} of {config.max_steps} steps are there, and no task is left"
-    return f"all {config.max_steps} steps are there"
+        return f"{steps} of {config.max_steps} steps; the curriculum has no more tasks"
+    return f"all {config.max_steps} steps"
 
 
 def _dump_curricula(config: RunConfig) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""How a run shows itself while it lives: a page in a terminal, lines everywhere else.
+"""Displays of a running run: a live dashboard in a terminal, lines everywhere else.
 
-Both read the same two things, what the orchestrator says of the run (the answer to `/status`) and what the supervisor
-sees of the processes. Either may be missing: a run that is starting has no orchestrator yet.
+Both show the status of the run (the reply of `/status`) and the processes that the supervisor has. The status may be
+missing: a run that is starting has no orchestrator yet.
 """
 
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -19,38 +20,38 @@ from ramify.durations import format_duration
 from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import ProcessStatus
 
-REFRESH_INTERVAL = 0.5  # seconds between two looks
-LINE_INTERVAL = 10.0  # seconds between two lines that say the same step
-MAX_ERRORS = 5  # the last so many are shown
+REFRESH_INTERVAL = 0.5  # seconds between refreshes
+LINE_INTERVAL = 10.0  # seconds between lines within one step
+MAX_ERRORS = 5  # latest errors in the dashboard
 SPARKLINE_CHARS = "▁▂▃▄▅▆▇█"
-BAR_WIDTH = 40  # of the bar and of the curve
+BAR_WIDTH = 40  # of the progress bar and the reward curve
 
 Status = dict[str, Any]
 
 
 class RunDisplay(Protocol):
-    """A front end."""
+    """A display of a run, used as a context manager."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def print_line(self, line: str) -> None:
-        """Something worth a line of its own."""
+        """Print a message of the supervisor."""
         ...
 
     def refresh(self, status: Status | None, processes: Sequence[ProcessStatus]) -> None:
-        """The run now; None where the orchestrator does not answer."""
+        """Show the current state; `status` is None if the orchestrator does not answer."""
         ...
 
 
 def choose_display() -> RunDisplay:
-    """The page where there is a terminal to draw it on, lines where there is none."""
+    """Return the live dashboard if stdout is a terminal, else a display that prints lines."""
     return LiveRunDisplay() if sys.stdout.isatty() else LogRunDisplay()
 
 
 class NullRunDisplay:
-    """Shows nothing: for programs."""
+    """A display that shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +64,7 @@ class NullRunDisplay:
 
 
 class LogRunDisplay(NullRunDisplay):
-    """One line for each step, one every few seconds where a step takes long, and one for each new error."""
+    """A display that prints one line per step, one every LINE_INTERVAL seconds in a long step, and new errors."""
 
     def __init__(self) -> None:
         self._last_step, self._next_line_time, self._last_error_time = -1, 0.0, 0.0
@@ -83,13 +84,13 @@ class LogRunDisplay(NullRunDisplay):
             self.print_line(format_status_line(status))
 
     def _print_startup(self, processes: Sequence[ProcessStatus]) -> None:
-        states = [f"{one.name} {one.state.value}" for one in processes]
-        if states != self._last_states and all(one.state is not ProcessState.ENDED for one in processes):
+        states = [f"{process.name} {process.state.value}" for process in processes]
+        if states != self._last_states and all(process.state is not ProcessState.ENDED for process in processes):
             self.print_line(", ".join(states))
         self._last_states = states
 
     def _print_new_errors(self, errors: Sequence[Status]) -> None:
-        """Those that are new; what happened to many at once is said once."""
+        """Print new errors; consecutive identical errors are printed once."""
         for error in errors:
             line = f"{error['name']}: {error['message']}"
             if error["time"] > self._last_error_time and line != self._last_error_line:
@@ -99,7 +100,7 @@ class LogRunDisplay(NullRunDisplay):
 
 
 class LiveRunDisplay(NullRunDisplay):
-    """A page that is drawn anew twice a second."""
+    """A dashboard that is redrawn in place."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
@@ -119,7 +120,7 @@ class LiveRunDisplay(NullRunDisplay):
 
 
 def format_status_line(status: Status) -> str:
-    """The run in one line of fields."""
+    """Format a status as one line of `name=value` fields."""
     fields = {
         "step": f"{status.get('step', 0)}/{status.get('max_steps', '?')}",
         "state": status.get("state", "?"),
@@ -132,29 +133,30 @@ def format_status_line(status: Status) -> str:
     }
     evals = {name: _format_number(value, ".3f") for name, value in _latest_eval_means(status)}
     counts: dict[str, int] = status.get("failures") or {}
-    failed = {"failed": ",".join(f"{name}:{count}" for name, count in counts.items())} if counts else {}
-    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failed}.items())
+    failures = {"failed": ",".join(f"{name}:{count}" for name, count in counts.items())} if counts else {}
+    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failures}.items())
 
 
 def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) -> RenderableType:
-    """The run as a page: progress, figures, what each process does, the last errors."""
-    said = status or {}
+    """Render the dashboard: progress, metrics, what each process waits for, and the last errors."""
     parts: list[RenderableType] = []
     if status is None:
-        parts.append(Text("starting" if not any(one.restarts for one in processes) else "waiting for the orchestrator"))
+        has_restarted = any(process.restarts for process in processes)
+        parts.append(Text("waiting for the orchestrator" if has_restarted else "starting"))
     else:
         parts += [_build_header(status), Text(), _build_stats(status)]
-    told: dict[str, Any] = dict(said.get("processes") or {})
+    status = status or {}
+    waits: dict[str, Any] = dict(status.get("processes") or {})
     rows = _make_grid("process", "state", "pid", "restarts", "doing")
-    for one in processes:
-        style = {"ready": "green", "starting": "yellow"}.get(one.state.value, "red" if one.restarts else "dim")
-        doing = str(told.pop(one.name, ""))
-        pid, restarts = str(one.pid or ""), str(one.restarts or "")
-        rows.add_row(Text(one.name), Text(one.state.value, style), pid, restarts, Text(doing, overflow="ellipsis"))
-    for name, doing in told.items():  # parts of the orchestrator
-        rows.add_row(Text(f"  {name}", "dim"), "", "", "", Text(str(doing), overflow="ellipsis"))
+    for process in processes:
+        name, state = process.name, process.state.value
+        style = {"ready": "green", "starting": "yellow"}.get(state, "red" if process.restarts else "dim")
+        wait, pid, restarts = str(waits.pop(name, "")), str(process.pid or ""), str(process.restarts or "")
+        rows.add_row(Text(name), Text(state, style), pid, restarts, Text(wait, overflow="ellipsis"))
+    for name, wait in waits.items():  # components of the orchestrator
+        rows.add_row(Text(f"  {name}", "dim"), "", "", "", Text(str(wait), overflow="ellipsis"))
     parts += [Text(), rows]
-    if errors := list(said.get("errors") or ())[-MAX_ERRORS:]:
+    if errors := list(status.get("errors") or ())[-MAX_ERRORS:]:
         table = _make_grid("last errors", "")
         for error in errors:
             table.add_row(Text(error["name"], "red"), Text(str(error["message"]).splitlines()[0], overflow="ellipsis"))
@@ -163,49 +165,48 @@ def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) 
 
 
 def sparkline(values: Sequence[float], width: int = BAR_WIDTH) -> str:
-    """A curve in one line: the values, averaged into `width` places, between their own extremes."""
+    """Return a curve of the values as one line of at most `width` characters, scaled to their range."""
     if not values:
         return ""
     count = min(width, len(values))
-    places = [values[at * len(values) // count : (at + 1) * len(values) // count] for at in range(count)]
-    means = [sum(place) / len(place) for place in places]
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(SPARKLINE_CHARS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKLINE_CHARS[round((mean - low) * scale)] for mean in means)
 
 
 def _build_header(status: Status) -> Table:
-    head = Table.grid(padding=(0, 2, 0, 0))
+    header = _make_grid()
     step, steps = status.get("step", 0), status.get("max_steps") or 1
-    left = "" if status.get("eta_s") is None else f"{format_duration(status['eta_s'])} left"
+    time_left = "" if status.get("eta_s") is None else f"{format_duration(status['eta_s'])} left"
     bar = ProgressBar(total=steps, completed=min(step, steps), width=BAR_WIDTH)
-    head.add_row(Text(str(status.get("run", "")), style="bold"), bar, f"step {step}/{steps}", left)
-    return head
+    header.add_row(Text(str(status.get("run", "")), style="bold"), bar, f"step {step}/{steps}", time_left)
+    return header
 
 
 def _build_stats(status: Status) -> Table:
-    figures = _make_grid()
+    stats = _make_grid()
     history = [value for value in status.get("reward_history") or () if value is not None]
-    figures.add_row("reward", f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
+    stats.add_row("reward", f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
     for name, value in _latest_eval_means(status):
-        figures.add_row(name, _format_number(value, ".3f"))
-    figures.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
-    figures.add_row("tokens/s", _format_number(status.get("tokens_per_s"), ",.0f"))
-    stale = status.get("staleness") or {}
-    figures.add_row(
-        "staleness", f"{_format_number(stale.get('mean'), '.1f')} mean, {_format_number(stale.get('max'), '.0f')} max"
-    )
-    figures.add_row("trainable", _format_ratio(status.get("trainable")))
+        stats.add_row(name, _format_number(value, ".3f"))
+    stats.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
+    stats.add_row("tokens/s", _format_number(status.get("tokens_per_s"), ",.0f"))
+    staleness = status.get("staleness") or {}
+    mean, maximum = _format_number(staleness.get("mean"), ".1f"), _format_number(staleness.get("max"), ".0f")
+    stats.add_row("staleness", f"{mean} mean, {maximum} max")
+    stats.add_row("trainable", _format_ratio(status.get("trainable")))
     groups = ", ".join(f"{count} {state}" for state, count in (status.get("groups") or {}).items() if count)
-    figures.add_row("groups", groups or "none yet")
-    figures.add_row("committed", f"step {status.get('committed', 0)}, {status.get('state', '?')}")
-    return figures
+    stats.add_row("groups", groups or "none yet")
+    stats.add_row("committed", f"step {status.get('committed', 0)}, {status.get('state', '?')}")
+    return stats
 
 
 def _latest_eval_means(status: Status) -> list[tuple[str, float]]:
-    """The newest mean of each eval."""
-    found = status.get("evals") or {}
-    means = {name: told.get("value") for name, told in found.items() if name.endswith("/avg")}
+    """Return the latest mean reward of each eval, by name."""
+    evals: dict[str, dict[str, Any]] = status.get("evals") or {}
+    means = {name: metric.get("value") for name, metric in evals.items() if name.endswith("/avg")}
     return [(name.removesuffix("/avg"), value) for name, value in means.items() if value is not None]
 
 

@@ -1,8 +1,8 @@
-"""Who gets which cores and which GPUs.
+"""Allocation of cores and GPUs to the processes of a run.
 
-On a CPU the engine and the trainer compute at the same time, and threads that contend are worse than none: on two
-cores, 2 + 2 threads are 2.4 times slower than 1 + 1. So each gets its share, everything else one, and waits are
-passive. GPUs are split, the engine's first, or shared by both.
+On a CPU the engine and the trainer compute at the same time, and oversubscribed threads are slower than fewer threads:
+on two cores, 2 + 2 threads are 2.4 times slower than 1 + 1. So both get half of the cores, every other process one
+thread, and waits are passive. GPUs are split, the engine's first, or shared by both.
 """
 
 import os
@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ramify.config import raise_config_invalid
+from ramify.infer.config import EngineConfig, ExternalConfig
+from ramify.launch.machine import usable_cores
 from ramify.launch.subprocess_probe import run_probe
+from ramify.orchestrate.config import RunConfig
 
-QUERY_TIMEOUT = 10.0  # seconds for the driver to say what there is
+QUERY_TIMEOUT = 10.0  # seconds
 NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
-MAX_THREADS_WITH_GPU = 8  # threads beside a GPU, which does the work itself
+MAX_THREADS_WITH_GPU = 8  # CPU threads of a process that computes on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine; `memory` in bytes, None where it was only asked for."""
+    """A GPU; `memory` is in bytes, None for a GPU that is only assumed (dry run)."""
 
     index: str
     name: str
@@ -28,14 +31,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocation:
-    """What a process may use."""
+    """The threads and GPUs of one process."""
 
     threads: int
     gpus: list[Gpu] = field(default_factory=list[Gpu])
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that say so."""
+        """The environment variables that limit a process to its devices."""
         threads = str(self.threads)
         cores = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": threads}
         return {**cores, "CUDA_VISIBLE_DEVICES": ",".join(gpu.index for gpu in self.gpus)}
@@ -47,7 +50,7 @@ class DeviceAllocation:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocations:
-    """Who gets what."""
+    """The devices of the inference engine, of the trainer, and of any other process."""
 
     inference: DeviceAllocation
     trainer: DeviceAllocation
@@ -55,24 +58,39 @@ class DeviceAllocations:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engine and trainer are on the same GPU."""
+        """Whether engine and trainer share a GPU."""
         return bool(self.inference.gpus) and self.inference.gpus == self.trainer.gpus
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that we may use, as the driver shows them; none without a driver."""
-    told = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
-    found = [line.split(", ", 2) for line in told.text.splitlines()] if told.ok else []
-    gpus = [Gpu(index, name, int(memory) << 20) for index, memory, name in found]
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
+    """Return the GPUs that this process may use; none without a driver."""
+    probe = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
+    rows = [line.split(", ", 2) for line in probe.text.splitlines()] if probe.ok else []
+    gpus = [Gpu(index, name, int(memory) << 20) for index, memory, name in rows]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return gpus
-    return [gpu for index in allowed.split(",") for gpu in gpus if gpu.index == index.strip()]
+    return [gpu for index in visible.split(",") for gpu in gpus if gpu.index == index.strip()]
 
 
 def uses_gpu(device: Literal["cpu", "cuda", "auto", "none"], gpus: list[Gpu]) -> bool:
-    """Whether what is told to use `device` computes on a GPU where these are."""
+    """Return whether a process with the setting `device` computes on a GPU, given the GPUs of the machine."""
     return device == "cuda" or (device == "auto" and bool(gpus))
+
+
+def allocate_for_run(config: RunConfig, *, dry_run: bool, gpus: list[Gpu] | None) -> DeviceAllocations:
+    """Allocate the devices of this machine or, for a dry run without GPUs, of one that has the configured GPUs."""
+    inference = config.inference
+    device = inference.device if isinstance(inference, EngineConfig) else "auto"
+    return allocate_devices(
+        usable_cores(),
+        visible_gpus() if gpus is None else gpus,
+        inference="none" if isinstance(inference, ExternalConfig) else device,
+        trainer=config.trainer.device,
+        mode=config.launch.gpus,
+        trainer_gpus=config.launch.trainer_gpus,
+        assume_gpus=dry_run,
+    )
 
 
 def allocate_devices(
@@ -85,29 +103,33 @@ def allocate_devices(
     trainer_gpus: int = 1,
     assume_gpus: bool = False,
 ) -> DeviceAllocations:
-    """Divide the machine. With `assume`, GPUs that a config asks for and that are not here are taken as given."""
+    """Allocate cores and GPUs. With `assume_gpus`, a machine without GPUs is treated as if it had those needed.
+
+    Raises ConfigInvalid if there are too few GPUs, or if the keys of `launch` contradict each other.
+    """
     engine_gpu, trainer_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
     if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
-        raise_config_invalid(
-            [("launch.trainer_gpus", f"{trainer_gpus} GPUs need a trainer on GPUs of its own: launch.gpus = 'split'")]
-        )
+        raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpus = 'split'")])
     if mode != "auto" and not both:
-        where = "the engine" if trainer_gpu else "the trainer"
-        raise_config_invalid([("launch.gpus", f"{mode!r} needs engine and trainer on GPUs, and {where} is on none")])
+        component = "engine" if trainer_gpu else "trainer"
+        problem = f"{mode!r} requires both engine and trainer on GPUs; the {component} has none"
+        raise_config_invalid([("launch.gpus", problem)])
     split = both and (mode == "split" or (mode == "auto" and len(gpus) > 1))
-    wanted = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
-    if len(gpus) < wanted:
+    num_needed = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
+    if len(gpus) < num_needed:
         if not assume_gpus or gpus:
-            found = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} here"
-            raise_config_invalid([("launch.gpus", f"the run needs {wanted} GPU{'s' if wanted > 1 else ''}, {found}")])
-        gpus = [Gpu(str(number), "not on this machine", None) for number in range(wanted)]
-    ours = gpus[1 : 1 + trainer_gpus] if split else gpus[:trainer_gpus]
+            plural = "s" if num_needed > 1 else ""
+            raise_config_invalid([("launch.gpus", f"the run needs {num_needed} GPU{plural}, found {len(gpus)}")])
+        gpus = [Gpu(str(number), "not on this machine", None) for number in range(num_needed)]
     half = max(1, cores // 2 if inference != "none" else cores - 1)
+
+    def allocate(gpus: list[Gpu]) -> DeviceAllocation:
+        return DeviceAllocation(min(half, MAX_THREADS_WITH_GPU) if gpus else half, gpus)
+
+    first = 1 if split else 0  # of the trainer's GPUs
     return DeviceAllocations(
-        inference=DeviceAllocation(
-            min(half, MAX_THREADS_WITH_GPU) if engine_gpu else half, gpus[:1] if engine_gpu else []
-        ),
-        trainer=DeviceAllocation(min(half, MAX_THREADS_WITH_GPU) if trainer_gpu else half, ours if trainer_gpu else []),
+        inference=allocate(gpus[:1] if engine_gpu else []),
+        trainer=allocate(gpus[first : first + trainer_gpus] if trainer_gpu else []),
         other=DeviceAllocation(1),
     )

@@ -1,4 +1,4 @@
-"""A plan carried out: the run's directory claimed, its processes supervised and shown, its end remembered."""
+"""Executes a launch plan: locks the run directory, supervises and displays the processes, records that it finished."""
 
 import asyncio
 import contextlib
@@ -25,22 +25,22 @@ from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import describe_holders, write_holder
 from ramify.store.run_log import RunLog, read_metrics_by_step
 
-LOCK_SUFFIX = "lock"  # how the name of its lock ends
+LOCK_SUFFIX = "lock"  # of the file beside the run directory
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult(AwaitableResult):
-    """How a run ended. What it found is in its directory: `ramify metrics`, `plot`, `show`."""
+    """How a run ended. Its results are in its directory: see `ramify metrics`, `plot` and `show`."""
 
     path: Path
     outcome: RunOutcome
     did_run: bool = True
-    """Whether anything was started; False for a run that was finished already."""
+    """Whether processes were started; False if the run was already finished."""
     steps: int = 0
-    """Of a run that is finished: fewer than `max_steps` where no task was left."""
+    """Number of steps of a finished run: fewer than `max_steps` if the tasks ran out."""
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one plain dict of metrics for each step, for `pandas.DataFrame`."""
+        """Return one dict of metrics per step, for `pandas.DataFrame`."""
         return read_metrics_by_step(self.path)
 
 
@@ -53,10 +53,10 @@ def execute_plan(
     display: RunDisplay,
     prefork_client: PreforkClient | None = None,
 ) -> RunResult:
-    """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done.
+    """Run the processes of the plan until the run ends; the run directory is locked meanwhile.
 
-    `environments` are the identities of the sources whose code is on this machine; a change is refused unless
-    `accept_changes`.
+    `environments` holds the identities of the sources whose code is on this machine. A changed environment raises
+    EnvironmentChanged, unless `accept_changes`.
     """
     config, path = plan.config, plan.config.path
     with plan.reservation, lock_run(path):
@@ -78,7 +78,7 @@ def execute_plan(
 
 
 def _record_failure(path: Path, error: RamifyError) -> None:
-    """Record under which name the run ended, for `ramify why`. A store that cannot be opened is left alone."""
+    """Record the failure that ended the run, for `ramify why`, if the store can be opened."""
     if (path / DATABASE_NAME).is_file():
         with contextlib.suppress(RamifyError), RunStore.open(path) as store:
             RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
@@ -87,12 +87,12 @@ def _record_failure(path: Path, error: RamifyError) -> None:
 async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: PreforkClient | None) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     record = RunRecord(path, plan.status_address)
-    with _tee_to_log(path / "logs" / "launch.log", display.print_line) as say:
+    with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
         supervisor = Supervisor(
             plan.process_specs,
             max_restarts=launch.restarts,
             grace_period=launch.grace,
-            print_line=say,
+            print_line=print_line,
             on_change=record.write,
             prefork_client=prefork_client,
         )
@@ -112,23 +112,23 @@ async def _refresh_display(supervisor: Supervisor, client: StatusClient, display
             await asyncio.sleep(REFRESH_INTERVAL)
 
     with display:
-        looking = asyncio.create_task(poll_status(), name="dashboard")
+        task = asyncio.create_task(poll_status(), name="dashboard")
         try:
             yield
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.contextmanager
 def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """What the supervisor says, to people and to a log."""
+    """Yield a function that prints a line and appends it to a log file, with the time."""
     with wrap_storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         log = file.open("a", encoding="utf-8", buffering=1)
 
     def tee_line(line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the run has other ways to find out
+        with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
         print_line(line)
 
@@ -138,19 +138,20 @@ def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Iterator[Calla
 
 @contextlib.contextmanager
 def lock_run(path: Path) -> Iterator[None]:
-    """Hold the run for one supervisor; raise RunBusy if another has it.
+    """Lock the run for one supervisor. Raises RunBusy if another one holds the lock.
 
-    The lock file lies beside the directory, because `--fresh` renames the directory.
+    The lock file is beside the run directory, because `--fresh` renames the directory.
     """
     with wrap_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path.parent / f".{path.name}.{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
-    with os.fdopen(handle):
+        fd = os.open(path.parent / f".{path.name}.{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(fd):
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holders = describe_holders(handle)
+            holders = describe_holders(fd)
             by = f", {holders}" if holders else ""
-            raise RunBusy(f"{path} is already being run by another `ramify rl`{by}") from None
-        write_holder(handle)
+            advice = "wait for it or choose another --name"
+            raise RunBusy(f"{path} is in use by another `ramify rl`{by}; {advice}") from None
+        write_holder(fd)
         yield

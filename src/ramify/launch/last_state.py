@@ -1,4 +1,4 @@
-"""The last known state of a run in one line, for when its orchestrator does not answer."""
+"""Describes the last known state of a run in one line, for when its orchestrator does not answer."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from ramify.orchestrate.snapshot import read_snapshot
 
 
 def describe_last_state(path: Path) -> str:
-    """Return the state that the orchestrator of the run at `path` wrote to disk last, and its age."""
-    from ramify.launch.dashboard import format_status_line  # brings rich
+    """Describe the last snapshot of the run at `path`, and its age."""
+    from ramify.launch.dashboard import format_status_line  # imports rich
 
     snapshot = read_snapshot(path)
     if snapshot is None:
-        return f"{path} has no status.json: nothing is known of its last state"
+        return f"{path} has no status.json; its last state is unknown"
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"

@@ -1,7 +1,7 @@
-"""Whether a process still answers, and whether one that does not is stopped.
+"""Detects processes that no longer answer.
 
 A process that is stopped (SIGSTOP, a debugger) or whose event loop hangs does not exit. The supervisor therefore sends
-it requests, and kills it once it has not answered for too long; that is then handled like a crash.
+it requests, and kills it after it has not answered for too long; that is then handled like a crash.
 """
 
 import asyncio
@@ -10,45 +10,44 @@ from collections.abc import Callable
 
 import psutil
 
-from ramify.launch.process import ProcessState, SupervisedProcess
-from ramify.launch.ready import is_responding
+from ramify.launch.process import ProcessState, SupervisedProcess, is_responding
 
-MAX_PROBE_INTERVAL = 5.0  # seconds for one answer, and between two requests
-# Requests without an answer after which a process counts as silent. More than one, because a supervisor that was
-# stopped itself finds an old request unanswered when it is continued.
+MAX_PROBE_INTERVAL = 5.0  # seconds between requests, and the timeout of each
+# Unanswered requests after which a process counts as silent. More than one, because a supervisor that was stopped
+# itself finds an old request unanswered when it is continued.
 MAX_UNANSWERED = 3
 
 
 async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], None]) -> float:
-    """Return the seconds for which a process was silent, once they exceed its `hang_timeout`.
+    """Wait until a process has not answered for its `hang_timeout`, and return the seconds since its last answer.
 
-    `changed` is called whenever the process becomes silent or answers again.
+    `on_change` is called whenever the process becomes silent or answers again.
     """
-    entry = process.spec
-    assert entry.hang_timeout is not None
-    pause = min(
-        entry.hang_timeout / (4 * MAX_UNANSWERED), MAX_PROBE_INTERVAL
-    )  # silence is shown at half of the timeout
-    unanswered, since = 0, time.monotonic()
+    address, hang_timeout = process.spec.address, process.spec.hang_timeout
+    assert hang_timeout is not None
+    # A process is shown as silent after half of the timeout.
+    interval = min(hang_timeout / (4 * MAX_UNANSWERED), MAX_PROBE_INTERVAL)
+    num_unanswered, silent_since = 0, time.monotonic()
     while True:
-        await asyncio.sleep(pause)
-        asked = time.monotonic()
-        if await is_responding(entry.address, timeout=pause):
-            unanswered = 0
+        await asyncio.sleep(interval)
+        requested_at = time.monotonic()
+        if await is_responding(address, timeout=interval):
+            num_unanswered = 0
         else:
-            unanswered += 1
-            since = asked if unanswered == 1 else since
-        state = ProcessState.SILENT if unanswered >= MAX_UNANSWERED else ProcessState.READY
+            num_unanswered += 1
+            silent_since = requested_at if num_unanswered == 1 else silent_since
+        is_silent = num_unanswered >= MAX_UNANSWERED
+        state = ProcessState.SILENT if is_silent else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.state, process.state_since = state, time.monotonic()
             on_change()
-        silence = time.monotonic() - since
-        if unanswered >= MAX_UNANSWERED and silence >= entry.hang_timeout:
-            return silence
+        silent_seconds = time.monotonic() - silent_since
+        if is_silent and silent_seconds >= hang_timeout:
+            return silent_seconds
 
 
 def get_process_state(pid: int) -> str:
-    """Return `stopped`, `running` or `gone`."""
+    """Return the state of a process: `stopped`, `running` or `gone`."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
-"""How much memory a run needs, roughly, before anything is loaded.
+"""Rough estimate of the memory that a run needs, and the check that it fits, before anything is loaded.
 
-Counted are what dominates: weights, the optimizer's state, the activations of one pack, the cache of keys and values.
-Checked against one measurement (Qwen3-0.6B, bf16, packs of 16k tokens: 30 GiB); good for "does it fit", not for more.
+The estimate covers what dominates: weights, optimizer state, the activations of one pack, and the KV cache. It was
+compared with one measurement (Qwen3-0.6B, bf16, packs of 16k tokens: 30 GiB), so it tells whether a run fits, no more.
 """
 
 import json
@@ -10,109 +10,137 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ramify.config import raise_config_invalid
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import ExternalConfig, VLLMConfig
+from ramify.launch.devices import DeviceAllocations
+from ramify.launch.machine import usable_memory
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
 
-TORCH_BASE_BYTES = 1 << 30  # bytes a process that computes needs before it has a model
-PROCESS_BASE_BYTES = 150 << 20  # bytes of a process that does not
-MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # bytes for each trained parameter
-LORA_PARAMETER_FRACTION = 0.02  # share of parameters that adapters add
+GIB = 1 << 30
+ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU that is not on this machine
+MAX_MEMORY_FRACTION = 0.95  # of a device
+TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
+PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
+MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
+LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The sizes of a model that matter here; zeros where only its name is known."""
+    """The dimensions of a model that determine its memory."""
 
     num_parameters: int
     num_layers: int = 0
     hidden_size: int = 0
     intermediate_size: int = 0
     kv_elements: int = 0
-    """Elements of keys and values that one token has in one layer."""
+    """Elements of keys and values per token and layer."""
     origin: str = "from its files"
 
     @classmethod
     def from_name(cls, name: str) -> "ModelSize | None":
-        """The model called `name`; by what its name says where it is not here, None if that is nothing."""
+        """Read the size of a model from its files or, if it is not here, guess it from its name; None if neither."""
         try:
             return cls._from_files(resolve_model_path(name))
         except (ModelNotFound, WeightsRefused, OSError, ValueError):
-            found = SIZE_IN_NAME.search(name.rsplit("/", 1)[-1])
-        if found is None:
+            match = SIZE_IN_NAME.search(name.rsplit("/", 1)[-1])
+        if match is None:
             return None
-        scale = {"B": 10**9, "M": 10**6}[found[2].upper()]
-        return cls._from_parameter_count(int(float(found[1]) * scale))
+        scale = {"B": 10**9, "M": 10**6}[match[2].upper()]
+        return cls._from_parameter_count(int(float(match[1]) * scale))
 
     @classmethod
     def _from_files(cls, directory: Path) -> "ModelSize":
         hf_config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         hf_config = hf_config.get("text_config") or hf_config
-        parameters = sum(math.prod(shape) for shape in read_tensor_shapes(directory).values())
-        hidden, heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
-        head = hf_config.get("head_dim") or hidden // heads
-        kv = 2 * head * (hf_config.get("num_key_value_heads") or heads)
-        return cls(parameters, hf_config.get("num_hidden_layers", 0), hidden, hf_config.get("intermediate_size", 0), kv)
+        hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
+        head_dim = hf_config.get("head_dim") or hidden_size // num_heads
+        return cls(
+            num_parameters=sum(math.prod(shape) for shape in read_tensor_shapes(directory).values()),
+            num_layers=hf_config.get("num_hidden_layers", 0),
+            hidden_size=hidden_size,
+            intermediate_size=hf_config.get("intermediate_size", 0),
+            kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
+        )
 
     @classmethod
     def _from_parameter_count(cls, num_parameters: int) -> "ModelSize":
-        """A model of this size as models usually are: 12 hidden² parameters a layer, hidden about 40 times layers."""
-        hidden = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
-        return cls(num_parameters, max(1, hidden // 40), hidden, 3 * hidden, 2 * 1024, "guessed from its name")
+        """Guess typical dimensions: 12 hidden² parameters per layer, and a hidden size of 40 times the layers."""
+        hidden_size = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
+        num_layers = max(1, hidden_size // 40)
+        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, "guessed from its name")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes, by what they are for."""
+    """Bytes that the inference engine, the trainer and all other processes need."""
 
     inference: int
     trainer: int
     other: int
 
 
-def estimate_memory(
-    config: RunConfig, model: ModelSize, *, engine_gpu: bool, trainer_gpu: bool, device_memory: int
-) -> MemoryEstimate:
-    """What each part needs, where it is; `memory` is that of the device which the engine runs on."""
-    sources = len(config.train) + len(config.eval)
-    rest = PROCESS_BASE_BYTES * (2 + 2 * sources)
-    inference = _estimate_inference(config, model, gpu=engine_gpu, device_memory=device_memory)
-    return MemoryEstimate(inference, _estimate_trainer(config, model, gpu=trainer_gpu), rest)
+def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> MemoryEstimate:
+    """Estimate the memory of a run on the devices that are allocated for it."""
+    gpus, num_sources = devices.inference.gpus, len(config.train) + len(config.eval)
+    device_memory = (gpus[0].memory or ASSUMED_GPU_BYTES) if gpus else usable_memory()
+    return MemoryEstimate(
+        inference=_estimate_inference(config, model, gpu=bool(gpus), device_memory=device_memory),
+        trainer=_estimate_trainer(config, model, gpu=bool(devices.trainer.gpus)),
+        other=PROCESS_BASE_BYTES * (2 + 2 * num_sources),
+    )
+
+
+def check_memory(estimate: MemoryEstimate, devices: DeviceAllocations) -> None:
+    """Raise ConfigInvalid if a GPU or the machine has too little memory."""
+    engine_gpus, trainer_gpus = devices.inference.gpus, devices.trainer.gpus
+    if devices.is_colocated:
+        demands = [(gpu, estimate.inference + estimate.trainer) for gpu in engine_gpus[:1]]
+    else:
+        demands = [(gpu, estimate.inference) for gpu in engine_gpus] + [(gpu, estimate.trainer) for gpu in trainer_gpus]
+    host_bytes = estimate.other + (0 if engine_gpus else estimate.inference) + (0 if trainer_gpus else estimate.trainer)
+    rows = [(f"GPU {gpu.index}", needed, gpu.memory) for gpu, needed in demands]
+    problems = [
+        ("launch", f"not enough memory: {name} has {memory / GIB:.1f} GiB, the run needs about {needed / GIB:.1f} GiB")
+        for name, needed, memory in [*rows, ("this machine", host_bytes, usable_memory())]
+        if memory is not None and needed > MAX_MEMORY_FRACTION * memory
+    ]
+    if problems:
+        raise_config_invalid(problems)
 
 
 def _estimate_inference(config: RunConfig, model: ModelSize, *, gpu: bool, device_memory: int) -> int:
-    """Weights, and a cache for as many requests as may run, as far as its share of the memory goes."""
+    """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory."""
     inference = config.inference
     if isinstance(inference, ExternalConfig):
         return 0
-    width = _bytes_per_element(inference.dtype, gpu)
-    weights, token = TORCH_BASE_BYTES + model.num_parameters * width, model.num_layers * model.kv_elements * width
-    longest = inference.max_model_len or config.seq_len
+    element_bytes = _bytes_per_element(inference.dtype, gpu)
+    weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes
+    token_bytes = model.num_layers * model.kv_elements * element_bytes
+    max_len, cache_limit = inference.max_model_len or config.seq_len, int(inference.memory * device_memory)
     if isinstance(inference, VLLMConfig):
-        return max(int(inference.memory * device_memory) if gpu else 0, weights + longest * token)
-    tokens = inference.kv_tokens or longest * inference.max_running
-    return weights + max(longest * token, min(tokens * token, int(inference.memory * device_memory)))
+        return max(cache_limit if gpu else 0, weight_bytes + max_len * token_bytes)
+    cache_tokens = inference.kv_tokens or max_len * inference.max_running
+    return weight_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
 
 
 def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     trainer = config.trainer
-    width = _bytes_per_element(trainer.dtype, gpu)
-    trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
-    state_bytes = model.num_parameters * (width if width < MASTER_BYTES or trainer.lora.enabled else 0)
-    state_bytes += int(trained * (MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES))
-    activation_elements = (
-        8 * model.hidden_size + 4 * model.intermediate_size
-    )  # elements that one token leaves in one layer for the backward pass
-    saved_elements = (
-        model.num_layers * model.hidden_size + activation_elements
-        if trainer.checkpoint_activations
-        else model.num_layers * activation_elements
-    )
-    ranks = config.launch.trainer_gpus
-    return TORCH_BASE_BYTES + state_bytes // ranks + trainer.pack_tokens * saved_elements * width
+    element_bytes = _bytes_per_element(trainer.dtype, gpu)
+    num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
+    has_copy = element_bytes < MASTER_BYTES or trainer.lora.enabled  # of the weights, beside the master weights
+    state_bytes = model.num_parameters * element_bytes if has_copy else 0
+    state_bytes += int(num_trained * (MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES))
+    layer_elements = 8 * model.hidden_size + 4 * model.intermediate_size  # that the backward pass needs per token
+    saved_elements = model.num_layers * layer_elements
+    if trainer.checkpoint_activations:
+        saved_elements = model.num_layers * model.hidden_size + layer_elements
+    num_ranks = config.launch.trainer_gpus
+    return TORCH_BASE_BYTES + state_bytes // num_ranks + trainer.pack_tokens * saved_elements * element_bytes
 
 
 def _bytes_per_element(dtype: str, gpu: bool) -> int:

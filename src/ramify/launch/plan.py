@@ -1,7 +1,7 @@
-"""The plan of a run: which processes, with what configuration, on which cores, GPUs and ports, and whether it fits.
+"""The launch plan of a run: its processes, with their configuration, cores, GPUs and ports.
 
-Everything that can be known before a process starts is decided here, once, and can be read: `--dry-run` prints it. A
-restart follows the same plan, so an address that was given out stays true.
+Everything that can be decided before a process starts is decided here, once; `--dry-run` prints it. A restarted process
+follows the same plan, so addresses do not change.
 """
 
 import shlex
@@ -16,12 +16,12 @@ from ramify.config import Config, raise_config_invalid, write_toml
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices
-from ramify.launch.fit import ASSUMED_GPU_BYTES, GIB, allocate_for_run, check_memory, estimate_run_memory
+from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import usable_cores
-from ramify.launch.memory import MemoryEstimate, ModelSize
+from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
+from ramify.launch.preforked import RAMIFY_COMMAND
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.launch.published_weights import link_newest_weights
@@ -30,16 +30,16 @@ from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
-ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")  # what the commands load
+ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
-ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
+ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
 
 SourceT = TypeVar("SourceT", bound=RunSourceConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What `ramify rl` is about to do."""
+    """The processes of a run, and what they need."""
 
     config: RunConfig
     process_specs: tuple[ProcessSpec, ...]
@@ -47,86 +47,86 @@ class LaunchPlan:
     """The configuration of each process, by its file."""
     devices: DeviceAllocations
     model: ModelSize | None
+    """None if the size of the model is unknown."""
     memory_estimate: MemoryEstimate | None
     orchestrator_address: str
-    """Where the trainer finds the orchestrator."""
+    """Address that the trainer connects to."""
     status_address: str
-    """Where the orchestrator says how the run is."""
+    """Address of the status server."""
     reservation: PortReservation
     """Holds the ports of all processes until the run ends."""
 
     def write(self) -> None:
-        """Write the configurations, the run's own and each process's, and the plan for people."""
+        """Write the configuration of the run and of each process, and the plan as text, to the run directory."""
         write_toml(self.config, self.config.path / "config.toml")
         (self.config.path / "plan.txt").write_text("\n".join([*self.format_lines(), ""]), encoding="utf-8")
         for file, config in self.config_files.items():
             write_toml(config, file)
 
     def format_lines(self) -> list[str]:
-        """The plan for people."""
+        """Return the plan as lines of text."""
         lines = [f"run {self.config.path}: {self.config.model.name}, {self.config.max_steps} steps"]
-        for entry in self.process_specs:
-            lines += ["", f"{entry.name}: {self._describe_devices(entry)}", f"  {shlex.join(entry.command)}"]
-            lines += [f"  at {entry.address}, log in {entry.log}" if entry.address else f"  log in {entry.log}"]
-        outside = [
-            f"{name}: {where}, which is neither started nor stopped"
-            for name, where in _list_external_services(self.config)
+        for spec in self.process_specs:
+            lines += ["", f"{spec.name}: {self._describe_devices(spec)}", f"  {shlex.join(spec.command)}"]
+            lines += [f"  at {spec.address}, log in {spec.log}" if spec.address else f"  log in {spec.log}"]
+        external = [
+            f"{name}: {address} (external, not managed by this run)"
+            for name, address in _list_external_services(self.config)
         ]
-        return [*lines, *(["", *outside] if outside else []), "", *self._describe_memory()]
+        return [*lines, *(["", *external] if external else []), "", self._describe_memory()]
 
     def _describe_devices(self, spec: ProcessSpec) -> str:
-        named = {"inference": self.devices.inference, "trainer": self.devices.trainer}
-        return str(named.get(spec.name, self.devices.other))
+        devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
+        return str(devices.get(spec.name, self.devices.other))
 
-    def _describe_memory(self) -> list[str]:
+    def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:
-            return [f"memory: not known, {self.config.model.name} is not on this machine"]
-        parts = {
-            "inference": self.memory_estimate.inference,
-            "trainer": self.memory_estimate.trainer,
-            "everything else": self.memory_estimate.other,
-        }
-        told = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts.items() if size)
-        absent = any(gpu.memory is None for gpu in (*self.devices.inference.gpus, *self.devices.trainer.gpus))
-        taken = f"; GPUs that are not here are taken as {ASSUMED_GPU_BYTES / GIB:.0f} GiB" if absent else ""
-        return [f"memory, roughly: {told}; {self.model.num_parameters:,} parameters, {self.model.origin}{taken}"]
+            return f"memory: unknown, model {self.config.model.name} is not available locally"
+        estimate, gpus = self.memory_estimate, (*self.devices.inference.gpus, *self.devices.trainer.gpus)
+        sizes = {"inference": estimate.inference, "trainer": estimate.trainer, "everything else": estimate.other}
+        fields = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in sizes.items() if size)
+        has_assumed_gpu = any(gpu.memory is None for gpu in gpus)
+        note = f"; missing GPUs assumed to have {ASSUMED_GPU_BYTES / GIB:.0f} GiB" if has_assumed_gpu else ""
+        return f"memory, roughly: {fields}; {self.model.num_parameters:,} parameters, {self.model.origin}{note}"
 
 
 def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | None = None) -> LaunchPlan:
-    """The plan. Raises ConfigInvalid for what cannot be or does not fit, PortTaken for a port that is not free.
+    """Build the plan of a run. Raises ConfigInvalid if the run is not possible, PortTaken for a port in use.
 
-    A `dry` plan may be of a run for another machine: of GPUs and a model that are not here.
+    With `dry_run`, the plan may be for another machine: GPUs and the model need not exist here.
     """
     _check_model(config, dry_run=dry_run)
     if config.monitor.sinks:
-        from ramify.monitor import check_sinks_installed  # brings numpy, and a run without sinks starts sooner
+        from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
 
         check_sinks_installed(config)
-    shares = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
+    devices = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
     model = ModelSize.from_name(config.model.name)
-    need = estimate_run_memory(shares, config, model) if model else None
-    if need is not None:
-        check_memory(need, shares)
-    return _PlanBuilder(config, shares).build_full_plan(model, need)
+    estimate = estimate_memory(config, model, devices) if model else None
+    if estimate is not None:
+        check_memory(estimate, devices)
+    return _PlanBuilder(config, devices).build_full_plan(model, estimate)
 
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
-    """The plan of an orchestrator that starts its env servers itself. Engines and the trainer are others' business."""
-    shares = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", mode="auto")
-    return _PlanBuilder(config, shares).build_orchestrator_plan()
+    """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
+    devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", mode="auto")
+    return _PlanBuilder(config, devices).build_orchestrator_plan()
 
 
 class _PlanBuilder:
-    """Puts the processes together, every one with its part of the run's configuration.
+    """Builds the specs of the processes, each with its part of the run's configuration.
 
-    All start at once and wait for each other where they have to: loading takes as long for each of them.
+    All processes start at once, because each takes long to load, and wait for each other if they have to.
     """
 
     def __init__(self, config: RunConfig, devices: DeviceAllocations) -> None:
         self.config, self.path, self.devices = config, config.path, devices
-        own = {"orchestrator.address": config.orchestrator.address, "orchestrator.status": config.orchestrator.status}
-        engine = {} if isinstance(config.inference, ExternalConfig) else {"inference": f"http://{HOST}:0"}
-        self.reservation = PortReservation({**own, **engine, **build_source_addresses(config)})
+        orchestrator = config.orchestrator
+        addresses = {"orchestrator.address": orchestrator.address, "orchestrator.status": orchestrator.status}
+        if not isinstance(config.inference, ExternalConfig):
+            addresses["inference"] = f"http://{HOST}:0"
+        self.reservation = PortReservation({**addresses, **build_source_addresses(config)})
         self.addresses = self.reservation.addresses
         if isinstance(config.inference, VLLMConfig):
             self.reservation.release("inference")  # vLLM binds its port without SO_REUSEPORT
@@ -134,15 +134,12 @@ class _PlanBuilder:
         self.config_files: dict[Path, Config] = {}
 
     def build_full_plan(self, model: ModelSize | None, memory_estimate: MemoryEstimate | None) -> LaunchPlan:
-        """All that has no address yet."""
-        return self._build_plan(
-            (*self._inference_specs(), *self._env_server_specs(), self._orchestrator_spec(), self._trainer_spec()),
-            model,
-            memory_estimate,
-        )
+        """Build the plan of all processes that are not external."""
+        services = (*self._inference_specs(), *self._env_server_specs())
+        return self._build_plan((*services, self._orchestrator_spec(), self._trainer_spec()), model, memory_estimate)
 
     def build_orchestrator_plan(self) -> LaunchPlan:
-        """The orchestrator, and the env servers that it needs."""
+        """Build the plan of the orchestrator and its env servers."""
         return self._build_plan((*self._env_server_specs(), self._orchestrator_spec()))
 
     def _build_plan(
@@ -151,7 +148,6 @@ class _PlanBuilder:
         model: ModelSize | None = None,
         memory_estimate: MemoryEstimate | None = None,
     ) -> LaunchPlan:
-        told = self.run_config.orchestrator
         return LaunchPlan(
             config=self.config,
             process_specs=process_specs,
@@ -159,29 +155,30 @@ class _PlanBuilder:
             devices=self.devices,
             model=model,
             memory_estimate=memory_estimate,
-            orchestrator_address=told.address,
-            status_address=told.status,
+            orchestrator_address=self.run_config.orchestrator.address,
+            status_address=self.run_config.orchestrator.status,
             reservation=self.reservation,
         )
 
     def _inference_specs(self) -> list[ProcessSpec]:
         if isinstance(self.config.inference, ExternalConfig):
             return []
-        place = urlsplit(self.addresses["inference"])
+        url = urlsplit(self.addresses["inference"])
         table = build_serve_config(self.config, self.devices.trainer.gpus)
-        table["server"] |= {"host": place.hostname, "port": place.port, "shutdown": ATTEMPT_SHUTDOWN_TIMEOUT}
+        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown": ATTEMPT_SHUTDOWN_TIMEOUT}
         if isinstance(self.config.inference, VLLMConfig):
             table["inference"].setdefault("log", str(self.path / "logs" / "vllm.log"))
-        served = ServeConfig(**table)
-        file = self._add_config_file("inference", served)
-        weights = self.config.weights.directory_for(self.path)
+        config = ServeConfig(**table)
+        file = self._add_config_file("inference", config)
+        weights_directory = self.config.weights.directory_for(self.path)
 
         def prepare() -> None:
-            """A restart serves the newest weights there are."""
-            found = link_newest_weights(weights)
-            name = str(found.resolve()) if found is not None else self.config.model.name
-            write_toml(served.model_copy(update={"model": ModelConfig(name=name)}), file)
+            """Configure the engine to serve the newest weights."""
+            weights = link_newest_weights(weights_directory)
+            name = str(weights.resolve()) if weights is not None else self.config.model.name
+            write_toml(config.model_copy(update={"model": ModelConfig(name=name)}), file)
 
+        is_preloadable = self._is_cpu_only and isinstance(self.config.inference, EngineConfig)
         return [
             ProcessSpec(
                 "inference",
@@ -191,9 +188,7 @@ class _PlanBuilder:
                 address=f"{self.addresses['inference']}/health",
                 ready_timeout=self.config.launch.start_deadline,
                 prepare=prepare,
-                preload_modules=ENGINE_MODULES
-                if self._is_cpu_only and isinstance(self.config.inference, EngineConfig)
-                else (),
+                preload_modules=ENGINE_MODULES if is_preloadable else (),
             )
         ]
 
@@ -201,19 +196,17 @@ class _PlanBuilder:
         return [self._env_server_spec(name) for name in build_source_addresses(self.config)]
 
     def _env_server_spec(self, name: str) -> ProcessSpec:
-        deadline = self.config.launch.start_deadline
-        server = EnvServerConfig(
-            **build_env_server_config(self.run_config, name), grace=ATTEMPT_SHUTDOWN_TIMEOUT, boot_timeout=2 * deadline
-        )
-        picked = server.select_source()
-        file = self._add_config_file(f"env-{picked.kind}-{picked.source_name.replace('/', '-')}", server)
+        timeout, table = self.config.launch.start_deadline, build_env_server_config(self.run_config, name)
+        config = EnvServerConfig(**table, grace=ATTEMPT_SHUTDOWN_TIMEOUT, boot_timeout=2 * timeout)
+        source = config.select_source()
+        file = self._add_config_file(f"env-{source.kind}-{source.source_name.replace('/', '-')}", config)
         return ProcessSpec(
             f"env/{name}",
             _ramify_command("env-server", "@", str(file)),
-            picked.log_path(self.path),
+            source.log_path(self.path),
             env=self._build_environment(self.devices.other, name),
             address=self.addresses[name],
-            ready_timeout=deadline,
+            ready_timeout=timeout,
         )
 
     def _orchestrator_spec(self) -> ProcessSpec:
@@ -232,14 +225,14 @@ class _PlanBuilder:
 
     def _trainer_spec(self) -> ProcessSpec:
         file = self._add_config_file("trainer", TrainerProcessConfig(**build_trainer_config(self.run_config)))
-        kept = ("--record", str(self.path / "batches")) if self.config.record else ()
-        words = ("trainer", "@", str(file), *kept)
-        gpus = len(self.devices.trainer.gpus)
-        spread = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "ramify")
-        command = (sys.executable, "-m", *spread, *words) if gpus > 1 else _ramify_command(*words)
+        record = ("--record", str(self.path / "batches")) if self.config.record else ()
+        arguments = ("trainer", "@", str(file), *record)
+        num_gpus = len(self.devices.trainer.gpus)
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
+        command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else _ramify_command(*arguments)
         log, env = self.path / "logs" / "trainer.log", self.devices.trainer.env
-        loads = TRAINER_MODULES if self._is_cpu_only else ()
-        return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=loads)
+        modules = TRAINER_MODULES if self._is_cpu_only else ()
+        return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
 
     def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""
@@ -247,7 +240,7 @@ class _PlanBuilder:
 
     @property
     def _is_cpu_only(self) -> bool:
-        """Whether nobody has a GPU, which belongs to whoever has touched it: what is forked could not."""
+        """Whether no process uses a GPU. CUDA does not survive a fork, so only CPU processes are preforked."""
         return not self.devices.inference.gpus and not self.devices.trainer.gpus
 
     def _add_config_file(self, name: str, config: Config) -> Path:
@@ -257,41 +250,44 @@ class _PlanBuilder:
 
 
 def _with_addresses(config: RunConfig, addresses: Mapping[str, str]) -> RunConfig:
-    """The run's configuration with the address of everything that listens."""
+    """Return the configuration with the addresses of all processes that the run starts."""
 
     def with_address(kind: str, source: SourceT) -> SourceT:
         return source.model_copy(update={"address": source.address or addresses[f"{kind}/{source.source_name}"]})
 
-    own = {"address": addresses["orchestrator.address"], "status": addresses["orchestrator.status"]}
-    engine = {"inference": ExternalConfig(base_url=[addresses["inference"]])} if "inference" in addresses else {}
+    orchestrator = {"address": addresses["orchestrator.address"], "status": addresses["orchestrator.status"]}
+    inference = {"inference": ExternalConfig(base_url=[addresses["inference"]])} if "inference" in addresses else {}
     return config.model_copy(
         update={
             "name": config.path.name,
             "train": [with_address("train", source) for source in config.train],
             "eval": [with_address("eval", source) for source in config.eval],
-            "orchestrator": config.orchestrator.model_copy(update=own),
-            **engine,
+            "orchestrator": config.orchestrator.model_copy(update=orchestrator),
+            **inference,
         }
     )
 
 
 def _with_default_pools(config: RunConfig) -> RunConfig:
-    """As those see it who only ask: a server at an address has a pool of its own."""
-    bare = {"pool": ElasticPoolConfig()}
-    train = [source.model_copy(update=bare) for source in config.train]
-    evals = [source.model_copy(update=bare) for source in config.eval]
+    """Return the configuration with the default `pool`, because no other is allowed beside an `address`."""
+    default = {"pool": ElasticPoolConfig()}
+    train = [source.model_copy(update=default) for source in config.train]
+    evals = [source.model_copy(update=default) for source in config.eval]
     return config.model_copy(update={"train": train, "eval": evals})
 
 
-def _ramify_command(*words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "ramify", *words)
+def _ramify_command(*arguments: str) -> tuple[str, ...]:
+    return (*RAMIFY_COMMAND, *arguments)
 
 
 def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:
-    inference = config.inference
-    found = [("inference", ", ".join(inference.base_url))] if isinstance(inference, ExternalConfig) else []
-    sources = [*(("train", source) for source in config.train), *(("eval", source) for source in config.eval)]
-    return found + [(f"env/{kind}/{source.title}", source.address) for kind, source in sources if source.address]
+    """Return name and address of every service that the run uses but does not start."""
+    services: list[tuple[str, str]] = []
+    if isinstance(config.inference, ExternalConfig):
+        services.append(("inference", ", ".join(config.inference.base_url)))
+    for kind, sources in (("train", config.train), ("eval", config.eval)):
+        services += [(f"env/{kind}/{source.source_name}", source.address) for source in sources if source.address]
+    return services
 
 
 def _check_model(config: RunConfig, *, dry_run: bool) -> None:

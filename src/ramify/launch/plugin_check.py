@@ -1,7 +1,7 @@
-"""Are the plugin tables of a configuration right? Asked of the plugins themselves, in a process that ends right after.
+"""Validates the plugin tables of a configuration in a subprocess.
 
-A table's keys are known only to the plugin's own config class, and loading it runs code of the user's. The launcher
-never does that: it hands the tables to `python -m ramify.launch.plugin_check` and reads back the problems.
+Only the config class of a plugin knows the keys of its table, and importing it runs user code. The launcher never does
+that: it passes the tables to `python -m ramify.launch.plugin_check`, and reads the problems from its output.
 """
 
 import json
@@ -17,75 +17,74 @@ from ramify.orchestrate.config import RunConfig
 if TYPE_CHECKING:
     from ramify.rollout import Environment
 
-IMPORT_TIMEOUT = 120.0  # seconds for all plugins to be imported
-MAX_ERROR_CHARS = 2000  # characters of what went wrong that are shown
+IMPORT_TIMEOUT = 120.0  # seconds for the import of all plugins
+MAX_ERROR_CHARS = 2000  # of the subprocess's output in an error message
 
 
 def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False) -> dict[str, dict[str, Any]]:
-    """Refuse, with ConfigInvalid, tables that their plugins refuse.
+    """Validate all plugin tables, and return the identities of the loaded environments, by source name in the store.
 
-    With `start`, also refuse what the processes of the run would refuse when they start: a source whose first task
-    cannot be loaded, and a loss that cannot be imported.
-    Return the identity of each environment that was loaded, by the name of the source in the run's store.
+    With `include_start_checks`, also check what the processes of the run would refuse at their start: a source whose
+    first task cannot be loaded, and a loss that cannot be imported.
+    Raises ConfigInvalid with all problems, EnvironmentFault if the subprocess fails, DeadlineExceeded if it hangs.
     """
     command = [sys.executable, "-m", "ramify.launch.plugin_check"]
-    asked = json.dumps({**_build_request(config), "start": include_start_checks}, default=str)
+    request = json.dumps({**_build_request(config), "start": include_start_checks}, default=str)
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
+        result = subprocess.run(command, input=request, capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(
-            f"the environments were not loaded within {IMPORT_TIMEOUT:g} s, to check their keys"
+            f"checking plugin configuration timed out: imports took longer than {IMPORT_TIMEOUT:g} s"
         ) from None
-    if done.returncode != 0:
-        raise EnvironmentFault(
-            f"the environments cannot be checked:\n{(done.stderr or done.stdout)[-MAX_ERROR_CHARS:].strip()}"
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
-    if found["problems"]:
-        raise_config_invalid([(key, text) for key, text in found["problems"]])
-    titles = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
-    titles |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
-    return {titles[at]: identity for at, identity in found["environments"].items()}
+    if result.returncode != 0:
+        output = (result.stderr or result.stdout)[-MAX_ERROR_CHARS:].strip()
+        raise EnvironmentFault(f"plugin configuration could not be checked:\n{output}")
+    reply = json.loads(result.stdout.splitlines()[-1])
+    if reply["problems"]:
+        raise_config_invalid([(key, text) for key, text in reply["problems"]])
+    names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
+    names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
+    return {names[key]: identity for key, identity in reply["environments"].items()}
 
 
 def _build_request(config: RunConfig) -> dict[str, Any]:
-    """What is to be checked: sources as a whole, and single tables by the key they stand under."""
-    sources: dict[str, Any] = {}
+    """Return everything to check: sources that the run serves, plugin tables, and the loss, by their config keys."""
+    served: dict[str, Any] = {}
     tables: list[tuple[str, str, dict[str, Any]]] = []
-    for kind, listed in (("train", config.train), ("eval", config.eval)):
-        for number, source in enumerate(listed):
+    for kind, sources in (("train", config.train), ("eval", config.eval)):
+        for number, source in enumerate(sources):
             if source.address is None:
-                sources[f"{kind}.{number}"] = source.source_config.model_dump(mode="json")
+                served[f"{kind}.{number}"] = source.source_config.model_dump(mode="json")
     for number, source in enumerate(config.train):
         tables.append(("algorithm", f"train.{number}.algorithm", {"id": "grpo", **source.algorithm}))
     for number, table in enumerate(config.orchestrator.filters):
         tables.append(("filter", f"orchestrator.filters.{number}", table))
-    return {"sources": sources, "tables": tables, "loss": config.trainer.loss.model_dump(mode="json")}
+    return {"sources": served, "tables": tables, "loss": config.trainer.loss.model_dump(mode="json")}
 
 
 def run_checks(request: dict[str, Any]) -> dict[str, Any]:
-    """Return each problem with its key, and the identity of each source. Runs in a separate process."""
+    """Check a request in this process, which is the subprocess; return the problems and the environment identities."""
     from ramify.env import plugin
     from ramify.env.decorators import MISSING_REWARD_ADVICE
     from ramify.rollout import Environment, SourceConfig
 
     problems: list[tuple[str, str]] = []
     environments: dict[str, dict[str, Any]] = {}
-    for at, table in request["sources"].items():
+    for source_key, table in request["sources"].items():
         try:
             environment = Environment.load(SourceConfig(**table))
-            environments[at] = environment.identity
-            if at.startswith("train.") and not environment.has_rewards:
+            environments[source_key] = environment.identity
+            if source_key.startswith("train.") and not environment.has_rewards:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
-                problems.append((f"{at}.taskset", text))
+                problems.append((f"{source_key}.taskset", text))
         except ConfigInvalid as error:
-            problems += [_prefix_key(at, key, text) for key, text in _parse_problems(error.message)]
+            problems += [_prefix_key(source_key, key, text) for key, text in _parse_problems(error.message)]
             continue
         if request.get("start"):
-            problems += [(f"{at}.taskset", text) for text in _find_first_task_problems(environment)]
-    for kind, at, table in request["tables"]:
+            problems += [(f"{source_key}.taskset", text) for text in _find_first_task_problems(environment)]
+    for kind, table_key, table in request["tables"]:
         try:
-            plugin.resolve_plugin(kind, table, table_key=at)
+            plugin.resolve_plugin(kind, table, table_key=table_key)
         except ConfigInvalid as error:
             problems += _parse_problems(error.message)
     if request.get("start"):
@@ -101,7 +100,7 @@ def _find_first_task_problems(environment: "Environment") -> list[str]:
         environment.check_task(task)
     except RamifyError as error:
         return [error.message]
-    except Exception as error:  # noqa: BLE001 - `load` is anybody's code
+    except Exception as error:  # noqa: BLE001 - `load` is user code
         return [f"load raised {type(error).__name__}: {error}"]
     return []
 
@@ -117,13 +116,13 @@ def _find_loss_problems(loss: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _prefix_key(key_prefix: str, key: str, text: str) -> tuple[str, str]:
-    """The problem as it is seen from the top, where the source stands under `at`."""
-    meant = re.sub(r"did you mean (?=[a-z]\w*\.)", f"did you mean {key_prefix}.", text)
-    return (f"{key_prefix}.{key}" if key else key_prefix, meant)
+    """Return a problem of a source with keys that are relative to the whole configuration."""
+    prefixed = re.sub(r"did you mean (?=[a-z]\w*\.)", f"did you mean {key_prefix}.", text)
+    return (f"{key_prefix}.{key}" if key else key_prefix, prefixed)
 
 
 def _parse_problems(message: str) -> list[tuple[str, str]]:
-    """The single problems in a message of `refuse`; any other message is one."""
+    """Split a message of `raise_config_invalid` into its problems; any other message is one problem."""
     head, *lines = message.splitlines()
     if not head.endswith("in the configuration:"):
         return [("", message)]

@@ -1,7 +1,7 @@
-"""What `--dry-run` checks beyond the plan: everything that a process of the run would refuse when it starts.
+"""Checks of `--dry-run` beyond the plan: everything that a process of the run would refuse at its start.
 
-What depends on the machine is not checked, so that a run for another machine can be planned here: GPUs, and a model
-that is not on this machine. Problems that appear only when the model is loaded are left to the run.
+GPUs and models that are not on this machine are not checked, so that a run for another machine can be planned here.
+Problems that appear only when the model is loaded are left to the run.
 """
 
 import difflib
@@ -21,7 +21,10 @@ from ramify.wire.address import check_bind_address
 
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
-    """Refuse what the run would refuse at its start. `fresh` and `accept_changes` are as the run would get them."""
+    """Raise what the run would raise at its start. `fresh` and `accept_changes` have the meaning that `rl` gives them.
+
+    Raises ConfigInvalid, EnvironmentChanged, EnvironmentFault or RunBusy.
+    """
     problems = [*_find_address_problems(config), *_find_model_problems(config)]
     if problems:
         raise_config_invalid(problems)
@@ -46,13 +49,13 @@ def _find_address_problems(config: RunConfig) -> list[tuple[str, str]]:
 def _find_model_problems(config: RunConfig) -> list[tuple[str, str]]:
     """Return problems of the model's name and renderer.
 
-    A missing model is a problem only if its name resembles a packaged one: any other may be on the machine of the run.
+    A missing model is a problem only if its name resembles a packaged one: any other may exist on the run's machine.
     """
     try:
         directory = resolve_model_path(config.model.name)
     except ModelNotFound as error:
-        misspelt = difflib.get_close_matches(config.model.name, PACKAGED_MODELS, n=1)
-        return [("model.name", error.message)] if misspelt else []
+        is_misspelt = difflib.get_close_matches(config.model.name, PACKAGED_MODELS, n=1)
+        return [("model.name", error.message)] if is_misspelt else []
     try:
         load_renderer(directory, config.renderer)
     except RamifyError as error:

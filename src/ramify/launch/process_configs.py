@@ -1,7 +1,7 @@
-"""What each process of a run is told: its part of the run's configuration.
+"""Derives the configuration of each process from the configuration of a run.
 
-The supervisor writes the parts to files, one for each process; a part command that is given a whole run's file takes
-its own. Both go through here, so both mean the same. A part is a table of what was said, over the command's defaults.
+`ramify rl` writes one config file per process. `serve`, `env-server` and `trainer`, if they are given the file of a
+run, derive the same configuration with these functions. Each returns only the keys that were set.
 """
 
 from typing import Any
@@ -18,20 +18,20 @@ ConfigTable = dict[str, Any]
 
 
 def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> ConfigTable:
-    """For `ramify serve`: the run's model and engine, at the run's `base_url` where it names one server.
+    """Build the configuration of `ramify serve`: the run's model and engine, at its `base_url` if it names one server.
 
-    `gpus` are the trainer's; by default this machine's, as if it were here.
+    `gpus` are those of the trainer, which determine the dtype; None: those of this machine.
     """
     inference, dtype = run_config.inference, _resolve_engine_dtype(run_config, gpus)
     table: ConfigTable = {"model": _dump_set_fields(run_config.model), "server": {"model_name": run_config.model.name}}
     if isinstance(inference, ExternalConfig):
         table["inference"] = {"dtype": dtype, "max_model_len": run_config.seq_len}
-        if len(inference.base_url) > 1:  # flags will say which of them this is
+        if len(inference.base_url) > 1:  # host and port are given as flags
             table["server"]["allowed_hosts"] = [urlsplit(url).hostname for url in inference.base_url]
         else:
-            place = urlsplit(inference.base_url[0])
-            port = place.port or (443 if place.scheme == "https" else 80)
-            table["server"] |= {"host": place.hostname, "port": port}
+            url = urlsplit(inference.base_url[0])
+            port = url.port or (443 if url.scheme == "https" else 80)
+            table["server"] |= {"host": url.hostname, "port": port}
     else:
         length = inference.max_model_len or run_config.seq_len
         table["inference"] = {**_dump_set_fields(inference), "dtype": dtype, "max_model_len": length}
@@ -39,10 +39,12 @@ def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> 
 
 
 def build_env_server_config(run_config: RunConfig, source_name: str | None) -> ConfigTable:
-    """For `ramify env-server`: the source `name`; without `inference` where nobody knows yet what its agents ask."""
-    given = build_source_addresses(run_config)
+    """Build the configuration of `ramify env-server` for one source; without `inference` if its address is unknown."""
+    addresses = build_source_addresses(run_config)
     table: ConfigTable = {
-        kind: [_build_source_table(run_config, source, given.get(f"{kind}/{source.source_name}")) for source in sources]
+        kind: [
+            _build_source_table(run_config, source, addresses.get(f"{kind}/{source.source_name}")) for source in sources
+        ]
         for kind, sources in (("train", run_config.train), ("eval", run_config.eval))
     }
     table |= {
@@ -53,9 +55,9 @@ def build_env_server_config(run_config: RunConfig, source_name: str | None) -> C
     table |= {"source": source_name} if source_name else {}
     table |= {"secret_env": run_config.secret_env} if run_config.secret else {}
     urls = run_config.inference.base_url if isinstance(run_config.inference, ExternalConfig) else []
-    picked = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).select_source()
-    sources = {"train": run_config.train, "eval": run_config.eval}[picked.kind]
-    endpoint = next(source.endpoint for source in sources if source.title == picked.source_name)
+    selected = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).select_source()
+    sources = run_config.train if selected.kind == "train" else run_config.eval
+    endpoint = next(source.endpoint for source in sources if source.source_name == selected.source_name)
     if endpoint is not None:
         urls, table["api_key_env"] = [endpoint.base_url], endpoint.api_key_env or ""
         table |= {"model": {"name": endpoint.model}} if endpoint.model else {}
@@ -63,20 +65,25 @@ def build_env_server_config(run_config: RunConfig, source_name: str | None) -> C
 
 
 def build_trainer_config(run_config: RunConfig) -> ConfigTable:
-    """For `ramify trainer`: what it trains, for the orchestrator whose address the run has fixed, if it has."""
-    place = run_config.orchestrator.address
-    known = {} if urlsplit(place).port == 0 else {"address": place}
-    told = {name: _dump_set_fields(getattr(run_config, name)) for name in ("model", "trainer", "checkpoint", "weights")}
-    where = {"name": run_config.path.name, "output": str(run_config.path.parent), "secret_env": run_config.secret_env}
-    return {**where, **known, **told, "seed": run_config.seed}
+    """Build the configuration of `ramify trainer`, with the orchestrator's address if the run has a fixed one."""
+    address, path = run_config.orchestrator.address, run_config.path
+    sections = ("model", "trainer", "checkpoint", "weights")
+    return {
+        "name": path.name,
+        "output": str(path.parent),
+        "secret_env": run_config.secret_env,
+        **({} if urlsplit(address).port == 0 else {"address": address}),
+        **{name: _dump_set_fields(getattr(run_config, name)) for name in sections},
+        "seed": run_config.seed,
+    }
 
 
 def _resolve_engine_dtype(run_config: RunConfig, gpus: list[Gpu] | None) -> str:
-    """Of the engine: what is trained is what was sampled, so it computes in the trainer's type."""
-    asked = "auto" if isinstance(run_config.inference, ExternalConfig) else run_config.inference.dtype
-    found = run_config.trainer.dtype if asked == "auto" else asked
-    if found != "auto":
-        return found
+    """Return the dtype of the engine: by default that of the trainer, so that sampler and trainer agree."""
+    engine_dtype = "auto" if isinstance(run_config.inference, ExternalConfig) else run_config.inference.dtype
+    dtype = run_config.trainer.dtype if engine_dtype == "auto" else engine_dtype
+    if dtype != "auto":
+        return dtype
     return "bfloat16" if uses_gpu(run_config.trainer.device, visible_gpus() if gpus is None else gpus) else "float32"
 
 
@@ -91,6 +98,6 @@ def _build_source_table(run_config: RunConfig, source: RunSourceConfig, address:
 
 
 def _dump_set_fields(section: Config) -> ConfigTable:
-    """What was said of a section, and which variant it is."""
+    """Return the keys of a section that were set, and the key that selects its variant."""
     tags = {tag: getattr(section, tag) for tag in ("type", "engine") if hasattr(section, tag)}
     return {**tags, **section.model_dump(mode="json", exclude_unset=True)}

@@ -1,4 +1,4 @@
-"""The newest weights of a run: what an engine that is started again should serve, and what a finished run leaves."""
+"""The newest published weights of a run: a restarted engine serves them, and a finished run saves them."""
 
 import contextlib
 import os
@@ -13,29 +13,32 @@ from ramify.store import wrap_storage_errors
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED_DIR = "served"
-MAX_TRIES = 5  # a version may be removed while it is looked at
+MAX_TRIES = 5  # the trainer may remove a version while it is being linked
 
 
 def find_newest_weights(directory: Path) -> Path | None:
-    """The last published version; None where there is none yet."""
-    found: list[tuple[int, int, Path]] = []
-    for place in directory.glob(f"*/{MANIFEST_FILE}"):
+    """Return the directory of the last published version; None if there is none yet."""
+    candidates: list[tuple[int, int, Path]] = []
+    for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
         try:
-            version = Manifest.read(place.parent).version
+            version = Manifest.read(manifest.parent).version
         except WeightsRefused:
-            continue  # removed while we looked
-        found.append((version.incarnation, version.step, place.parent))
-    return max(found)[2] if found else None
+            continue  # the trainer has just removed it
+        candidates.append((version.incarnation, version.step, manifest.parent))
+    return max(candidates)[2] if candidates else None
 
 
 def link_newest_weights(directory: Path) -> Path | None:
-    """The newest weights under a name of the engine's own, which nobody removes while it starts."""
+    """Hard-link the newest weights into SERVED_DIR, so that the trainer cannot remove them while an engine starts.
+
+    Return the new directory; None if there are no weights.
+    """
     for _ in range(MAX_TRIES):
-        if (found := find_newest_weights(directory)) is None:
+        if (newest := find_newest_weights(directory)) is None:
             return None
         shutil.rmtree(directory / SERVED_DIR, ignore_errors=True)
         try:
-            return Path(shutil.copytree(found, directory / SERVED_DIR / found.name, copy_function=os.link))
+            return Path(shutil.copytree(newest, directory / SERVED_DIR / newest.name, copy_function=os.link))
         except OSError:
             continue
     return None
@@ -43,7 +46,7 @@ def link_newest_weights(directory: Path) -> Path | None:
 
 @contextlib.contextmanager
 def hold_weights_directory(config: RunConfig) -> Iterator[None]:
-    """The run's weights while it lives: in shared memory they end with it."""
+    """Hold the weights directory of a run; one in shared memory is removed afterwards."""
     directory = config.weights.directory_for(config.path)
     remove_stale_directories()
     try:
@@ -55,14 +58,12 @@ def hold_weights_directory(config: RunConfig) -> Iterator[None]:
 
 
 def save_final_weights(config: RunConfig) -> None:
-    """A finished run leaves its weights on the disk, wherever they travelled. Raises StorageFull or StorageFailed."""
-    found, kept = (
-        find_newest_weights(config.weights.directory_for(config.path)),
-        get_weights_directory(config.path, "disk"),
-    )
-    if found is None or found.parent == kept or (kept / found.name).exists():
+    """Copy the newest weights to the run directory, if they are elsewhere. Raises StorageFull or StorageFailed."""
+    newest = find_newest_weights(config.weights.directory_for(config.path))
+    directory = get_weights_directory(config.path, "disk")
+    if newest is None or newest.parent == directory or (directory / newest.name).exists():
         return
-    part = kept / f".{found.name}"
-    with wrap_storage_errors(kept):
-        shutil.copytree(found, part, dirs_exist_ok=True)
-        part.rename(kept / found.name)
+    unfinished = directory / f".{newest.name}"
+    with wrap_storage_errors(directory):
+        shutil.copytree(newest, unfinished, dirs_exist_ok=True)
+        unfinished.rename(directory / newest.name)

@@ -1,20 +1,20 @@
-"""How often a process may be started again, and how soon.
+"""Limit and backoff of the restarts of a process.
 
-A process that dies once a day is a nuisance; one that dies at once each time is a bug, and starting it for ever would
-hide that. So each has a budget for an hour, and every start within it waits twice as long as the one before.
+A process that dies once a day is a nuisance; one that dies right after every start is a bug, which endless restarts
+would hide. So every process has a budget of restarts per hour, and the delay doubles with each restart within it.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 
-RESTART_WINDOW = 3600.0  # seconds a start counts for
-FIRST_DELAY = 0.5  # seconds before the first start
-MAX_DELAY = 30.0
+RESTART_WINDOW = 3600.0  # seconds for which a restart counts
+FIRST_DELAY = 0.5  # seconds before the first restart
+MAX_DELAY = 30.0  # seconds
 
 
 class RestartBudget:
-    """The restarts of one process."""
+    """The restarts of one process; `num_restarts` counts all of them."""
 
     def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_restarts, self._clock = max_restarts, clock
@@ -22,7 +22,7 @@ class RestartBudget:
         self.num_restarts = 0
 
     def take_restart(self) -> float | None:
-        """The seconds to wait before the next start; None when the budget is used up."""
+        """Take a restart from the budget and return the delay before it; None if the budget is used up."""
         now = self._clock()
         while self._recent_restarts and self._recent_restarts[0] <= now - RESTART_WINDOW:
             self._recent_restarts.popleft()

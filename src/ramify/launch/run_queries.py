@@ -1,4 +1,4 @@
-"""What a run says of itself: asked at its status address while it lives, read from its files afterwards."""
+"""Queries about a run: sent to its status address while it is running, read from its files afterwards."""
 
 import fnmatch
 from pathlib import Path
@@ -11,35 +11,35 @@ from ramify.store.run_log import MetricPoint, RunLog
 
 
 def connect_if_running(path: Path) -> StatusClient | None:
-    """The way to ask the run; None where nobody answers, or another run does at the same address."""
+    """Return a client of the run's status address; None if nothing answers there, or another run does."""
     record = read_record(path)
     if not record.get("status"):
         return None
     client = StatusClient(record["status"])
     try:
-        answered = client.get("/status")
+        status = client.get("/status")
     except ProviderError:
         return None
-    same = isinstance(answered, dict) and Path(str(answered.get("run"))).name == path.resolve().name
-    return client if same else None
+    is_same_run = isinstance(status, dict) and Path(str(status.get("run"))).name == path.resolve().name
+    return client if is_same_run else None
 
 
 def has_finished(store: RunStore) -> bool:
-    """Whether the run reached its last step when it ran last."""
-    ends = [event.kind for event in RunLog(store).events() if event.kind in ("started", "finished", "left")]
-    return ends[-1:] == ["finished"]
+    """Return whether the run reached its last step when it ran last."""
+    kinds = [event.kind for event in RunLog(store).events() if event.kind in ("started", "finished", "left")]
+    return kinds[-1:] == ["finished"]
 
 
 def read_metrics(path: Path, pattern: str = "*") -> list[MetricPoint]:
-    """The metrics whose names match, by step and name."""
+    """Return the metrics whose names match, by step and name."""
     client = connect_if_running(path)
     if client is not None:
-        found = [
+        points = [
             MetricPoint(int(row["step"]), str(row["name"]), float(row["value"]))
             for row in client.get("/metrics", name=pattern)
         ]
-        return sorted(point for point in found if fnmatch.fnmatchcase(point.name, pattern))
+        return sorted(point for point in points if fnmatch.fnmatchcase(point.name, pattern))
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
-            raise ConfigInvalid(f"{path} has no metrics: it never trained")
+            raise ConfigInvalid(f"{path} has no metrics; no training step was recorded")
         return [point for point in RunLog(store).metrics() if fnmatch.fnmatchcase(point.name, pattern)]

@@ -1,7 +1,7 @@
-"""`run.json`: where a run that lives can be asked, and which processes it has.
+"""`run.json`: the status address and the processes of a run.
 
-Written by the supervisor alone, whole each time, so a reader sees one moment or another. A run that is over leaves it
-behind; whether somebody still answers is found out by asking.
+Only the supervisor writes it, and replaces the whole file each time, so a reader never sees a part of it. The file
+remains when the run ends; whether the status address still answers has to be tried.
 """
 
 import json
@@ -23,7 +23,7 @@ RECORD_FILE = "run.json"
 
 
 class RunRecord:
-    """The file of one run."""
+    """Writes the `run.json` of one run."""
 
     def __init__(self, path: Path, status_address: str) -> None:
         self.file = path / RECORD_FILE
@@ -36,20 +36,21 @@ class RunRecord:
         }
 
     def write(self, processes: "Sequence[ProcessStatus]") -> None:
-        """Say what each process is now."""
+        """Replace the file, with the current state of each process."""
         rows = {
-            one.name: {**asdict(one), "state": one.state.value, "seconds": round(one.seconds, 1)} for one in processes
+            process.name: {**asdict(process), "state": process.state.value, "seconds": round(process.seconds, 1)}
+            for process in processes
         }
-        part = self.file.with_name(f".{RECORD_FILE}.{os.getpid()}")
+        temporary = self.file.with_name(f".{RECORD_FILE}.{os.getpid()}")
         with wrap_storage_errors(self.file):
-            part.write_text(json.dumps({**self._header, "processes": rows}, indent=2), encoding="utf-8")
-            part.replace(self.file)
+            temporary.write_text(json.dumps({**self._header, "processes": rows}, indent=2), encoding="utf-8")
+            temporary.replace(self.file)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What the file says; nothing where there is none."""
+    """Return the content of the file; an empty dict if there is none that can be read."""
     try:
-        found = json.loads((path / RECORD_FILE).read_text(encoding="utf-8"))
+        record = json.loads((path / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

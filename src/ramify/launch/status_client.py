@@ -1,4 +1,4 @@
-"""The status of a run, asked of the run itself: while it lives, only its orchestrator opens the run's database."""
+"""HTTP client of the status address. A running run must be asked, because its orchestrator holds the database."""
 
 import asyncio
 from typing import Any
@@ -14,13 +14,13 @@ DEFAULT_TIMEOUT = 5.0  # seconds for a response
 
 
 class StatusClient:
-    """Asks one run. Every call ends within `timeout` seconds, with a response or with ProviderError."""
+    """Sends requests to one run. Every call returns within `timeout` seconds or raises ProviderError."""
 
     def __init__(self, address: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.address, self._timeout = address, timeout
 
     def get(self, path: str, **query: str) -> Any:
-        """Return the run's response to a request, decoded from JSON."""
+        """Return the response to a GET request, decoded from JSON."""
         return run_coroutine(self.get_async(path, **query))
 
     async def get_async(self, path: str = "/status", **query: str) -> Any:

@@ -1,14 +1,15 @@
-"""The supervisor: starts the processes of a run, keeps them alive, and ends with all of them or with a name.
+"""The supervisor starts the processes of a run, restarts them when they crash, and stops all of them at the end.
 
-One task tends each process through its lives. The first thing that decides the run ends it, whatever it is: the leader
-(the orchestrator) exits, a budget of restarts is used up, a failure that would only repeat itself, Ctrl-C. Then every
-process is let go at once, and none outlives this call.
+One task supervises each process through all its restarts. The first of these events ends the run: the exit of the
+leader (the orchestrator), a used-up restart budget, a failure that a restart cannot fix, or Ctrl-C. Then all processes
+are stopped at once; none outlives the supervisor.
 
-- An exit by signal, or with an exception nobody named, is a crash: the process is started again, within its budget. The
-  same exception several times in a row is a bug, and ends the run before the budget does.
-- A process that has not answered for its `hang_timeout` is killed, which is a crash like any other.
-- A named failure that is not retryable, and any named failure of the leader, ends the run under that name.
-- SIGTERM and SIGUSR1 are passed to the leader, which makes a checkpoint and exits with 75, within `grace` seconds.
+- An exit by signal, or with an unknown exception, is a crash: the process is restarted, within its budget. The same
+  exception several times in a row is a bug, and ends the run before the budget does.
+- A process that has not answered for its `hang_timeout` is killed and handled like a crash.
+- A Ramify failure that is not retryable, and any Ramify failure of the leader, ends the run with that failure.
+- SIGTERM and SIGUSR1 are passed to the leader, which saves a checkpoint and exits with EXIT_RESUMABLE within
+  `grace_period` seconds.
 """
 
 import asyncio
@@ -34,16 +35,16 @@ from ramify.launch.process import (
     is_signal_exit,
 )
 from ramify.launch.restart_budget import RestartBudget
+from ramify.orchestrate.config import EXIT_RESUMABLE
 
-EXIT_CONFIG_INVALID = 2  # the exit code of a command whose configuration cannot be used
-EXIT_RESUMABLE = 75  # of a run that was asked to leave, and can be continued
-MAX_IDENTICAL_CRASHES = 3  # lives in a row that end alike, after which another would too
+EXIT_CONFIG_INVALID = 2  # exit code of a command with an invalid configuration
+MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
-FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")
+FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure
 
 
 class RunOutcome(Enum):
-    """How a run ended; the value is the exit code of the command."""
+    """How a run ended; the value is the exit code of `ramify rl`."""
 
     FINISHED = 0
     STOPPED = EXIT_RESUMABLE
@@ -52,20 +53,24 @@ class RunOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """A process as it is now."""
+    """The current status of a process."""
 
     name: str
     state: ProcessState
     pid: int
     restarts: int
     seconds: float
-    """Since its last start."""
+    """Seconds since its last start or change of state."""
     address: str = ""
     log: str = ""
 
 
 class Supervisor:
-    """The processes of one run. `run` it once."""
+    """Supervises the processes of one run. Call `run` once.
+
+    `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
+    processes after every change.
+    """
 
     def __init__(
         self,
@@ -78,27 +83,20 @@ class Supervisor:
         on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
         prefork_client: PreforkClient | None = None,
     ) -> None:
-        self.process_specs, self.grace_period, self.stop_timeout, self._prefork_client = (
-            list(process_specs),
-            grace_period,
-            stop_timeout,
-            prefork_client,
-        )
-        self._print_line, self._on_change = print_line, on_change
-        self._budgets = {entry.name: RestartBudget(max_restarts) for entry in process_specs}
+        self.process_specs, self.grace_period, self.stop_timeout = list(process_specs), grace_period, stop_timeout
+        self._print_line, self._on_change, self._prefork_client = print_line, on_change, prefork_client
+        self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
         self._processes: dict[str, SupervisedProcess] = {}
-        self._crash_lines: dict[str, list[str]] = {entry.name: [] for entry in process_specs}
-        """What each process said last when it crashed by itself, for as long as it is the same."""
+        # The last line of each consecutive crash of a process, as long as they are identical.
+        self._crash_lines: dict[str, list[str]] = {spec.name: [] for spec in process_specs}
+        # Set and replaced when the leader restarts: a follower that was done is needed again.
         self._leader_restarted = asyncio.Event()
-        """Set, and replaced, when the leader begins another life: a follower that was done is needed again."""
         self._stop_task: asyncio.Task[None] | None = None
 
     async def run(self) -> RunOutcome:
-        """Run to the end. Raises what went wrong under its name."""
+        """Run until the run ends. Raises the failure that ends it."""
         self._outcome: asyncio.Future[RunOutcome] = asyncio.get_running_loop().create_future()
-        process_tasks = [
-            asyncio.create_task(self._keep_running(entry), name=entry.name) for entry in self.process_specs
-        ]
+        process_tasks = [asyncio.create_task(self._keep_running(spec), name=spec.name) for spec in self.process_specs]
         with self._install_signal_handlers():
             try:
                 return await self._outcome
@@ -111,18 +109,18 @@ class Supervisor:
                 self._notify_changed()
 
     def get_process_statuses(self) -> list[ProcessStatus]:
-        """What each process is doing."""
+        """Return the status of every process."""
         now = time.monotonic()
-        return [self._build_status(entry, self._processes.get(entry.name), now) for entry in self.process_specs]
+        return [self._build_status(spec, self._processes.get(spec.name), now) for spec in self.process_specs]
 
     def request_stop(self) -> None:
-        """Ask the leader for a checkpoint, and end when it is made or `grace` seconds are over."""
+        """Ask the leader to save a checkpoint, and end the run when it exits or after `grace_period` seconds."""
         if self._stop_task is None:
-            self._print_line(f"asked to leave: making a checkpoint within {self.grace_period:g} s")
-            self._stop_task = asyncio.create_task(self._stop_leader(), name="leaving")
+            self._print_line(f"stop requested: waiting up to {self.grace_period:g} s for a checkpoint")
+            self._stop_task = asyncio.create_task(self._stop_leader(), name="stop")
 
     def interrupt(self) -> None:
-        """End at once."""
+        """End the run at once."""
         self._set_outcome(RunOutcome.INTERRUPTED)
 
     # -- one process -----------------------------------------------------------------------------------------------
@@ -130,125 +128,114 @@ class Supervisor:
     async def _keep_running(self, spec: ProcessSpec) -> None:
         try:
             while True:
-                again = self._leader_restarted
+                leader_restarted = self._leader_restarted
                 code, process = await self._run_once(spec)
                 if spec.role is ProcessRole.FOLLOWER and code == 0:
-                    await again.wait()
+                    await leader_restarted.wait()
                     continue
                 if not self._should_restart(process, code):
                     return
                 await self._wait_before_restart(process, code)
-        except RamifyError as error:
-            self._set_outcome(error)
-        except Exception as error:  # noqa: BLE001 - a bug here must end the run, not leave it without a keeper
+        except Exception as error:  # noqa: BLE001 - a bug here must end the run, not leave a process unsupervised
             self._set_outcome(error)
 
     async def _run_once(self, spec: ProcessSpec) -> tuple[int, SupervisedProcess]:
-        """One life, from its start to its exit code."""
-        process = self._processes[spec.name] = SupervisedProcess(
-            spec, stop_timeout=self.stop_timeout, prefork_client=self._prefork_client
-        )
+        """Run a process from its start to its exit, and return the exit code."""
+        process = SupervisedProcess(spec, stop_timeout=self.stop_timeout, prefork_client=self._prefork_client)
+        self._processes[spec.name] = process
         await process.start()
         self._notify_changed()
         exit_task = asyncio.create_task(process.wait_for_exit())
-        watching = asyncio.create_task(self._watch(process))
+        watch_task = asyncio.create_task(self._watch(process))
         try:
-            await asyncio.wait({exit_task, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exit_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
             if not exit_task.done():
-                watching.result()
+                watch_task.result()
             code = await exit_task
         finally:
-            for task in (exit_task, watching):
+            for task in (exit_task, watch_task):
                 task.cancel()
-            await asyncio.gather(exit_task, watching, return_exceptions=True)
+            await asyncio.gather(exit_task, watch_task, return_exceptions=True)
         await process.stop()
         self._notify_changed()
         return code, process
 
     async def _watch(self, process: SupervisedProcess) -> None:
-        """Wait until a process answers, and kill it if it stops answering. Raises DeadlineExceeded if it never does."""
+        """Wait until a process is ready, and kill it if it stops answering. Raises DeadlineExceeded if it never is."""
         await process.wait_until_ready()
         self._notify_changed()
-        if process.spec.hang_timeout is None:
+        spec, pid = process.spec, process.pid
+        if spec.hang_timeout is None:
             return
         process.silent_seconds = await wait_for_silence(process, self._notify_changed)
-        where = f"process {process.pid}, {get_process_state(process.pid)}"
-        self._print_line(
-            f"{process.spec.name} ({where}) has not answered at {process.spec.address} for "
-            f"{process.silent_seconds:.0f} s"
-        )
-        if process.spec.last_state is not None:
-            self._print_line(process.spec.last_state())
+        label = f"{spec.name} (process {pid}, {get_process_state(pid)})"
+        self._print_line(f"{label} has not answered at {spec.address} for {process.silent_seconds:.0f} s")
+        if spec.last_state is not None:
+            self._print_line(spec.last_state())
         await process.kill()
 
     def _should_restart(self, process: SupervisedProcess, code: int) -> bool:
-        """Whether there is to be another life; what decides the run is decided here."""
-        entry = process.spec
-        if entry.role is ProcessRole.LEADER and code in (0, EXIT_RESUMABLE):
+        """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""
+        spec, is_leader = process.spec, process.spec.role is ProcessRole.LEADER
+        if is_leader and code in (0, EXIT_RESUMABLE):
             self._set_outcome(RunOutcome(code))
             return False
         if code == EXIT_CONFIG_INVALID:
-            raise ConfigInvalid(f"{entry.name} cannot be started:\n{process.tail()}")
+            raise ConfigInvalid(f"{spec.name} cannot be started:\n{process.tail()}")
         failure = parse_failure_from_log(process.tail()) if code == 1 else None
-        if failure is not None and (entry.role is ProcessRole.LEADER or not failure.retryable):
+        if failure is not None and (is_leader or not failure.retryable):
             raise failure
-        if self._stop_task is not None and entry.role is ProcessRole.LEADER:
-            self._print_line(
-                f"{entry.name} {_describe_end(process, code)} before a checkpoint was made; the last one holds"
-            )
+        if self._stop_task is not None and is_leader:
+            ending = _describe_end(process, code)
+            self._print_line(f"{spec.name} {ending} before saving a checkpoint; the previous checkpoint is used")
             self._set_outcome(RunOutcome.STOPPED)
             return False
         return True
 
     async def _wait_before_restart(self, process: SupervisedProcess, code: int) -> None:
-        entry, budget = process.spec, self._budgets[process.spec.name]
-        alike = self._count_identical_crashes(process, code)
-        delay = budget.take_restart() if alike < MAX_IDENTICAL_CRASHES else None
+        """Wait for the delay before the next restart. Raises ProcessDied if there is none."""
+        spec, budget, ending = process.spec, self._budgets[process.spec.name], _describe_end(process, code)
+        num_identical = self._count_identical_crashes(process, code)
+        is_bug = num_identical >= MAX_IDENTICAL_CRASHES
+        delay = None if is_bug else budget.take_restart()
         if delay is None:
-            reason = (
-                f"{alike} times in a row in the same way"
-                if alike >= MAX_IDENTICAL_CRASHES
-                else f"after {budget.num_restarts} restarts"
-            )
-            raise ProcessDied(
-                f"{entry.name} {_describe_end(process, code)}, {reason}; the end of {entry.log}:\n{process.tail()}"
-            )
-        end = _describe_end(process, code)
-        self._print_line(
-            f"{entry.name} {end}; started again in {delay:g} s ({budget.num_restarts} of {budget.max_restarts})"
-        )
+            restarts = f"after {budget.num_restarts} restarts"
+            reason = f"the same error {num_identical} times in a row" if is_bug else restarts
+            raise ProcessDied(f"{spec.name} {ending}, {reason}; last lines of {spec.log}:\n{process.tail()}")
+        count = f"restart {budget.num_restarts} of {budget.max_restarts}"
+        self._print_line(f"{spec.name} {ending}; restarting in {delay:g} s ({count})")
         process.state, process.state_since = ProcessState.WAITING, time.monotonic()
         self._notify_changed()
         await asyncio.sleep(delay)
-        if entry.role is ProcessRole.LEADER:
+        if spec.role is ProcessRole.LEADER:
             self._leader_restarted.set()
             self._leader_restarted = asyncio.Event()
 
     def _count_identical_crashes(self, process: SupervisedProcess, code: int) -> int:
-        """How many lives in a row have ended by themselves with the same last line."""
-        ends, tail = self._crash_lines[process.spec.name], process.tail()
+        """Return how many crashes in a row, not by a signal or a Ramify failure, had the same last line."""
+        crash_lines, tail = self._crash_lines[process.spec.name], process.tail()
         if is_signal_exit(code) or parse_failure_from_log(tail) is not None:
-            ends.clear()
+            crash_lines.clear()
             return 0
-        last = tail.splitlines()[-1]
-        if ends and ends[-1] != last:
-            ends.clear()
-        ends.append(last)
-        return len(ends)
+        last_line = tail.splitlines()[-1]
+        if crash_lines and crash_lines[-1] != last_line:
+            crash_lines.clear()
+        crash_lines.append(last_line)
+        return len(crash_lines)
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- the run ---------------------------------------------------------------------------------------------------
 
     async def _stop_leader(self) -> None:
-        leader = next(entry for entry in self.process_specs if entry.role is ProcessRole.LEADER)
+        leader = next(spec for spec in self.process_specs if spec.role is ProcessRole.LEADER)
         process = self._processes.get(leader.name)
         if process is not None and process.state in ALIVE_STATES:
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(self.grace_period)
-        self._print_line("no checkpoint was made; the last one holds")
+        self._print_line("no new checkpoint; the previous one is used")
         self._set_outcome(RunOutcome.STOPPED)
 
     def _set_outcome(self, outcome: RunOutcome | BaseException) -> None:
-        """The first decision counts."""
+        """End the run, unless another event has already ended it."""
         if self._outcome.done():
             return
         if isinstance(outcome, RunOutcome):
@@ -271,7 +258,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _install_signal_handlers(self) -> Iterator[None]:
-        """Our handlers, where there can be any: in the main thread."""
+        """Handle SIGINT, SIGTERM and SIGUSR1, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -287,19 +274,19 @@ class Supervisor:
 
 
 def _describe_end(process: SupervisedProcess, code: int) -> str:
-    """Return how a process ended, as the end of a sentence."""
+    """Describe how a process ended, as the end of a sentence."""
     if process.silent_seconds is None:
         return describe_exit(code)
     return f"did not answer for {process.silent_seconds:.0f} s and was killed"
 
 
 def parse_failure_from_log(log_tail: str) -> RamifyError | None:
-    """The failure that a command named last, as `ramify` does; None for any other end."""
+    """Return the Ramify failure that a command printed last; None if its log ends with something else."""
     lines = log_tail.splitlines()
-    first = 0 if not any(line.startswith("Traceback") for line in lines) else len(lines) - 1
-    for at in range(len(lines) - 1, first - 1, -1):
-        found = FAILURE_LINE.fullmatch(lines[at])
-        known = failure_classes().get(found[1]) if found else None
-        if found and known:
-            return known("\n".join([found[2], *lines[at + 1 :]]))
+    first = len(lines) - 1 if any(line.startswith("Traceback") for line in lines) else 0
+    for index in range(len(lines) - 1, first - 1, -1):
+        match = FAILURE_LINE.fullmatch(lines[index])
+        failure_class = failure_classes().get(match[1]) if match else None
+        if match and failure_class:
+            return failure_class("\n".join([match[2], *lines[index + 1 :]]))
     return None

@@ -1,4 +1,4 @@
-"""A run's directory around its processes: claimed, recorded, finished, continued."""
+"""Execution of a plan: the run directory is locked, recorded, finished and resumed."""
 
 import contextlib
 import dataclasses
@@ -20,14 +20,14 @@ from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
 from ramify.train import weights_directory
-from tests.launch.scripts import FOR_EVER, entry, pids
+from tests.launch.scripts import RUNS_FOREVER, build_spec, pids
 
-HOLDS = """
+HOLDS_LOCK = """
 import fcntl, sys
 file = open(sys.argv[1], "w"); fcntl.flock(file, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()
 """
 
-COMMITS = """
+COMMITS_STEPS = """
 import sqlite3
 ledger = sqlite3.connect(DIR + "/run/run.sqlite")
 ledger.execute("CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
@@ -36,35 +36,35 @@ ledger.commit()
 """
 
 
-def planned(tmp_path, leader: str = "", **more) -> LaunchPlan:
-    """A plan whose processes are small programs."""
+def build_test_plan(tmp_path, leader: str = "", **more) -> LaunchPlan:
+    """Return a plan whose processes are small programs."""
     sources = {"train": [{"taskset": {"id": "reverse-text"}}]}
     config = RunConfig(**{"name": "run", "output": tmp_path, "max_steps": 3, **sources, **more})
-    entries = (
-        entry(tmp_path, "trainer", FOR_EVER, ProcessRole.FOLLOWER),
-        entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
+    specs = (
+        build_spec(tmp_path, "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
+        build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     )
-    return dataclasses.replace(build_plan(config, gpus=[]), entries=entries)
+    return dataclasses.replace(build_plan(config, gpus=[]), process_specs=specs)
 
 
-class Heard(NullRunDisplay):
+class RecordingDisplay(NullRunDisplay):
     def __init__(self):
-        self.said, self.looks = [], 0
+        self.lines, self.num_refreshes = [], 0
 
-    def say(self, line):
-        self.said.append(line)
+    def print_line(self, line):
+        self.lines.append(line)
 
-    def look(self, status, processes):
-        self.looks += 1
+    def refresh(self, status, processes):
+        self.num_refreshes += 1
 
 
 def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
-    three, four = COMMITS.format(steps=3), COMMITS.format(steps=4)
-    first = execute_plan(planned(tmp_path, three), display=NullRunDisplay())
+    three, four = COMMITS_STEPS.format(steps=3), COMMITS_STEPS.format(steps=4)
+    first = execute_plan(build_test_plan(tmp_path, three), display=NullRunDisplay())
     assert (first.path, first.outcome, first.did_run) == (tmp_path / "run", RunOutcome.FINISHED, True)
-    assert not execute_plan(planned(tmp_path, three), display=NullRunDisplay()).did_run
-    assert execute_plan(planned(tmp_path, four, max_steps=4), display=NullRunDisplay()).did_run
-    assert execute_plan(planned(tmp_path, three), fresh=True, display=NullRunDisplay()).did_run
+    assert not execute_plan(build_test_plan(tmp_path, three), display=NullRunDisplay()).did_run
+    assert execute_plan(build_test_plan(tmp_path, four, max_steps=4), display=NullRunDisplay()).did_run
+    assert execute_plan(build_test_plan(tmp_path, three), fresh=True, display=NullRunDisplay()).did_run
     assert (tmp_path / "run.old-1").is_dir()
     assert len(pids(tmp_path, "orchestrator")) == 3
 
@@ -72,7 +72,9 @@ def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
     def run(steps: int, epochs: int | None):
         source = {"taskset": {"id": "reverse-text"}, "curriculum": {"type": "shuffle", "epochs": epochs}}
-        return execute_plan(planned(tmp_path, COMMITS.format(steps=steps), train=[source]), display=NullRunDisplay())
+        return execute_plan(
+            build_test_plan(tmp_path, COMMITS_STEPS.format(steps=steps), train=[source]), display=NullRunDisplay()
+        )
 
     assert (run(1, 1).did_run, run(1, 1).did_run) == (True, False)
     assert run(1, 1).steps == 1
@@ -85,24 +87,27 @@ def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
 def test_failure_that_ended_a_run_is_recorded(tmp_path):
     leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
     with pytest.raises(NoTrainableGroups):
-        execute_plan(planned(tmp_path, leader), display=NullRunDisplay())
+        execute_plan(build_test_plan(tmp_path, leader), display=NullRunDisplay())
     with RunStore.open(tmp_path / "run", write=False) as store:
         (event,) = RunLog(store).events("failed")
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 
 def test_different_run_with_the_same_name_is_refused(tmp_path):
-    execute_plan(planned(tmp_path), display=NullRunDisplay())
+    execute_plan(build_test_plan(tmp_path), display=NullRunDisplay())
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
         other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
-        execute_plan(planned(tmp_path, **other), display=NullRunDisplay())
+        execute_plan(build_test_plan(tmp_path, **other), display=NullRunDisplay())
 
 
 def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
     def run(digest: str, **more):
         environments = {"reverse-text": {"code": {"mine.py": digest}}}
         return execute_plan(
-            planned(tmp_path, COMMITS.format(steps=3)), environments=environments, display=NullRunDisplay(), **more
+            build_test_plan(tmp_path, COMMITS_STEPS.format(steps=3)),
+            environments=environments,
+            display=NullRunDisplay(),
+            **more,
         )
 
     assert run("old").did_run
@@ -116,17 +121,17 @@ def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
 
 
 def test_run_record_has_status_address_and_processes(tmp_path):
-    plan = planned(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
-    heard = Heard()
-    execute_plan(plan, display=heard)
+    plan = build_test_plan(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
+    display = RecordingDisplay()
+    execute_plan(plan, display=display)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == plan.status_address
     assert record["processes"]["orchestrator"]["restarts"] == 1
     assert record["processes"]["orchestrator"]["state"] == "ended"
     assert set(record["versions"]) == {"ramify", "python"}
-    line = "orchestrator ended with exit code 9; started again in 0.5 s (1 of 10)"
-    assert heard.said == [line]
-    assert heard.looks
+    line = "orchestrator ended with exit code 9; restarting in 0.5 s (restart 1 of 10)"
+    assert display.lines == [line]
+    assert display.num_refreshes
     assert line in (tmp_path / "run" / "logs" / "launch.log").read_text()
 
 
@@ -135,18 +140,18 @@ def test_run_directory_has_one_supervisor(tmp_path):
         pass
     lock = str(tmp_path / ".run.lock")
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS_LOCK, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(RunBusy, match="already being run"):
-            execute_plan(planned(tmp_path), display=NullRunDisplay())
+        with pytest.raises(RunBusy, match="in use by another"):
+            execute_plan(build_test_plan(tmp_path), display=NullRunDisplay())
     finally:
         other.communicate()
 
 
 def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):
-    plan = planned(tmp_path)
+    plan = build_test_plan(tmp_path)
     held = RunStore.open(tmp_path / "run")
     threading.Timer(0.3, held.close).start()
     assert execute_plan(plan, display=NullRunDisplay()).outcome is RunOutcome.FINISHED
@@ -156,11 +161,11 @@ def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):
 def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monkeypatch, ends):
     shared = tmp_path / "shm"
     shared.mkdir()
-    monkeypatch.setattr(weights_directory, "SHARED", shared)
+    monkeypatch.setattr(weights_directory, "SHM_ROOT", shared)
     weights = weights_directory.get_weights_directory(tmp_path / "run", "shm")
     published = f"os.makedirs('{weights}/0-000003'); open('{weights}/0-000003/manifest.json', 'w').write(M)"
     manifest = '{"policy": "p", "incarnation": 0, "step": 3, "files": {}}'
-    plan = planned(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})
+    plan = build_test_plan(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})
     (shared / f"ramify-{'0' * 16}").mkdir()  # of a run that was killed
     with contextlib.suppress(RunStalled):
         execute_plan(plan, display=NullRunDisplay())

@@ -1,4 +1,4 @@
-"""A run that answers: the status address of an orchestrator, spoken by a few lines."""
+"""A stub of the status address of a running orchestrator."""
 
 import contextlib
 import fnmatch
@@ -28,11 +28,11 @@ STATUS = {
     "errors": [{"time": 10.0, "where": "reverse", "name": "WorkerDied", "message": "exit code -9"}],
     "evals": {"eval/held-out/avg": {"step": 0, "value": 0.58}, "eval/held-out/seconds": {"step": 0, "value": 9.0}},
 }
-WHY = [
+WAITS = [
     {"who": "batch 8", "waits_for": "2 scored groups", "since_s": 3.0, "deadline_s": 1800.0, "detail": "6 of 8"},
     {"who": "group 61", "waits_for": "inference", "since_s": 12.5, "deadline_s": None, "detail": "attempt 3"},
 ]
-DROPPED = "37 × filtered: zero_advantage"
+DROPS = "37 × filtered: zero_advantage"
 METRICS = [
     {"step": step, "name": name, "value": value + step / 100}
     for step in range(3)
@@ -41,20 +41,20 @@ METRICS = [
 
 
 @contextlib.contextmanager
-def answering(path: Path, **changed: object) -> Iterator[str]:
-    """A run at `path` that lives, as its run.json says."""
-    status = {**STATUS, "run": str(path), **changed}
-    answers = {"/status": status, "/why": WHY, "/dropped": DROPPED, "/metrics": METRICS}
+def serve_status(path: Path, **changes: object) -> Iterator[str]:
+    """Serve the status of a run at `path`, and write its run.json; yield the address."""
+    status = {**STATUS, "run": str(path), **changes}
+    replies = {"/status": status, "/why": WAITS, "/dropped": DROPS, "/metrics": METRICS}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            answer = answers.get(asked.path)
-            if asked.path == "/metrics":
-                glob = parse_qs(asked.query)["name"][0]
-                answer = [row for row in METRICS if fnmatch.fnmatchcase(row["name"], glob)]
-            body = json.dumps(answer).encode()
-            self.send_response(200 if answer is not None else 404)
+            url = urlsplit(self.path)
+            reply = replies.get(url.path)
+            if url.path == "/metrics":
+                pattern = parse_qs(url.query)["name"][0]
+                reply = [row for row in METRICS if fnmatch.fnmatchcase(row["name"], pattern)]
+            body = json.dumps(reply).encode()
+            self.send_response(200 if reply is not None else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
