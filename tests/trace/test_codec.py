@@ -69,7 +69,7 @@ def read_or_refuse(data: bytes) -> None:
 
 
 @given(scripts(), RANDOM)
-def test_a_round_trip_keeps_everything(script: Script, rng: random.Random):
+def test_round_trip_preserves_the_trace(script: Script, rng: random.Random):
     trace, nodes = replay(script)
     decorate(trace, rng)
     data = encode_trace(trace)
@@ -81,7 +81,7 @@ def test_a_round_trip_keeps_everything(script: Script, rng: random.Random):
 
 
 @given(scripts(max_turns=4), st.integers(0, 17), st.sampled_from([bytes, bytearray, memoryview]))
-def test_any_buffer_at_any_address_can_be_read(script: Script, offset: int, kind: type):
+def test_decode_accepts_any_buffer_type_and_alignment(script: Script, offset: int, kind: type):
     trace, _ = replay(script)
     data = encode_trace(trace)
     inside = bytes(offset) + data + b"behind"
@@ -92,7 +92,7 @@ def test_any_buffer_at_any_address_can_be_read(script: Script, offset: int, kind
 
 
 @given(scripts(max_turns=4))
-def test_arrays_are_read_only_views_of_the_received_bytes(script: Script):
+def test_decoded_arrays_are_read_only_views_of_the_bytes(script: Script):
     buffer = bytearray(encode_trace(replay(script)[0]))
     memory = np.frombuffer(buffer, np.uint8)
     trace = decode_trace(buffer)
@@ -106,7 +106,7 @@ def test_arrays_are_read_only_views_of_the_received_bytes(script: Script):
 
 
 @given(scripts(min_turns=2), st.data())
-def test_a_decoded_trace_grows_like_the_original(script: Script, data: st.DataObject):
+def test_decoded_trace_can_be_extended_like_the_original(script: Script, data: st.DataObject):
     at = data.draw(st.integers(0, len(script.turns)))
     first, rest = Script(script.turns[:at]), Script(script.turns[at:])
     received = bytearray(encode_trace(replay(first)[0]))
@@ -116,7 +116,7 @@ def test_a_decoded_trace_grows_like_the_original(script: Script, data: st.DataOb
     assert received == kept
 
 
-def test_empty_traces_and_empty_columns_travel():
+def test_empty_traces_and_columns_round_trip():
     assert encode_trace(decode_trace(encode_trace(Trace(id="t")))) == encode_trace(Trace(id="t"))
     trace = Trace(id="")
     trace.add_node(-1, Message(""), arrays={"none": np.zeros((0, 3))})
@@ -124,7 +124,7 @@ def test_empty_traces_and_empty_columns_travel():
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<u2", ">i4", "<f2", ">f8", "<c8", "<U3", "S2", "<M8[s]"])
-def test_arrays_of_any_plain_dtype_come_back(dtype: str):
+def test_arrays_of_every_plain_dtype_round_trip(dtype: str):
     array = np.array([0, 1, 1]).astype(dtype)
     trace = Trace(id="t")
     trace.add_node(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
@@ -134,7 +134,7 @@ def test_arrays_of_any_plain_dtype_come_back(dtype: str):
         assert again[name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
 
 
-def test_failures_and_timing_travel_in_the_header():
+def test_failures_and_timing_round_trip():
     trace = Trace(id="t", errors=[Failure.from_exception(TraceInvalid("broken"))])
     trace.timing.scoring = 1.5
     again = decode_trace(encode_trace(trace))
@@ -142,7 +142,7 @@ def test_failures_and_timing_travel_in_the_header():
     assert isinstance(again.errors[0].to_exception(), TraceInvalid)
 
 
-def test_logprobs_keep_their_bits():
+def test_logprobs_round_trip_bit_exactly():
     odd = np.array([0x7FC00001, 0x80000000, 0xFF800000, 0x00000001], np.uint32).view(np.float32)[1:]
     trace = Trace(id="t")
     trace.add_node(-1, Message("a"), [1, 2, 3], sampled_span=(0, 3), logprobs=odd)
@@ -152,7 +152,7 @@ def test_logprobs_keep_their_bits():
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
-def test_every_flipped_bit_is_refused():
+def test_every_flipped_bit_raises():
     data = encode_trace(small_trace())
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
@@ -161,7 +161,7 @@ def test_every_flipped_bit_is_refused():
             decode_trace(damaged)
 
 
-def test_every_truncation_is_refused():
+def test_every_truncation_raises():
     data = encode_trace(small_trace())
     for length in range(len(data)):
         with pytest.raises(TraceCorrupt):
@@ -169,7 +169,7 @@ def test_every_truncation_is_refused():
 
 
 @pytest.mark.parametrize("more", [b"\0", bytes(8), bytes(4096), b"RMFY"])
-def test_appended_bytes_are_refused(more: bytes):
+def test_appended_bytes_raise(more: bytes):
     data = encode_trace(small_trace())
     for wrong in (data + more, more + data):
         with pytest.raises(TraceCorrupt):
@@ -177,7 +177,7 @@ def test_appended_bytes_are_refused(more: bytes):
 
 
 @given(scripts(max_turns=5), RANDOM)
-def test_random_damage_is_refused(script: Script, rng: random.Random):
+def test_random_damage_raises(script: Script, rng: random.Random):
     data = encode_trace(replay(script)[0])
     for _ in range(10):
         damaged = bytearray(data)
@@ -190,28 +190,28 @@ def test_random_damage_is_refused(script: Script, rng: random.Random):
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_something_else_are_refused(data: bytes):
+def test_foreign_bytes_raise(data: bytes):
     for wrong in (data, b"RMFY" + data):
         with pytest.raises((TraceCorrupt, SchemaUnsupported)):
             decode_trace(wrong)
 
 
 @pytest.mark.parametrize("schema", [TRACE_SCHEMA + 1, 255, 65535])
-def test_a_newer_schema_is_named(schema: int):
+def test_newer_schema_is_named_in_the_error(schema: int):
     frame = frames.take_apart(encode_trace(small_trace()))
     frame.schema = schema
     with pytest.raises(SchemaUnsupported, match=str(schema)):
         decode_trace(frame.sealed())
 
 
-def test_a_schema_before_the_first_is_refused():
+def test_schema_below_one_raises():
     frame = frames.take_apart(encode_trace(small_trace()))
     frame.schema = 0
     with pytest.raises(TraceCorrupt):
         decode_trace(frame.sealed())
 
 
-def test_surgery_without_a_cut_changes_nothing():
+def test_frame_parsed_and_resealed_is_unchanged():
     data = encode_trace(small_trace())
     assert frames.reseal(data) == data
     assert encode_trace(decode_trace(frames.take_apart(data).sealed())) == data
@@ -220,7 +220,7 @@ def test_surgery_without_a_cut_changes_nothing():
 # -- nonsense with a right checksum -------------------------------------------------------------------------------
 
 
-def test_no_single_byte_of_nonsense_breaks_the_reader():
+def test_any_single_changed_byte_raises_or_decodes():
     """Every byte set to a few values, the checksum made right: refused, or readable to the last node."""
     data = encode_trace(small_trace())
     for at in range(4, len(data)):
@@ -231,7 +231,7 @@ def test_no_single_byte_of_nonsense_breaks_the_reader():
 
 
 @given(scripts(max_turns=5), RANDOM)
-def test_no_nonsense_breaks_the_reader(script: Script, rng: random.Random):
+def test_random_changes_raise_or_decode(script: Script, rng: random.Random):
     data = encode_trace(replay(script)[0])
     for _ in range(5):
         damaged = bytearray(data)
@@ -280,21 +280,21 @@ NODE_NONSENSE = {
 
 
 @pytest.mark.parametrize("change", NODE_NONSENSE.values(), ids=NODE_NONSENSE.keys())
-def test_tables_that_make_no_sense_are_refused(change: tuple[str, int, str, int]):
+def test_inconsistent_tables_raise(change: tuple[str, int, str, int]):
     frame = frames.take_apart(encode_trace(small_trace())).row(*change)
     for read in (decode_trace, lambda data: TraceDeltaDecoder().apply(data)):
         with pytest.raises(TraceCorrupt):
             read(frame.sealed())
 
 
-def test_negative_token_ids_are_refused():
+def test_negative_token_ids_raise():
     frame = frames.take_apart(encode_trace(small_trace()))
     frame.columns["tokens"].view("<i4")[1] = -5
     with pytest.raises(TraceCorrupt):
         decode_trace(frame.sealed())
 
 
-def test_a_record_that_is_no_message_is_refused_when_it_is_read():
+def test_invalid_record_raises_when_it_is_read():
     frame = frames.take_apart(encode_trace(small_trace()))
     frame.columns["records"][:] = 0xC1
     with pytest.raises(TraceCorrupt):
@@ -349,14 +349,14 @@ HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
 
 
 @pytest.mark.parametrize("change", HEAD_NONSENSE.values(), ids=HEAD_NONSENSE.keys())
-def test_heads_that_make_no_sense_are_refused(change: Callable[[dict], object]):
+def test_inconsistent_frame_headers_raise(change: Callable[[dict], object]):
     frame = frames.take_apart(encode_trace(small_trace()))
     change(frame.head)
     with pytest.raises(TraceCorrupt):
         decode_trace(frame.sealed())
 
 
-def test_a_head_nested_without_end_is_refused():
+def test_deeply_nested_frame_header_raises():
     head = msgspec.msgpack.encode({"trace": "t", "header": {"id": "t", "info": {"deep": 0}}})
     assert head[-1] == 0
     for depth in (1_000, 100_000):
@@ -364,7 +364,7 @@ def test_a_head_nested_without_end_is_refused():
             decode_trace(frames.seal(head[:-1] + b"\x91" * depth + b"\x00", []))
 
 
-def test_values_nested_as_deep_as_they_may_be_set_come_back():
+def test_values_of_maximum_depth_round_trip():
     trace = Trace(id="t", info={"deep": nested(50)})
     assert decode_trace(encode_trace(trace)).info == trace.info
 
@@ -377,7 +377,7 @@ def episode_of(*scripts: Script) -> Episode:
 
 
 @given(scripts(max_turns=3), scripts(max_turns=3))
-def test_an_episode_keeps_its_traces(one: Script, two: Script):
+def test_episode_round_trip_preserves_its_traces(one: Script, two: Script):
     episode = episode_of(one, two)
     data = encode_episode(episode)
     again = decode_episode(data)
@@ -398,7 +398,7 @@ def test_an_episode_keeps_its_traces(one: Script, two: Script):
     [{"attempt": 2}, {"group": "h"}, {"episode": "f"}, {"agent": "a"}],
     ids=lambda other: next(iter(other)),
 )
-def test_traces_of_another_attempt_or_the_same_agent_are_no_episode(other: dict[str, Any]):
+def test_episode_requires_one_attempt_and_different_agents(other: dict[str, Any]):
     def trace(**fields: Any) -> Trace:
         return Trace(**{"id": "t", "episode": "e", "group": "g", "attempt": 1, **fields})
 
@@ -407,12 +407,12 @@ def test_traces_of_another_attempt_or_the_same_agent_are_no_episode(other: dict[
         Episode((trace(agent="a"), trace(**{"agent": "b", **other})))
 
 
-def test_an_episode_without_traces_is_refused():
+def test_episode_without_traces_raises():
     with pytest.raises(TraceInvalid):
         Episode(())
 
 
-def test_damaged_episodes_are_refused():
+def test_damaged_episodes_raise():
     trace = small_trace()
     data = encode_episode(Episode((trace,)))
     for bit in range(0, 8 * len(data), 3):
@@ -427,7 +427,7 @@ def test_damaged_episodes_are_refused():
         decode_episode(data + b"\0")
 
 
-def test_a_trace_is_not_an_episode_nor_the_reverse():
+def test_trace_and_episode_are_not_interchangeable():
     trace = small_trace()
     with pytest.raises(TraceCorrupt):
         decode_episode(encode_trace(trace))
@@ -436,12 +436,12 @@ def test_a_trace_is_not_an_episode_nor_the_reverse():
 
 
 @pytest.mark.parametrize("lengths", [[-8], [2**40], [8, 8], [], "x", [0.5], [None]])
-def test_episodes_that_make_no_sense_are_refused(lengths: object):
+def test_inconsistent_episodes_raise(lengths: object):
     with pytest.raises(TraceCorrupt):
         decode_episode(frames.seal(msgspec.msgpack.encode(lengths), [encode_trace(small_trace())], kind=1))
 
 
-def test_an_encoded_episode_of_strangers_is_refused():
+def test_encoded_episode_of_unrelated_traces_raises():
     parts = [encode_trace(Trace(id="1", attempt=1)), encode_trace(Trace(id="2", attempt=2))]
     with pytest.raises(TraceCorrupt):
         decode_episode(frames.seal(msgspec.msgpack.encode([len(part) for part in parts]), parts, kind=1))
@@ -450,7 +450,7 @@ def test_an_encoded_episode_of_strangers_is_refused():
 # -- old traces ----------------------------------------------------------------------------------------------------
 
 
-def test_the_golden_trace_stays_readable():
+def test_golden_trace_is_decoded():
     trace = decode_trace((GOLDEN / "v1.trace").read_bytes())
     assert to_json(trace, indent=2) + "\n" == (GOLDEN / "v1.json").read_text(encoding="utf-8")
     assert [node.parent for node in trace.nodes] == [-1, 0, 1, 1, 3, 4, -1, 6]
@@ -487,7 +487,7 @@ def test_the_golden_trace_stays_readable():
     assert oracle.content(trace) == oracle.content(golden_trace())
 
 
-def test_the_golden_episode_stays_readable():
+def test_golden_episode_is_decoded():
     episode = decode_episode((GOLDEN / "v1.episode").read_bytes())
     assert [trace.agent for trace in episode.traces] == ["solver", "critic"]
     expected = golden_episode()

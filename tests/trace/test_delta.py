@@ -70,7 +70,7 @@ def refused(reader: TraceDeltaDecoder, delta: bytes | bytearray, *errors: type[R
 
 
 @given(scripts(max_turns=8), RANDOM)
-def test_deltas_in_order_are_the_trace(script: Script, rng: random.Random):
+def test_deltas_in_order_give_the_trace(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     event(f"deltas: {min(len(deltas), 10)}")
     again = received(deltas).trace
@@ -80,7 +80,7 @@ def test_deltas_in_order_are_the_trace(script: Script, rng: random.Random):
 
 
 @given(scripts(max_turns=6), RANDOM)
-def test_the_reader_is_in_step_after_every_delta(script: Script, rng: random.Random):
+def test_decoder_equals_the_trace_after_every_delta(script: Script, rng: random.Random):
     trace, reader = Trace(id="t"), TraceDeltaDecoder()
     writer = TraceDeltaEncoder(trace)
     for _ in growth(script, rng, trace):
@@ -93,7 +93,7 @@ def test_the_reader_is_in_step_after_every_delta(script: Script, rng: random.Ran
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
-def test_a_lost_delta_is_noticed(script: Script, rng: random.Random):
+def test_lost_delta_raises(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     if len(deltas) < 2:
         return
@@ -107,7 +107,7 @@ def test_a_lost_delta_is_noticed(script: Script, rng: random.Random):
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
-def test_a_repeated_delta_is_noticed(script: Script, rng: random.Random):
+def test_repeated_delta_raises(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     again = rng.randint(0, len(deltas) - 1)
     reader = received(deltas[: again + 1])
@@ -119,7 +119,7 @@ def test_a_repeated_delta_is_noticed(script: Script, rng: random.Random):
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
-def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script, rng: random.Random):
+def test_reordered_delta_raises_and_the_right_order_still_works(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     arrivals = [rng.randint(0, len(deltas) - 1) for _ in range(len(deltas))]
     reader, expected = TraceDeltaDecoder(), 0
@@ -135,7 +135,7 @@ def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script,
 
 
 @given(scripts(max_turns=4), scripts(max_turns=4), RANDOM)
-def test_a_later_attempt_replaces_the_earlier_one(one: Script, two: Script, rng: random.Random):
+def test_later_attempt_replaces_the_earlier_one(one: Script, two: Script, rng: random.Random):
     _, old = sent(one, rng, Trace(id="t", attempt=1))
     trace, new = sent(two, rng, Trace(id="t", attempt=2))
     seen = rng.randint(1, len(old))
@@ -149,7 +149,7 @@ def test_a_later_attempt_replaces_the_earlier_one(one: Script, two: Script, rng:
 
 
 @given(scripts(max_turns=4), RANDOM)
-def test_deltas_of_another_trace_are_refused(script: Script, rng: random.Random):
+def test_delta_of_another_trace_raises(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     _, foreign = sent(script, rng, Trace(id="other"))
     reader = received(deltas)
@@ -159,7 +159,7 @@ def test_deltas_of_another_trace_are_refused(script: Script, rng: random.Random)
 
 
 @given(scripts(max_turns=3), RANDOM)
-def test_damaged_deltas_are_refused(script: Script, rng: random.Random):
+def test_damaged_delta_raises(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     reader = TraceDeltaDecoder()
     for delta in deltas:
@@ -174,7 +174,7 @@ def test_damaged_deltas_are_refused(script: Script, rng: random.Random):
 
 
 @given(scripts(max_turns=4), RANDOM)
-def test_deltas_of_nonsense_are_refused_and_harmless(script: Script, rng: random.Random):
+def test_invalid_delta_raises_and_leaves_the_trace_unchanged(script: Script, rng: random.Random):
     """With a right checksum: refused and without effect, or readable; never anything but a named error."""
     _, deltas = sent(script, rng)
     reader = TraceDeltaDecoder()
@@ -194,7 +194,7 @@ def test_deltas_of_nonsense_are_refused_and_harmless(script: Script, rng: random
             return
 
 
-def test_a_delta_with_a_header_of_nonsense_is_refused_when_it_arrives():
+def test_delta_with_invalid_header_raises_when_applied():
     trace = Trace(id="t", rewards={"r": (1.0, 1.0)})
     delta = TraceDeltaEncoder(trace).next_delta()
     assert delta is not None
@@ -206,7 +206,7 @@ def test_a_delta_with_a_header_of_nonsense_is_refused_when_it_arrives():
     assert encode_trace(reader.trace) == encode_trace(trace)
 
 
-def test_a_delta_that_names_what_the_trace_does_not_have_is_refused():
+def test_delta_with_unknown_references_raises():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
     first = writer.next_delta()
@@ -223,7 +223,7 @@ def test_a_delta_that_names_what_the_trace_does_not_have_is_refused():
     assert encode_trace(reader.trace) == encode_trace(trace)
 
 
-def test_a_delta_with_the_right_number_but_another_beginning_is_refused():
+def test_delta_with_other_column_lengths_raises():
     """Two writers of one trace count alike and cut elsewhere: their deltas do not mix."""
     trace = Trace(id="t")
     early, late = TraceDeltaEncoder(trace), TraceDeltaEncoder(trace)
@@ -239,7 +239,7 @@ def test_a_delta_with_the_right_number_but_another_beginning_is_refused():
         assert encode_trace(reader.trace) == encode_trace(trace)
 
 
-def test_no_news_is_no_delta():
+def test_unchanged_trace_gives_no_delta():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
     assert writer.next_delta() is not None
@@ -252,7 +252,7 @@ def test_no_news_is_no_delta():
     assert writer.next_delta() is not None
 
 
-def test_a_delta_carries_only_what_is_new():
+def test_delta_holds_only_what_is_new():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
     trace.add_node(-1, Message("user", "x" * 1000), list(range(1000)))
@@ -262,12 +262,12 @@ def test_a_delta_carries_only_what_is_new():
     assert len(writer.next_delta() or b"") < 250
 
 
-def test_a_reader_that_has_nothing_says_so():
+def test_decoder_without_deltas_raises():
     with pytest.raises(TraceInvalid):
         _ = TraceDeltaDecoder().trace
 
 
-def test_a_delta_is_not_a_whole_trace_but_a_whole_trace_is_a_first_delta():
+def test_delta_is_no_complete_trace_but_a_complete_trace_is_a_first_delta():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
     writer.next_delta()
@@ -279,7 +279,7 @@ def test_a_delta_is_not_a_whole_trace_but_a_whole_trace_is_a_first_delta():
     assert encode_trace(received([encode_trace(trace)]).trace) == encode_trace(trace)
 
 
-def test_a_value_that_slipped_in_is_refused_by_name_and_the_writer_goes_on():
+def test_invalid_value_raises_by_name_and_the_encoder_continues():
     """A list inside `info` is an ordinary list; what was put into it afterwards is found when it is sent."""
     trace = Trace(id="t", info={"log": [1]})
     writer = TraceDeltaEncoder(trace)
@@ -294,7 +294,7 @@ def test_a_value_that_slipped_in_is_refused_by_name_and_the_writer_goes_on():
     assert encode_trace(reader.trace) == encode_trace(trace)
 
 
-def test_thousands_of_nodes_survive_growing_encoding_and_reassembly():
+def test_large_trace_round_trips_through_deltas():
     script = big_script(5, 1600)
     trace, deltas = sent(script, random.Random(5))
     assert len(trace.nodes) >= 3000 and len(list(trace.graph.runs())) > 1000 and len(deltas) > 1000

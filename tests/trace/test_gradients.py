@@ -244,7 +244,7 @@ def _attempt(rng: Random, name: str, parents: list[int]) -> Attempt:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", [one_branching_trace, several_roots, merged_group])
-def test_a_whole_forest_gives_the_flat_gradients(case, seed):
+def test_forest_gradients_equal_flat_gradients(case, seed):
     model, (attempts,) = Transformer(seed), case(Random(seed))
     forest = build_forest(samples(attempts))
     counts = forest.count_by_component()
@@ -256,7 +256,7 @@ def test_a_whole_forest_gives_the_flat_gradients(case, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", [one_branching_trace, several_roots, merged_group])
-def test_cut_trees_give_the_flat_gradients(case, seed):
+def test_split_forest_gradients_equal_flat_gradients(case, seed):
     model, (attempts,) = Transformer(seed), case(Random(seed))
     forest = build_forest(samples(attempts))
     pieces = split_forest(forest, 45)
@@ -271,7 +271,7 @@ def test_cut_trees_give_the_flat_gradients(case, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_packs_with_padding_give_the_flat_gradients(seed):
+def test_padded_pack_gradients_equal_flat_gradients(seed):
     rng, model = Random(seed), Transformer(seed)
     attempts = [_attempt(rng, f"a{i}", [-1, 0, 0]) for i in range(6)]
     trees = [build_forest(samples([attempt])) for attempt in attempts]
@@ -284,7 +284,7 @@ def test_packs_with_padding_give_the_flat_gradients(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_at_once_gives_the_flat_gradients(seed):
+def test_split_packed_and_balanced_gradients_equal_flat_gradients(seed):
     """Random groups with images, retries, several roots, context CE and masks: merged, cut, packed, padded."""
     rng, model = Random(seed), Transformer(seed)
     groups = [group(rng, SIZE, f"g{number}-") for number in range(8)]
@@ -305,7 +305,7 @@ def test_all_at_once_gives_the_flat_gradients(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_identical_attempts_give_exactly_twice_the_gradient_of_one(seed):
+def test_identical_attempts_double_the_gradient(seed):
     """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
     model, attempt = Transformer(seed), _attempt(Random(seed), "a", [-1, 0, 0, 1])
     twin = replace(attempt, name="b", notes=tuple(replace(note, trace_id="b") for note in attempt.notes))

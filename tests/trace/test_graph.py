@@ -42,7 +42,7 @@ def found(trace: Trace, prompt: list[int], images: oracle.Images, after: int = -
 
 
 @given(scripts(), RANDOM)
-def test_search_finds_the_longest_path_of_whole_nodes(script: Script, rng: random.Random):
+def test_match_prefix_finds_the_longest_path_of_complete_nodes(script: Script, rng: random.Random):
     trace, _ = replay(script)
     for _ in range(5):
         prompt, images = nasty_prompt(rng, script)
@@ -52,7 +52,7 @@ def test_search_finds_the_longest_path_of_whole_nodes(script: Script, rng: rando
 
 
 @given(scripts(), RANDOM)
-def test_search_after_a_proven_node_looks_only_below_it(script: Script, rng: random.Random):
+def test_match_prefix_searches_only_below_prefix_node(script: Script, rng: random.Random):
     trace, _ = replay(script)
     for _ in range(5):
         after = rng.randint(0, len(trace.nodes) - 1)
@@ -68,7 +68,7 @@ def test_search_after_a_proven_node_looks_only_below_it(script: Script, rng: ran
 
 
 @given(scripts())
-def test_every_step_of_a_matched_path_proves_the_rest(script: Script):
+def test_every_node_of_a_matched_path_is_a_valid_prefix_node(script: Script):
     trace, _ = replay(script)
     for seen in script.seen[-3:]:
         expected = found(trace, seen.prompt, seen.images)
@@ -77,7 +77,7 @@ def test_every_step_of_a_matched_path_proves_the_rest(script: Script):
 
 
 @given(scripts())
-def test_parents_precede_children_and_lengths_add_up(script: Script):
+def test_parents_precede_children_and_path_lengths_add_up(script: Script):
     trace, _ = replay(script)
     graph = trace.graph
     for node in trace.nodes:
@@ -100,7 +100,7 @@ def test_parents_precede_children_and_lengths_add_up(script: Script):
 
 
 @given(scripts())
-def test_runs_are_the_chains_of_neighbours(script: Script):
+def test_runs_are_chains_of_consecutive_nodes(script: Script):
     trace, _ = replay(script)
     covered: list[int] = []
     for run, (first, last) in enumerate(trace.graph.runs()):
@@ -113,7 +113,7 @@ def test_runs_are_the_chains_of_neighbours(script: Script):
 
 
 @given(scripts())
-def test_nothing_is_stored_twice(script: Script):
+def test_only_new_tokens_are_stored(script: Script):
     """A turn adds what its longest known prefix leaves over; equal neighbours are samples, never context."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
@@ -132,7 +132,7 @@ def test_nothing_is_stored_twice(script: Script):
 
 
 @given(scripts())
-def test_views_handed_out_survive_growth(script: Script):
+def test_views_stay_valid_when_the_trace_grows(script: Script):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     kept: list[tuple[np.ndarray, list[int]]] = []
@@ -142,7 +142,7 @@ def test_views_handed_out_survive_growth(script: Script):
     assert all(view.tolist() == values for view, values in kept)
 
 
-def test_views_cannot_change_the_trace():
+def test_views_are_read_only():
     trace = Trace(id="t")
     trace.add_node(-1, USER, [1, 2], sampled_span=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
     node, branch = trace.nodes[0], trace.branches[0]
@@ -151,7 +151,7 @@ def test_views_cannot_change_the_trace():
             view[0] = 9
 
 
-def test_arrays_belong_to_the_trace_from_the_moment_they_are_given():
+def test_add_node_copies_its_arrays():
     trace = Trace(id="t")
     tokens, logprobs, extra = np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2)
     trace.add_node(-1, USER, tokens, sampled_span=(0, 2), logprobs=logprobs, arrays={"extra": extra})
@@ -209,7 +209,7 @@ WRONG_NODES = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_NODES.values(), ids=WRONG_NODES.keys())
-def test_a_wrong_node_is_refused_by_name_and_leaves_no_mark(wrong: dict):
+def test_invalid_node_raises_and_leaves_the_trace_unchanged(wrong: dict):
     trace = Trace(id="t")
     trace.add_media(IMAGES[0])
     trace.add_node(-1, USER, [9])
@@ -222,12 +222,12 @@ def test_a_wrong_node_is_refused_by_name_and_leaves_no_mark(wrong: dict):
     oracle.look_at_everything(trace)
 
 
-def test_sampling_that_cannot_be_encoded_is_refused_by_key_and_type():
+def test_invalid_sampling_params_raise_with_key_and_type():
     with pytest.raises(ValueRefused, match=r"seed.*complex"):
         Trace(id="t").add_node(-1, USER, call=ModelCall("c", sampling_params={"seed": 1j}))
 
 
-def test_a_number_from_numpy_is_a_number_in_a_call():
+def test_numpy_numbers_in_sampling_params_are_converted():
     trace = Trace(id="t")
     trace.add_node(-1, USER, call=ModelCall("c", sampling_params={"temperature": np.float32(0.5), "seed": np.int64(3)}))
     call = trace.nodes[0].call
@@ -235,19 +235,19 @@ def test_a_number_from_numpy_is_a_number_in_a_call():
 
 
 @pytest.mark.parametrize("wrong", [("h", None, b""), ("\ud800", "x", b""), ("h", "x", "text")], ids=repr)
-def test_media_that_cannot_be_encoded_is_refused_when_added(wrong: tuple[Any, Any, Any]):
+def test_invalid_media_raises_when_added(wrong: tuple[Any, Any, Any]):
     trace = Trace(id="t")
     with pytest.raises(RamifyError):
         trace.add_media(Media(*wrong))
     assert trace.graph.media == []
 
 
-def test_equal_media_are_one_entry():
+def test_equal_media_share_one_entry():
     trace = Trace(id="t")
     assert [trace.add_media(image) for image in (*IMAGES, *IMAGES)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_same_placeholders_with_another_image_are_another_history():
+def test_equal_placeholders_with_another_image_fork():
     trace = Trace(id="t")
     first, second = (trace.add_media(image) for image in IMAGES[:2])
     trace.add_node(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, first, 1, 2)])
@@ -284,7 +284,7 @@ def happened(script: Script) -> Counter[str]:
     return counts
 
 
-def test_the_generator_makes_every_kind_of_thing_happen():
+def test_generator_covers_every_kind_of_event():
     totals: Counter[str] = Counter()
     kinds: set[str] = set()
     for seed in range(30):

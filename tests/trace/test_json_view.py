@@ -34,7 +34,7 @@ def strings(value: Any) -> list[str]:
 
 
 @given(scripts(), RANDOM)
-def test_it_tells_every_message_count_and_reward(script: Script, rng: random.Random):
+def test_json_holds_every_message_count_and_reward(script: Script, rng: random.Random):
     trace, _ = replay(script)
     decorate(trace, rng)
     told = json.loads(to_json(trace))
@@ -60,7 +60,7 @@ def numbers(value: Any) -> set[float]:
     return {value} if isinstance(value, int | float) and not isinstance(value, bool) else set()
 
 
-def test_token_ids_logprobs_arrays_and_media_bytes_stay_out():
+def test_json_holds_no_token_ids_logprobs_arrays_or_media_bytes():
     trace = Trace(id="t")
     data = b"\x89PNG secret bytes"
     image = trace.add_media(Media.from_bytes(data, "image/png"))
@@ -82,7 +82,7 @@ def test_token_ids_logprobs_arrays_and_media_bytes_stay_out():
     assert "experts" in told["nodes"][1]["arrays"]
 
 
-def test_the_header_is_told_in_full():
+def test_json_holds_the_whole_header():
     trace = Trace(
         id="t",
         episode="e",
@@ -111,7 +111,7 @@ def test_the_header_is_told_in_full():
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
-def test_it_is_json_however_it_is_laid_out(indent: int | None):
+def test_output_is_valid_json_at_any_indent(indent: int | None):
     trace = Trace(id="t", info={"odd": [float("inf"), float("nan"), '\0\u2028"\\'], "big": 2**63})
     trace.add_node(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
 
@@ -123,7 +123,7 @@ def test_it_is_json_however_it_is_laid_out(indent: int | None):
     assert told["info"]["big"] == 2**63
 
 
-def test_info_cannot_hide_what_the_trace_says():
+def test_info_does_not_override_other_keys():
     trace = Trace(id="t", info={"reward": 9, "nodes": []}, rewards={"r": (1.0, 1.0)})
     told = json.loads(to_json(trace))
     assert told["reward"] == 1.0 and told["nodes"] == []

@@ -82,7 +82,7 @@ plain_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), plain_values, max_size=4))
-def test_plain_values_come_back_equal_and_of_the_same_type(values: dict):
+def test_plain_values_round_trip_with_their_types(values: dict):
     trace = Trace(id="t", info=values)
     assert trace.info == values
     again = decode_trace(encode_trace(trace)).info
@@ -92,7 +92,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(values: dict):
 
 @pytest.mark.parametrize("name", DICTS)
 @pytest.mark.parametrize("how", SETTERS)
-def test_a_value_that_cannot_travel_is_refused_where_it_is_set(name: str, how: str):
+def test_invalid_value_raises_when_it_is_set(name: str, how: str):
     trace = Trace(id="t")
     with pytest.raises(ValueRefused, match=rf"{name}\.bad.*Unknown"):
         SETTERS[how](trace, name, Unknown())
@@ -101,7 +101,7 @@ def test_a_value_that_cannot_travel_is_refused_where_it_is_set(name: str, how: s
 
 
 @pytest.mark.parametrize("kind", UNPLAIN)
-def test_the_refusal_names_key_and_type(kind: str):
+def test_error_names_key_and_type(kind: str):
     trace = Trace(id="t")
     with pytest.raises(ValueRefused, match=rf"info\.bad.*\b{kind}\b"):
         trace.info["bad"] = UNPLAIN[kind]
@@ -117,12 +117,12 @@ def test_the_refusal_names_key_and_type(kind: str):
         (({"a": (Unknown(),)},), r"info\.x\[0\]\.a\[0\]"),
     ],
 )
-def test_the_refusal_names_the_nested_place(value: object, where: str):
+def test_error_names_the_nested_key(value: object, where: str):
     with pytest.raises(ValueRefused, match=rf"{where}.*Unknown"):
         Trace(id="t").info["x"] = value
 
 
-def test_tables_inside_tables_check_what_is_set_later():
+def test_nested_dicts_check_later_values():
     trace = Trace(id="t", info={"a": {"b": {}}, "rows": [{"c": 1}]})
     with pytest.raises(ValueRefused, match=r"info\.a\.b\.c.*Unknown"):
         trace.info["a"]["b"]["c"] = Unknown()
@@ -133,7 +133,7 @@ def test_tables_inside_tables_check_what_is_set_later():
     assert trace.info == {"a": {"b": {}}, "rows": [{"c": 1}]}
 
 
-def test_a_table_is_copied_when_it_is_set():
+def test_dict_is_copied_when_it_is_set():
     mine = {"a": {"b": 1}, "l": [1]}
     trace = Trace(id="t", info=mine)
     before = encode_trace(trace)
@@ -144,7 +144,7 @@ def test_a_table_is_copied_when_it_is_set():
 
 
 @pytest.mark.parametrize("key", [1, None, (1, 2), b"x", "\ud800"])
-def test_keys_are_text(key: object):
+def test_keys_must_be_str(key: object):
     trace = Trace(id="t")
     with pytest.raises(ValueRefused, match="info"):
         trace.info[as_any(key)] = 1
@@ -154,18 +154,18 @@ def test_keys_are_text(key: object):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "fine until \udfff"])
-def test_text_that_is_not_unicode_is_refused(text: str):
+def test_invalid_unicode_raises(text: str):
     with pytest.raises(ValueRefused, match=r"info\.x"):
         Trace(id="t").info["x"] = text
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
-def test_ints_beyond_64_bits_are_refused(number: int):
+def test_ints_over_64_bits_raise(number: int):
     with pytest.raises(ValueRefused, match=r"info\.x.*int"):
         Trace(id="t").info["x"] = number
 
 
-def test_values_without_end_are_refused():
+def test_self_containing_values_raise():
     table: dict = {}
     table["again"] = table
     row: list = []
@@ -199,7 +199,7 @@ def test_values_without_end_are_refused():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_scalars_of_other_libraries_become_plain(value: object, expected: object):
+def test_numpy_and_enum_scalars_become_plain(value: object, expected: object):
     trace = Trace(id="t", info={"x": value})
     for found in (trace.info["x"], decode_trace(encode_trace(trace)).info["x"]):
         assert found == expected
@@ -208,7 +208,7 @@ def test_scalars_of_other_libraries_become_plain(value: object, expected: object
 
 @pytest.mark.parametrize("name", [*DICTS, "rewards", "metrics"])
 @pytest.mark.parametrize("value", [5, 0, "ab", "", Unknown(), [1], [], False], ids=lambda value: type(value).__name__)
-def test_a_table_is_replaced_only_by_a_table(name: str, value: object):
+def test_dict_field_accepts_only_a_mapping(name: str, value: object):
     trace = Trace(id="t")
     getattr(trace, name).update({"kept": 1} if name not in ("rewards",) else {"kept": (1, 1)})
     before = encode_trace(trace)
@@ -237,7 +237,7 @@ NO_NUMBERS = {
 
 @pytest.mark.parametrize("kind", NO_NUMBERS)
 @pytest.mark.parametrize("how", SETTERS)
-def test_a_metric_is_a_finite_number(how: str, kind: str):
+def test_metric_must_be_a_finite_number(how: str, kind: str):
     trace = Trace(id="t")
     with pytest.raises(ValueRefused, match=rf"metrics\.bad.*{kind}"):
         SETTERS[how](trace, "metrics", NO_NUMBERS[kind])
@@ -245,7 +245,7 @@ def test_a_metric_is_a_finite_number(how: str, kind: str):
 
 
 @pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_score_and_weight_are_finite_numbers(kind: str):
+def test_score_and_weight_must_be_finite_numbers(kind: str):
     trace = Trace(id="t")
     for pair in ((NO_NUMBERS[kind], 1.0), (1.0, NO_NUMBERS[kind])):
         with pytest.raises(ValueRefused, match=rf"rewards\.bad.*{kind}"):
@@ -258,12 +258,12 @@ def test_score_and_weight_are_finite_numbers(kind: str):
     ["ab", 1.0, (1.0,), (1.0, 1.0, 1.0), {"score": 1}, {1, 2}, np.ones(2)],
     ids=lambda value: type(value).__name__,
 )
-def test_a_reward_is_score_and_weight_or_none(value: object):
+def test_reward_must_be_score_and_weight_or_none(value: object):
     with pytest.raises(ValueRefused, match=rf"rewards\.bad.*{type(value).__name__}"):
         Trace(id="t").rewards["bad"] = as_any(value)
 
 
-def test_rewards_add_up_by_weight():
+def test_reward_is_the_weighted_sum():
     trace = Trace(id="t")
     assert trace.reward is None
     trace.rewards = {"a": (0.5, 2), "b": (True, 0.25)}
@@ -297,7 +297,7 @@ def test_rewards_add_up_by_weight():
         ("errors", ["text"]),
     ],
 )
-def test_header_fields_are_refused_by_name_when_they_are_set(name: str, value: object):
+def test_invalid_header_field_raises_by_name_when_it_is_set(name: str, value: object):
     trace = Trace(id="t")
     before = encode_trace(trace)
     with pytest.raises(ValueRefused, match=name):
@@ -316,7 +316,7 @@ def test_header_fields_are_refused_by_name_when_they_are_set(name: str, value: o
     ],
     ids=["errors", "timing", "object in a list", "bytes in a list", "table in a list"],
 )
-def test_what_slips_in_unseen_is_refused_by_name_when_it_is_encoded(spoil: Callable[[Trace], object]):
+def test_value_changed_in_place_raises_by_name_when_encoded(spoil: Callable[[Trace], object]):
     """Never bytes that nobody can read: a rollout must not be lost to its last log line."""
     trace = Trace(id="t", info={"log": []})
     try:
@@ -328,11 +328,11 @@ def test_what_slips_in_unseen_is_refused_by_name_when_it_is_encoded(spoil: Calla
     pytest.fail("a value of the wrong type was accepted")
 
 
-def test_text_of_every_script_travels():
+def test_text_of_every_script_round_trips():
     trace = Trace(id="ü", info={"größe": "🌳 \0 \u2028"})
     assert decode_trace(encode_trace(trace)).info == trace.info
     assert json.loads(to_json(trace))["info"] == trace.info
 
 
-def test_refusals_are_errors_of_ours():
+def test_value_errors_are_ramify_errors():
     assert issubclass(ValueRefused, RamifyError) and ValueRefused.blame == "system"

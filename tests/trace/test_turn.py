@@ -45,7 +45,7 @@ def turn(prompt: list[int], ids: list[int], **changes) -> Turn:
 
 
 @given(scripts())
-def test_the_path_to_a_reply_is_what_the_engine_saw(script: Script):
+def test_path_to_a_reply_is_prompt_and_sampled_tokens(script: Script):
     for kind, count in script.kinds.items():
         if count:
             event(kind)
@@ -55,7 +55,7 @@ def test_the_path_to_a_reply_is_what_the_engine_saw(script: Script):
 
 
 @given(tidy_scripts())
-def test_a_branch_says_what_the_prompt_said(script: Script):
+def test_branch_messages_are_those_of_the_prompt(script: Script):
     """Messages without tokens apart, which no token can tell from one another."""
     trace, nodes = replay(script)
     for node, each in zip(nodes, script.turns, strict=True):
@@ -68,7 +68,7 @@ def test_a_branch_says_what_the_prompt_said(script: Script):
 
 
 @given(scripts(max_turns=8))
-def test_a_turn_hangs_off_the_longest_known_path(script: Script):
+def test_turn_continues_the_longest_matching_path(script: Script):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     for each, seen in zip(script.turns, script.seen, strict=True):
@@ -83,7 +83,7 @@ def test_a_turn_hangs_off_the_longest_known_path(script: Script):
 
 
 @given(scripts())
-def test_new_messages_keep_their_body(script: Script):
+def test_new_messages_keep_their_content_span(script: Script):
     """The body of a message that is new as a whole is recorded as told; of the rest, what is new of it."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
@@ -133,7 +133,7 @@ def continued(trace: Trace, each: Turn, after: int) -> Turn:
 
 
 @given(scripts(), RANDOM)
-def test_a_proven_prefix_gives_the_same_trace_as_the_whole_prompt(script: Script, rng: random.Random):
+def test_prefix_node_gives_the_same_trace_as_the_whole_prompt(script: Script, rng: random.Random):
     whole, proven = Trace(id="t"), Trace(id="t")
     told, short = TraceBuilder(whole), TraceBuilder(proven)
     for each, seen in zip(script.turns, script.seen, strict=True):
@@ -148,7 +148,7 @@ def test_a_proven_prefix_gives_the_same_trace_as_the_whole_prompt(script: Script
 
 
 @given(scripts(), RANDOM)
-def test_a_call_counts_once(script: Script, rng: random.Random):
+def test_repeated_call_is_recorded_once(script: Script, rng: random.Random):
     original, nodes = replay(script)
     before = encode_trace(original)
     for trace in (original, decode_trace(before)):
@@ -159,7 +159,7 @@ def test_a_call_counts_once(script: Script, rng: random.Random):
 
 
 @given(scripts(), RANDOM)
-def test_repeats_while_the_trace_grows_change_nothing(script: Script, rng: random.Random):
+def test_repeated_calls_leave_a_growing_trace_unchanged(script: Script, rng: random.Random):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     nodes: list[int] = []
@@ -171,7 +171,7 @@ def test_repeats_while_the_trace_grows_change_nothing(script: Script, rng: rando
 
 
 @given(scripts(max_turns=6), RANDOM)
-def test_refused_turns_leave_a_growing_trace_as_it_was(script: Script, rng: random.Random):
+def test_invalid_turns_leave_a_growing_trace_unchanged(script: Script, rng: random.Random):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     for each in script.turns:
@@ -187,7 +187,7 @@ def test_refused_turns_leave_a_growing_trace_as_it_was(script: Script, rng: rand
 
 
 @given(scripts(), RANDOM)
-def test_equal_requests_are_two_samples(script: Script, rng: random.Random):
+def test_equal_requests_with_different_ids_are_two_samples(script: Script, rng: random.Random):
     trace, nodes = replay(script)
     builder = TraceBuilder(trace)
     i = rng.randint(0, len(nodes) - 1)
@@ -214,7 +214,7 @@ CONFLICTS = {
 
 
 @pytest.mark.parametrize("other", CONFLICTS.values(), ids=CONFLICTS.keys())
-def test_a_call_id_with_other_content_is_a_conflict(other: Turn):
+def test_call_id_with_other_content_raises_call_conflict(other: Turn):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     node = builder.add_turn(BASE)
@@ -225,7 +225,7 @@ def test_a_call_id_with_other_content_is_a_conflict(other: Turn):
     assert builder.add_turn(BASE) == node
 
 
-def test_a_repeat_that_claims_another_prefix_is_a_conflict():
+def test_repeated_call_with_another_prefix_node_raises_call_conflict():
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     first = builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))
@@ -237,14 +237,14 @@ def test_a_repeat_that_claims_another_prefix_is_a_conflict():
         builder.add_turn(replace(reply, prefix_node=second))
 
 
-def test_call_ids_are_known_after_a_new_builder_takes_over():
+def test_new_builder_knows_earlier_call_ids():
     trace = Trace(id="t")
     old, new = TraceBuilder(trace), TraceBuilder(trace)
     node = old.add_turn(BASE)
     assert new.add_turn(BASE) == node
 
 
-def test_conversations_without_forks_are_one_path():
+def test_conversation_without_forks_is_one_branch():
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     prompt: list[int] = []
@@ -259,7 +259,7 @@ def test_conversations_without_forks_are_one_path():
     assert trace.branches[0].num_turns == 20
 
 
-def test_closing_scaffold_after_a_known_reply_joins_the_next_message():
+def test_closing_template_tokens_join_the_next_message():
     """The sampler stopped before the newline of the template; the message after the reply begins with it."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
@@ -276,7 +276,7 @@ def test_closing_scaffold_after_a_known_reply_joins_the_next_message():
     assert (more.token_ids.tolist(), more.content_span) == ([9, 8, 7], (2, 3))
 
 
-def test_messages_without_tokens_are_kept_and_known_again():
+def test_messages_without_tokens_are_recorded_and_matched():
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     silent = Message("system", "unseen")
@@ -292,7 +292,7 @@ def test_messages_without_tokens_are_kept_and_known_again():
     assert len(trace.nodes) == 5
 
 
-def test_a_message_without_tokens_behind_closing_scaffold_is_known_again():
+def test_message_without_tokens_after_closing_template_tokens_is_matched():
     """It stands where the scaffold of the reply before it goes, so its node has a token that is not its own."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
@@ -304,7 +304,7 @@ def test_a_message_without_tokens_behind_closing_scaffold_is_known_again():
         assert Branch(trace, node).messages == [*said, Message("assistant", "yo")]
 
 
-def test_a_reply_without_any_token_can_be_continued():
+def test_reply_without_tokens_can_be_continued():
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     said = Message("assistant", "")
@@ -317,7 +317,7 @@ def test_a_reply_without_any_token_can_be_continued():
     assert Branch(trace, second).num_turns == 2
 
 
-def test_an_image_outside_the_body_is_never_lost():
+def test_image_outside_the_content_span_is_kept():
     """A path may end inside a message, behind its text but before its image: the image is still part of the prompt."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
@@ -358,7 +358,7 @@ WRONG_TURNS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_TURNS.values(), ids=WRONG_TURNS.keys())
-def test_a_wrong_turn_is_refused_by_name_and_leaves_no_mark(wrong: dict):
+def test_invalid_turn_raises_and_leaves_the_trace_unchanged(wrong: dict):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     builder.add_turn(turn([1, 2], [3], call=ModelCall("before")))

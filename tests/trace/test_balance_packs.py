@@ -14,7 +14,7 @@ def loads(costs, table):
 
 
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
-def test_every_pack_runs_once_and_all_ranks_run_the_same_number(costs, ranks):
+def test_every_pack_runs_once_and_ranks_run_equally_many_rounds(costs, ranks):
     table = balance_packs(costs, ranks)
     assert table.dtype == np.int32
     assert table.shape[0] == ranks
@@ -25,7 +25,7 @@ def test_every_pack_runs_once_and_all_ranks_run_the_same_number(costs, ranks):
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 9))
-def test_no_more_fillers_than_an_even_load_asks_for(costs, ranks):
+def test_padding_is_added_only_for_an_even_load(costs, ranks):
     """More steps than the fewest possible are taken only where they lower the heaviest load."""
     table = balance_packs(costs, ranks)
     fewest = -(-len(costs) // ranks)
@@ -35,13 +35,13 @@ def test_no_more_fillers_than_an_even_load_asks_for(costs, ranks):
 
 
 @pytest.mark.parametrize("name", ["equal", "uniform", "uniform from 0", "quadratic"])
-def test_packs_alike_take_the_fewest_steps(name):
+def test_equal_packs_need_the_fewest_rounds(name):
     for packs in (512, 500):
         assert balance_packs(COSTS[name](np.random.default_rng(0), packs), 32).shape == (32, 16)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 9))
-def test_fillers_run_last_and_packs_of_a_step_are_alike(costs, ranks):
+def test_padding_runs_last_and_packs_of_a_round_cost_alike(costs, ranks):
     table = balance_packs(costs, ranks)
     weights = np.append(np.asarray(costs, float), 0.0)[table]
     assert (np.diff(weights, axis=1) <= 0).all(), "heaviest first, so that what runs together costs about the same"

@@ -42,7 +42,7 @@ def batches(draw):
 
 
 @given(batches(), st.integers(1, 8))
-def test_nothing_is_lost_and_nothing_invented(batch, bucket):
+def test_packs_hold_exactly_the_targets_of_their_trees(batch, bucket):
     attempts, trees, budget = batch
     paths = Paths()
     found: Counter = Counter()
@@ -53,7 +53,7 @@ def test_nothing_is_lost_and_nothing_invented(batch, bucket):
 
 
 @given(batches(), st.integers(1, 8))
-def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
+def test_each_tree_is_in_one_pack_and_sees_only_itself(batch, bucket):
     _, trees, budget = batch
     rows = pack_trees(trees, budget, bucket)
 
@@ -78,7 +78,7 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
 
 
 @given(batches(), st.integers(1, 8))
-def test_rows_keep_to_the_budget_and_pad_only_up_to_the_bucket(batch, bucket):
+def test_packs_have_at_most_max_tokens_and_minimal_padding(batch, bucket):
     _, trees, budget = batch
     rows = pack_trees(trees, budget, bucket)
     oversize = Counter(len(tree) for tree in trees if len(tree) > budget)
@@ -97,7 +97,7 @@ def test_rows_keep_to_the_budget_and_pad_only_up_to_the_bucket(batch, bucket):
 
 
 @given(batches())
-def test_tables_of_a_row_are_those_of_its_trees(batch):
+def test_tables_of_a_pack_are_those_of_its_trees(batch):
     _, trees, _ = batch
     row = concat_forests(trees)
     for name in ("traces", "envs", "versions"):
@@ -111,7 +111,7 @@ def test_tables_of_a_row_are_those_of_its_trees(batch):
     }
 
 
-def test_rows_are_filled_well():
+def test_packs_have_little_unused_space():
     """Best fit by size leaves at most one row half empty."""
     rng = Random(0)
     trees = []
@@ -124,7 +124,7 @@ def test_rows_are_filled_well():
     assert any(len(row.traces) > 2 for row in rows)
 
 
-def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
+def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
     row = make_padding_forest(5)
     assert len(row) == row.num_attention_pairs == 5
     assert (row.num_tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
@@ -133,7 +133,7 @@ def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
 
 
 @given(batches())
-def test_a_padded_tree_is_the_tree_and_a_filler(batch):
+def test_pad_forest_appends_padding(batch):
     for tree in batch[1]:
         ours, theirs = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
         for name in ("token_ids", "position_ids", "subtree_end"):
@@ -145,7 +145,7 @@ def test_a_padded_tree_is_the_tree_and_a_filler(batch):
         )
 
 
-def test_no_trees_are_no_rows():
+def test_no_trees_give_no_packs():
     assert pack_trees([], 8) == []
     assert len(concat_forests([])) == 0
 
@@ -153,7 +153,7 @@ def test_no_trees_are_no_rows():
 SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
 
 
-def test_from_traces_to_rows_all_mechanisms_at_work():
+def test_traces_to_packs_with_every_mechanism():
     """Many seeds through the whole way; the counters say that every mechanism was met."""
     met: Counter = Counter()
     for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 400):
@@ -189,7 +189,7 @@ def test_from_traces_to_rows_all_mechanisms_at_work():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_thousands_of_nodes(seed):
+def test_large_groups_of_thousands_of_nodes(seed):
     paths, rng = Paths(), Random(seed)
     attempts = group(rng, Size(traces=2, nodes=2000, fewest=1500, tokens=3, parting=0.2))
     found: Counter = Counter()

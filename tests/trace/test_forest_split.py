@@ -36,14 +36,14 @@ def test_every_target_is_in_one_piece_with_its_full_context(attempts, budget):
 
 
 @given(groups(), budgets)
-def test_no_call_is_split_over_pieces(attempts, budget):
+def test_all_targets_of_a_call_are_in_one_piece(attempts, budget):
     pieces = split_forest(build_forest([attempt.sample() for attempt in attempts]), budget)
     homes = Counter(call for piece in pieces for call in calls_of(piece))
     assert all(count == 1 for count in homes.values())
 
 
 @given(groups(), budgets)
-def test_pieces_keep_to_the_budget_unless_they_are_one_path(attempts, budget):
+def test_pieces_have_at_most_max_tokens_unless_they_are_one_path(attempts, budget):
     forest = build_forest([attempt.sample() for attempt in attempts])
     pieces = split_forest(forest, budget)
     for piece in pieces:
@@ -53,7 +53,7 @@ def test_pieces_keep_to_the_budget_unless_they_are_one_path(attempts, budget):
 
 
 @given(groups(), budgets)
-def test_a_piece_holds_only_what_its_targets_need(attempts, budget):
+def test_piece_holds_only_tokens_its_targets_need(attempts, budget):
     paths = Paths()
     for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
         needed = {place for entry in entries_of(piece, paths) for place in paths.up(entry.path)}
@@ -63,7 +63,7 @@ def test_a_piece_holds_only_what_its_targets_need(attempts, budget):
 
 
 @given(groups(), budgets)
-def test_media_are_exactly_those_whose_placeholders_the_piece_holds(attempts, budget):
+def test_piece_lists_the_media_of_its_placeholders(attempts, budget):
     paths = Paths()
     entries, _, _ = expected(attempts, paths)
     for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
@@ -78,13 +78,13 @@ def test_media_are_exactly_those_whose_placeholders_the_piece_holds(attempts, bu
 
 
 @given(groups())
-def test_a_forest_that_fits_is_returned_whole(attempts):
+def test_forest_that_fits_is_not_split(attempts):
     forest = build_forest([attempt.sample() for attempt in attempts])
     assert split_forest(forest, len(forest)) == ([forest] if len(forest) else [])
 
 
 @given(groups(), budgets, st.integers(1, 12))
-def test_what_was_dropped_is_told_once_over_all_pieces(attempts, budget, seq_len):
+def test_dropped_targets_are_reported_by_the_first_piece_only(attempts, budget, seq_len):
     forest = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len)
     pieces = split_forest(forest, budget)
     if pieces:
@@ -112,7 +112,7 @@ def test_repeated_context_carries_no_targets():
     assert [len(piece.targets) for piece in pieces] == [10, 4]
 
 
-def test_a_single_path_over_the_budget_is_a_piece_of_its_own():
+def test_single_path_over_max_tokens_is_its_own_piece():
     prompt = Planned(-1, (1,))
     replies = [
         Planned(0, (token,) * length, (0, length), (-1.0,) * length) for token, length in ((5, 9), (6, 2), (7, 2))
@@ -122,7 +122,7 @@ def test_a_single_path_over_the_budget_is_a_piece_of_its_own():
     assert sorted(len(piece) for piece in pieces) == [5, 10]
 
 
-def test_a_cousins_own_path_counts_against_the_budget():
+def test_unshared_path_of_a_subtree_counts_against_max_tokens():
     """The second reply shares one token with the first and has three more above it."""
     replies = {token: Planned(parent, (token,) * 2, (0, 2), (-1.0,) * 2) for token, parent in ((5, 0), (6, 2), (7, 2))}
     nodes = (Planned(-1, (1,)), replies[5], Planned(0, (2, 2, 2)), replies[6], replies[7])
@@ -131,7 +131,7 @@ def test_a_cousins_own_path_counts_against_the_budget():
 
 
 @pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_of_nothing_gives_every_path_its_own_piece(budget):
+def test_max_tokens_of_zero_gives_every_path_its_own_piece(budget):
     nodes = (Planned(-1, (1,)), *(Planned(0, (token,), (0, 1), (-1.0,)) for token in (5, 6)))
     attempt = Attempt("a", nodes, (Annotation("a", 1), Annotation("a", 2)))
     assert [piece.token_ids.tolist() for piece in split_forest(build_forest([attempt.sample()]), budget)] == [
@@ -140,7 +140,7 @@ def test_a_budget_of_nothing_gives_every_path_its_own_piece(budget):
     ]
 
 
-def test_nothing_to_cut():
+def test_empty_forest_has_no_pieces():
     attempt = Attempt("a", (Planned(-1, (1, 2)),), ())
     forest = build_forest([attempt.sample()])
     assert split_forest(forest, 4) == []

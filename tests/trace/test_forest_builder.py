@@ -47,7 +47,7 @@ def rl(name: str, node: int, advantage: float = 1.0) -> Annotation:
 
 
 @given(groups())
-def test_mask_is_ancestor_or_self_and_position_is_depth(attempts):
+def test_attention_mask_covers_ancestors_and_position_is_depth(attempts):
     forest = build_forest([attempt.sample() for attempt in attempts])
     check_layout(forest)
     depth: list[int] = []
@@ -57,7 +57,7 @@ def test_mask_is_ancestor_or_self_and_position_is_depth(attempts):
 
 
 @given(groups())
-def test_layout_holds_each_needed_token_once_and_nothing_else(attempts):
+def test_layout_holds_each_trained_path_token_once(attempts):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
@@ -68,7 +68,7 @@ def test_layout_holds_each_needed_token_once_and_nothing_else(attempts):
 
 
 @given(groups())
-def test_media_are_exactly_those_whose_placeholders_are_laid_out(attempts):
+def test_forest_lists_the_media_of_its_placeholders(attempts):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
@@ -79,7 +79,7 @@ def test_media_are_exactly_those_whose_placeholders_are_laid_out(attempts):
 
 
 @given(groups(), st.integers(0, 99))
-def test_annotations_never_decide_a_merge(attempts, seed):
+def test_merge_does_not_depend_on_annotations(attempts, seed):
     rng = np.random.default_rng(seed)
     reweighted = [
         replace(
@@ -100,14 +100,14 @@ def test_annotations_never_decide_a_merge(attempts, seed):
 
 
 @given(groups(), st.randoms(use_true_random=False))
-def test_the_order_of_the_traces_changes_no_target(attempts, rng):
+def test_targets_do_not_depend_on_trace_order(attempts, rng):
     paths = Paths()
     one = entries_of(build_forest([attempt.sample() for attempt in attempts]), paths)
     shuffled = rng.sample(attempts, len(attempts))
     assert entries_of(build_forest([attempt.sample() for attempt in shuffled]), paths) == one
 
 
-def test_different_images_part_at_equal_placeholders():
+def test_different_images_fork_at_equal_placeholders():
     def attempt(name: str, data: bytes, run: tuple[int, ...]) -> Attempt:
         stop = 1 + len(run)
         return Attempt(name, (Planned(-1, (1, *run, 2), images=((1, stop, data),)), LEAF), (rl(name, 1),))
@@ -126,7 +126,7 @@ def test_different_images_part_at_equal_placeholders():
 
 
 @given(groups())
-def test_one_target_per_trained_token_with_all_its_numbers(attempts):
+def test_each_trained_token_is_one_target_with_its_values(attempts):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
@@ -135,7 +135,7 @@ def test_one_target_per_trained_token_with_all_its_numbers(attempts):
 
 
 @given(groups())
-def test_counts_count_entries_and_heads_score_each_pair_once(attempts):
+def test_component_counts_and_head_inputs_match_the_entries(attempts):
     forest = build_forest([attempt.sample() for attempt in attempts])
     rows = [row for attempt in attempts for note in attempt.notes for _, row in attempt.values(note)]
     assert forest.count_by_component() == {name: sum(row[name] != 0 for row in rows) for name in COMPONENTS}
@@ -146,7 +146,7 @@ def test_counts_count_entries_and_heads_score_each_pair_once(attempts):
     assert [pairs[which] for which in own.tolist()] == wanted
 
 
-def test_identical_attempts_are_two_targets_at_one_place():
+def test_identical_attempts_are_two_targets_at_one_token():
     nodes = (Planned(-1, (1, 2)), LEAF)
     one = Attempt("a", nodes, (rl("a", 1, 1.0),))
     two = Attempt("b", nodes, (rl("b", 1, -1.0),))
@@ -163,7 +163,7 @@ def test_identical_attempts_are_two_targets_at_one_place():
     assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0}
 
 
-def test_equal_sampled_prefixes_share_places_whatever_their_advantages():
+def test_equal_sampled_prefixes_share_tokens_despite_different_advantages():
     prompt = Planned(-1, (1,))
     short, long = Planned(0, (5, 6), (0, 2), (-1.0, -1.0)), Planned(0, (5, 7), (0, 2), (-2.0, -2.0))
     forest = build_forest(
@@ -183,7 +183,7 @@ def test_equal_sampled_prefixes_share_places_whatever_their_advantages():
     assert sorted(targets) == [(1, 0, -2.0), (1, 0, -1.0), (2, 1, -1.0), (3, 1, -2.0)]
 
 
-def test_a_node_counts_once_however_many_branches_pass_through():
+def test_node_shared_by_branches_is_trained_once():
     nodes = (Planned(-1, (1,)), LEAF, *(Planned(1, (7, i), (1, 2), (-1.0,)) for i in range(3)))
     forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 3, 4))).sample()])
     assert Counter(calls_of(forest)[call] for call in forest.targets.sequence) == {
@@ -196,20 +196,20 @@ def test_a_node_counts_once_however_many_branches_pass_through():
     assert forest.num_tokens == 4 + 3
 
 
-def test_source_skips_messages_without_tokens():
+def test_logits_index_skips_messages_without_tokens():
     nodes = (Planned(-1, (3,)), Planned(0, ()), Planned(1, ()), Planned(0, (4,)), replace(LEAF, parent=2))
     forest = build_forest([Attempt("a", nodes, (rl("a", 4),)).sample()])
     assert forest.token_ids.tolist() == [3, 5, 6]
     assert forest.targets.logits_index.tolist() == [0, 1]
 
 
-def test_a_call_may_span_versions():
+def test_call_can_span_several_versions():
     reply = Planned(0, (8, 5, 6), (1, 3), (-1.0, -1.0), (VersionRun("p", 0, 3, 1), VersionRun("p", 1, 0, 1)))
     forest = build_forest([Attempt("a", (Planned(-1, (1,)), reply), (rl("a", 1),)).sample()])
     assert [forest.versions[i] for i in forest.targets.version] == [("p", 0, 3), ("p", 1, 0)]
 
 
-def test_nothing_trained_is_an_empty_forest():
+def test_forest_without_targets_is_empty():
     untrained = Attempt("a", (Planned(-1, (1, 2)), LEAF), ())
     weightless = replace(untrained, notes=(Annotation("a", 1, rl=0.0),))
     for samples in ([], [untrained.sample()], [weightless.sample()]):
@@ -225,7 +225,7 @@ def test_nothing_trained_is_an_empty_forest():
         assert forest.build_attention_mask().shape == (0, 0)
 
 
-def test_positions_of_several_axes_come_from_the_node_and_text_counts_alike_on_all():
+def test_mrope_positions_come_from_the_node_and_text_is_equal_on_all_axes():
     trace = Trace(id="a")
     image = trace.add_media(Media.from_bytes(b"cat", "image/png"))
     axes = np.array([[1, 1, 1], [1, 1, 2], [3, 3, 3]], np.int32)
@@ -245,7 +245,7 @@ def test_positions_of_several_axes_come_from_the_node_and_text_counts_alike_on_a
 
 
 @given(groups(), st.integers(1, 20), st.sampled_from(["drop", "cut"]))
-def test_paths_over_seq_len_are_dropped_or_cut_and_counted(attempts, seq_len, overlong):
+def test_overlong_paths_are_dropped_or_truncated_and_counted(attempts, seq_len, overlong):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
     entries, too_long, cut = expected(attempts, paths, seq_len, overlong)
@@ -256,7 +256,7 @@ def test_paths_over_seq_len_are_dropped_or_cut_and_counted(attempts, seq_len, ov
     assert set(paths_of(forest, paths)) == {place for entry in entries for place in paths.up(entry.path)}
 
 
-def test_a_call_shared_with_a_path_that_fits_is_kept():
+def test_call_shared_with_a_fitting_path_is_kept():
     long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
     nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)), Planned(3, (5,), (0, 1), (-1.0,)))
     forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 4))).sample()], seq_len=5)
@@ -264,7 +264,7 @@ def test_a_call_shared_with_a_path_that_fits_is_kept():
     assert forest.dropped.overlong_calls == (("a", 2),)
 
 
-def test_a_call_on_a_fitting_path_that_ends_in_context_is_kept():
+def test_call_on_a_fitting_path_that_ends_in_context_is_kept():
     long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
     nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)))  # the tool's answer (node 3) was never replied to
     forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2))).sample()], seq_len=5)
@@ -272,7 +272,7 @@ def test_a_call_on_a_fitting_path_that_ends_in_context_is_kept():
     assert forest.dropped.overlong_calls == (("a", 2),)
 
 
-def test_a_path_over_seq_len_takes_its_earlier_calls_with_it():
+def test_overlong_path_drops_its_earlier_calls():
     nodes = (Planned(-1, (1,)), LEAF, Planned(1, (2,)), Planned(2, (7, 7), (0, 2), (-1.0,) * 2))
     samples = [Attempt("a", nodes, (rl("a", 1), rl("a", 3))).sample()]
     forest = build_forest(samples, seq_len=5)
@@ -321,7 +321,7 @@ IMAGE = (Planned(-1, (1, 9, 9), images=((1, 3, b"cat"),)), LEAF)
         ((PLAIN[0], replace(PLAIN[1], logprobs=(-1.0, np.nan))), [rl("trace-a", 1)], ["trace-a", "node 1", "token 2"]),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(nodes, notes, named):
+def test_untrainable_target_raises_and_names_the_token(nodes, notes, named):
     other = Attempt("other", PLAIN, (rl("other", 1),)).sample()
     sample = Attempt("trace-a", nodes, tuple(notes)).sample()
     for samples in ([sample], [other, sample]):
@@ -331,36 +331,36 @@ def test_what_cannot_be_trained_is_refused_by_name(nodes, notes, named):
 
 
 @given(groups())
-def test_flat_tokens_count_every_trained_path_whole(attempts):
+def test_flat_tokens_count_trained_paths_without_sharing(attempts):
     assert build_forest([attempt.sample() for attempt in attempts]).flat_tokens == flat_tokens(attempts)
 
 
-def test_sixteen_equal_attempts_are_sixteen_flat_paths():
+def test_flat_tokens_of_equal_attempts_are_not_shared():
     attempts = [Attempt(f"t{i}", PLAIN, (rl(f"t{i}", 1),)) for i in range(16)]
     forest = build_forest([attempt.sample() for attempt in attempts])
     assert forest.flat_tokens == 16 * forest.num_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
-def test_a_temperature_must_be_above_zero(temperature):
+def test_temperature_must_be_finite_and_above_zero(temperature):
     with pytest.raises(TraceInvalid, match="temperature"):
         build_forest([Attempt("t", PLAIN, (rl("t", 1),), temperature).sample()])
 
 
-def test_ref_kl_is_refused_at_another_temperature_than_one():
+def test_ref_kl_requires_temperature_one():
     note = Annotation("t", 1, ref_kl=1.0, ref_logprobs=np.array([-1.0, -1.0], np.float32))
     build_forest([Attempt("t", PLAIN, (note,)).sample()])
     with pytest.raises(TraceInvalid, match=r"node 1.*'t'.*ref_kl.*temperature"):
         build_forest([Attempt("t", PLAIN, (note,), 0.7).sample()])
 
 
-def test_one_trace_given_twice_is_refused():
+def test_repeated_trace_raises():
     sample = Attempt("trace-a", PLAIN, (rl("trace-a", 1),)).sample()
     with pytest.raises(TraceInvalid, match="trace-a"):
         build_forest([sample, sample])
 
 
-def test_another_models_call_may_be_learned_from_by_ce_alone():
+def test_untrainable_node_accepts_only_ce():
     nodes = (PLAIN[0], replace(PLAIN[1], trainable=False))
     forest = build_forest([Attempt("a", nodes, (Annotation("a", 1, rl=0.0, ce=1.0),)).sample()])
     assert forest.count_by_component() == {"rl": 0, "ce": 2, "ref_kl": 0}
