@@ -39,20 +39,20 @@ class Planned:
     trainable: bool = True
 
     def merge_keys(self) -> list[Key]:
-        found: list[Key] = [(token, None) for token in self.tokens]
+        keys: list[Key] = [(token, None) for token in self.tokens]
         for start, stop, data in self.images:
             run = (data, self.tokens[start:stop])
-            for at in range(start, stop):
-                found[at] = (self.tokens[at], run)
-        return found
+            for index in range(start, stop):
+                keys[index] = (self.tokens[index], run)
+        return keys
 
     def version(self, offset: int) -> PolicyVersion | None:
         """The weights that sampled a token, None where none is known."""
-        at = offset - self.sampled[0]
+        index = offset - self.sampled[0]
         for run in self.versions:
-            if 0 <= at < run.count:
+            if 0 <= index < run.count:
                 return PolicyVersion(run.policy, run.incarnation, run.step)
-            at -= run.count
+            index -= run.count
         return None
 
 
@@ -83,11 +83,11 @@ class Attempt:
         return AnnotatedTrace(trace, self.notes, self.temperature, self.env)
 
     def path(self, node: int) -> list[int]:
-        found: list[int] = []
+        nodes: list[int] = []
         while node >= 0:
-            found.append(node)
+            nodes.append(node)
             node = self.nodes[node].parent
-        return found[::-1]
+        return nodes[::-1]
 
     def depth(self, node: int) -> int:
         """Tokens on the path before the node."""
@@ -120,19 +120,19 @@ class Paths:
         self.key: list[Key] = [(-1, None)]
 
     def step(self, path: int, key: Key) -> int:
-        found = self._numbers.setdefault((path, key), len(self.parent))
-        if found == len(self.parent):
+        number = self._numbers.setdefault((path, key), len(self.parent))
+        if number == len(self.parent):
             self.parent.append(path)
             self.key.append(key)
-        return found
+        return number
 
     def up(self, path: int) -> list[int]:
         """The path and all its beginnings but the empty one."""
-        found: list[int] = []
+        prefixes: list[int] = []
         while path:
-            found.append(path)
+            prefixes.append(path)
             path = self.parent[path]
-        return found
+        return prefixes
 
 
 class Entry(NamedTuple):
@@ -159,11 +159,11 @@ def expected(
     cut = 0
     for attempt in attempts:
         trained = {note.node: attempt.values(note) for note in attempt.notes}
-        kept = _on_fitting_branch(attempt, trained, seq_len) if seq_len and overlong == "drop" else set(trained)
-        places = _places(attempt, paths)
+        fitting = _on_fitting_branch(attempt, trained, seq_len) if seq_len and overlong == "drop" else set(trained)
+        path_numbers = _places(attempt, paths)
         for number, rows in trained.items():
             node, depth = attempt.nodes[number], attempt.depth(number)
-            if rows and number not in kept:
+            if rows and number not in fitting:
                 too_long[attempt.name, number] += 1
                 continue
             for offset, row in rows:
@@ -178,7 +178,7 @@ def expected(
                     Entry(
                         attempt.name,
                         number,
-                        places[number][offset],
+                        path_numbers[number][offset],
                         node.tokens[offset],
                         node.version(offset),
                         attempt.env,
@@ -190,28 +190,28 @@ def expected(
 
 def _on_fitting_branch(attempt: Attempt, trained: dict[int, list[tuple[int, Any]]], seq_len: int) -> set[int]:
     """Nodes on some root-to-leaf path whose last trained token is within `seq_len`."""
-    found: set[int] = set()
+    nodes: set[int] = set()
     for leaf in attempt.leaves():
         path = attempt.path(leaf)
         ends = [attempt.depth(node) + trained[node][-1][0] + 1 for node in path if trained.get(node)]
         if max(ends, default=0) <= seq_len:
-            found.update(path)
-    return found
+            nodes.update(path)
+    return nodes
 
 
 def _places(attempt: Attempt, paths: Paths) -> list[list[int]]:
     """For each node the numbers of the paths that end at each of its tokens."""
-    found: list[list[int]] = []
+    numbers: list[list[int]] = []
     ends: list[int] = []
     for node in attempt.nodes:
-        at = ends[node.parent] if node.parent >= 0 else 0
+        number = ends[node.parent] if node.parent >= 0 else 0
         row: list[int] = []
         for key in node.merge_keys():
-            at = paths.step(at, key)
-            row.append(at)
-        found.append(row)
-        ends.append(at)
-    return found
+            number = paths.step(number, key)
+            row.append(number)
+        numbers.append(row)
+        ends.append(number)
+    return numbers
 
 
 # -- what a forest says --------------------------------------------------------------------------------------------
@@ -220,13 +220,13 @@ def _places(attempt: Attempt, paths: Paths) -> list[list[int]]:
 def parents(forest: Forest) -> list[int]:
     """The token before each token on its path, read off the depths alone: in depth-first order they spell the tree."""
     path: list[int] = []
-    found: list[int] = []
+    parent_tokens: list[int] = []
     for index, depth in enumerate(forest.position_ids.tolist()):
         del path[depth:]
         assert len(path) == depth, f"token {index} is {depth} deep below a path of {len(path)}"
-        found.append(path[-1] if path else -1)
+        parent_tokens.append(path[-1] if path else -1)
         path.append(index)
-    return found
+    return parent_tokens
 
 
 def leaves(forest: Forest) -> int:
@@ -236,12 +236,12 @@ def leaves(forest: Forest) -> int:
 
 def ancestors(forest: Forest) -> np.ndarray:
     """[query, key]: key is an ancestor of query or query itself."""
-    found = np.zeros((len(forest), len(forest)), bool)
+    mask = np.zeros((len(forest), len(forest)), bool)
     for index, parent in enumerate(parents(forest)):
         if parent >= 0:
-            found[index] = found[parent]
-        found[index, index] = True
-    return found
+            mask[index] = mask[parent]
+        mask[index, index] = True
+    return mask
 
 
 def paths_of(forest: Forest, paths: Paths) -> list[int]:
@@ -250,34 +250,35 @@ def paths_of(forest: Forest, paths: Paths) -> list[int]:
     for item in forest.media:
         run = (item.media.data, tuple(forest.token_ids[item.start : item.stop].tolist()))
         images |= dict.fromkeys(range(item.start, item.stop), run)
-    found: list[int] = []
+    numbers: list[int] = []
     for index, parent in enumerate(parents(forest)):
-        found.append(paths.step(found[parent] if parent >= 0 else 0, (int(forest.token_ids[index]), images.get(index))))
-    return found
+        key = (int(forest.token_ids[index]), images.get(index))
+        numbers.append(paths.step(numbers[parent] if parent >= 0 else 0, key))
+    return numbers
 
 
 def entries_of(forest: Forest, paths: Paths) -> Counter[Entry]:
     """The forest's targets, each checked to come right after its source on its path."""
-    place, before = paths_of(forest, paths), parents(forest)
+    path_numbers, parent_tokens = paths_of(forest, paths), parents(forest)
     targets = forest.targets
-    found: Counter[Entry] = Counter()
+    entries: Counter[Entry] = Counter()
     for i in range(len(targets)):
         index, call = int(targets.token_index[i]), forest.sequences[int(targets.sequence[i])]
-        assert targets.logits_index[i] == before[index] >= 0
+        assert targets.logits_index[i] == parent_tokens[index] >= 0
         version = int(targets.version[i])
         numbers = [getattr(targets, name)[i] for name in NUMBERS]
-        found[
+        entries[
             Entry(
                 forest.traces[call["trace"]],
                 int(call["node"]),
-                place[index],
+                path_numbers[index],
                 int(targets.token[i]),
                 forest.versions[version] if version >= 0 else None,
                 forest.envs[call["env"]],
                 np.array([*numbers, call["temperature"]], np.float32).tobytes(),
             )
         ] += 1
-    return found
+    return entries
 
 
 def flat_tokens(attempts: Iterable[Attempt]) -> int:
@@ -341,11 +342,11 @@ def groups(**size: Any) -> st.SearchStrategy[list[Attempt]]:
 
 def group(rng: Random, size: Size, name: str = "t") -> list[Attempt]:
     """Some attempts at one prompt; they share beginnings because the vocabulary is tiny, and some are twins."""
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     prompt = _context(rng, size, -1)
     for number in range(rng.randint(1, size.traces)):
-        if found and rng.random() < 0.3:
-            nodes = found[rng.randrange(len(found))].nodes
+        if attempts and rng.random() < 0.3:
+            nodes = attempts[rng.randrange(len(attempts))].nodes
             nodes = nodes[: rng.randint(1, len(nodes))] if rng.random() < 0.5 else nodes
         else:
             nodes = _tree(rng, size, prompt)
@@ -353,8 +354,8 @@ def group(rng: Random, size: Size, name: str = "t") -> list[Attempt]:
         # ref_kl is defined at temperature 1 only (design, section 7)
         hot = any(np.any(note.ref_kl) for note in notes)
         temperature = 1.0 if hot else rng.choice(size.temperatures)
-        found.append(Attempt(f"{name}{number}", nodes, notes, temperature, rng.choice(["", "maths"])))
-    return found
+        attempts.append(Attempt(f"{name}{number}", nodes, notes, temperature, rng.choice(["", "maths"])))
+    return attempts
 
 
 def _tree(rng: Random, size: Size, prompt: Planned) -> tuple[Planned, ...]:
@@ -388,10 +389,10 @@ def _context(rng: Random, size: Size, parent: int) -> Planned:
     """A message nobody sampled: text, sometimes none, sometimes with one or two runs of image placeholders."""
     tokens, images = list(_tokens(rng, size, rng.randint(0, size.tokens))), list[Run]()
     for _ in range(rng.choice([0, 0, 0, 1, 2]) if size.images else 0):
-        at = len(tokens) if images else rng.randint(0, len(tokens))
+        start = len(tokens) if images else rng.randint(0, len(tokens))
         run = [rng.choice(size.placeholders) for _ in range(rng.randint(1, 3))]
-        tokens[at:at] = run
-        images.append((at, at + len(run), rng.choice([b"cat", b"dog"])))
+        tokens[start:start] = run
+        images.append((start, start + len(run), rng.choice([b"cat", b"dog"])))
     return Planned(parent, tuple(tokens), images=tuple(images))
 
 
@@ -460,8 +461,8 @@ def karmarkar_karp(costs: Sequence[float], ranks: int) -> float:
     heap = [(-cost, number, [0.0] * (ranks - 1) + [cost]) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
     for number in range(len(costs), 2 * len(costs) - 1):
-        _, _, ours = heapq.heappop(heap)
-        _, _, theirs = heapq.heappop(heap)
-        sums = sorted(a + b for a, b in zip(ours, reversed(theirs), strict=True))
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        sums = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
         heapq.heappush(heap, (sums[0] - sums[-1], number, sums))
     return max(heap[0][2])

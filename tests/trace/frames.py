@@ -54,18 +54,18 @@ def take_apart(data: bytes) -> Frame:
     _, schema, kind, _, head_length, _ = PREFIX.unpack_from(data)
     head = msgspec.msgpack.decode(data[PREFIX.size : PREFIX.size + head_length])
     marks = zip(head.get("since", [0] * 8), head.get("until", [0] * 8), strict=True)
-    at = up(PREFIX.size + head_length)
+    offset = up(PREFIX.size + head_length)
     columns: dict[str, np.ndarray] = {}
     for (name, size), (since, until) in zip(COLUMNS.items(), marks, strict=False):
         length = size * (until - since)
-        columns[name] = np.frombuffer(data[at : at + length], np.uint8).copy()
-        at += up(length)
+        columns[name] = np.frombuffer(data[offset : offset + length], np.uint8).copy()
+        offset += up(length)
     extras: list[bytes] = []
     for _, _, dtype, shape in head.get("arrays", []):
         length = np.dtype(dtype).itemsize * int(np.prod(shape))
-        extras.append(data[at : at + length])
-        at += up(length)
-    assert at == len(data)
+        extras.append(data[offset : offset + length])
+        offset += up(length)
+    assert offset == len(data)
     return Frame(head, columns, extras, schema, kind)
 
 
@@ -77,9 +77,9 @@ def seal(head: bytes, parts: list[bytes], schema: int = 1, kind: int = 0) -> byt
 
 def reseal(data: bytes) -> bytes:
     """The same bytes with the checksum they should have."""
-    at = PREFIX.size - 4
-    crc = zlib.crc32(data[PREFIX.size :], zlib.crc32(data[:at]))
-    return data[:at] + struct.pack("<I", crc) + data[PREFIX.size :]
+    offset = PREFIX.size - 4
+    crc = zlib.crc32(data[PREFIX.size :], zlib.crc32(data[:offset]))
+    return data[:offset] + struct.pack("<I", crc) + data[PREFIX.size :]
 
 
 def up(n: int) -> int:

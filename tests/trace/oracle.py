@@ -20,11 +20,11 @@ Images = list[tuple[int, int, str]]
 
 def path(trace: Trace, node: int) -> list[Node]:
     """The nodes from the root to `node`, by following parents."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     while node >= 0:
-        found.append(trace.nodes[node])
-        node = found[-1].parent
-    return found[::-1]
+        nodes.append(trace.nodes[node])
+        node = nodes[-1].parent
+    return nodes[::-1]
 
 
 def tokens_to(trace: Trace, node: int) -> list[int]:
@@ -33,12 +33,12 @@ def tokens_to(trace: Trace, node: int) -> list[int]:
 
 def images_to(trace: Trace, node: int) -> Images:
     """The images on the path to `node`, counted from the path's first token."""
-    found: Images = []
-    at = 0
+    spans: Images = []
+    offset = 0
     for step in path(trace, node):
-        found += [(at + ref.start, at + ref.stop, trace.graph.media[ref.media].hash) for ref in step.media]
-        at += len(step.token_ids)
-    return found
+        spans += [(offset + ref.start, offset + ref.stop, trace.graph.media[ref.media].hash) for ref in step.media]
+        offset += len(step.token_ids)
+    return spans
 
 
 def is_prefix(trace: Trace, node: int, prompt: list[int], images: Images) -> bool:
@@ -137,11 +137,11 @@ def assert_branch(branch: Branch) -> None:
     logprobs: list[float] = []
     for node in path(branch.trace, branch.leaf):
         start, stop = node.sampled_span
-        mine = iter(node.logprobs.tolist())
+        node_logprobs = iter(node.logprobs.tolist())
         for i in range(len(node.token_ids)):
             mask.append(start <= i < stop)
-            logprobs.append(next(mine) if mask[-1] else float("nan"))
-        assert next(mine, None) is None
+            logprobs.append(next(node_logprobs) if mask[-1] else float("nan"))
+        assert next(node_logprobs, None) is None
     assert branch.sampled_mask.tolist() == mask
     np.testing.assert_array_equal(branch.logprobs, np.array(logprobs, np.float32))
     assert branch.messages == [node.message for node in path(branch.trace, branch.leaf)]

@@ -181,36 +181,36 @@ class _Writer:
         rng = self.rng
         if not line:
             return self._grown(line)
-        at = rng.randint(0, len(line) - 1)
+        index = rng.randint(0, len(line) - 1)
         shown = [i for i, piece in enumerate(line) if piece.images]
         ways = ["rewrite", "drop", "cut"] + ["swap_image"] * (4 if shown else 0) + ["resplit"] * (not self.tidy)
         how = rng.choice(ways)
         self._count("drop" if how == "cut" else how)
         if how == "rewrite":
-            return (*line[:at], self._piece(), *line[at + 1 :])
+            return (*line[:index], self._piece(), *line[index + 1 :])
         if how == "drop":
-            return line[:at] + line[at + 1 :]
+            return line[:index] + line[index + 1 :]
         if how == "cut":
-            return self._grown(line[:at])
+            return self._grown(line[:index])
         if how == "swap_image":
-            at = rng.choice(shown)
-            return (*line[:at], self._other_image(line[at]), *line[at + 1 :])
-        return self._resplit(line, at)
+            index = rng.choice(shown)
+            return (*line[:index], self._other_image(line[index]), *line[index + 1 :])
+        return self._resplit(line, index)
 
     def _other_image(self, piece: Piece) -> Piece:
         images = tuple((part, a, b, self.rng.choice(IMAGES)) for part, a, b, _ in piece.images)
         return replace(piece, images=images, message=_message(piece.message.role, "shown", images))
 
-    def _resplit(self, line: tuple[Piece, ...], at: int) -> tuple[Piece, ...]:
+    def _resplit(self, line: tuple[Piece, ...], index: int) -> tuple[Piece, ...]:
         """The same tokens as two messages, where there was one; no image is cut."""
-        piece = line[at]
+        piece = line[index]
         if piece.images or len(piece.ids) < 2:
             return self._grown(line)
         cut = self.rng.randint(1, len(piece.ids) - 1)
         low, high = piece.body
         first = Piece(Message("user", "half"), piece.ids[:cut], (min(low, cut), min(high, cut)))
-        rest = Piece(Message("user", "rest"), piece.ids[cut:], (max(low - cut, 0), max(high - cut, 0)))
-        return (*line[:at], first, rest, *line[at + 1 :])
+        remaining = Piece(Message("user", "rest"), piece.ids[cut:], (max(low - cut, 0), max(high - cut, 0)))
+        return (*line[:index], first, remaining, *line[index + 1 :])
 
     def _piece(self) -> Piece:
         rng = self.rng

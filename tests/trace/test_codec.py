@@ -107,13 +107,13 @@ def test_decoded_arrays_are_read_only_views_of_the_bytes(script: Script):
 
 @given(scripts(min_turns=2), st.data())
 def test_decoded_trace_can_be_extended_like_the_original(script: Script, data: st.DataObject):
-    at = data.draw(st.integers(0, len(script.turns)))
-    first, rest = Script(script.turns[:at]), Script(script.turns[at:])
+    split = data.draw(st.integers(0, len(script.turns)))
+    first, remaining = Script(script.turns[:split]), Script(script.turns[split:])
     received = bytearray(encode_trace(replay(first)[0]))
-    kept = bytes(received)
-    trace, _ = replay(rest, decode_trace(received))
+    decoded_first = bytes(received)
+    trace, _ = replay(remaining, decode_trace(received))
     assert encode_trace(trace) == encode_trace(replay(script)[0])
-    assert received == kept
+    assert received == decoded_first
 
 
 def test_empty_traces_and_columns_round_trip():
@@ -223,11 +223,11 @@ def test_frame_parsed_and_resealed_is_unchanged():
 def test_any_single_changed_byte_raises_or_decodes():
     """Every byte set to a few values, the checksum made right: refused, or readable to the last node."""
     data = encode_trace(small_trace())
-    for at in range(4, len(data)):
-        for value in {0, 0x7F, 0xFF} - {data[at]}:
-            if frames.PREFIX.size - 4 <= at < frames.PREFIX.size or at in (4, 5):
+    for index in range(4, len(data)):
+        for value in {0, 0x7F, 0xFF} - {data[index]}:
+            if frames.PREFIX.size - 4 <= index < frames.PREFIX.size or index in (4, 5):
                 continue  # the checksum itself; the schema
-            read_or_refuse(frames.reseal(data[:at] + bytes([value]) + data[at + 1 :]))
+            read_or_refuse(frames.reseal(data[:index] + bytes([value]) + data[index + 1 :]))
 
 
 @given(scripts(max_turns=5), RANDOM)
@@ -236,8 +236,8 @@ def test_random_changes_raise_or_decode(script: Script, rng: random.Random):
     for _ in range(5):
         damaged = bytearray(data)
         for _ in range(rng.randint(1, 4)):
-            at = rng.randint(frames.PREFIX.size, len(data) - 1)
-            damaged[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)])
+            index = rng.randint(frames.PREFIX.size, len(data) - 1)
+            damaged[index] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)])
         read_or_refuse(frames.reseal(bytes(damaged)))
 
 

@@ -232,10 +232,10 @@ def test_delta_with_other_column_lengths_raises():
     other_first = late.next_delta() or b""
     trace.add_node(0, Message("user"), [2])
     second, other_second = early.next_delta() or b"", late.next_delta() or b""
-    for mine, foreign in (((first, second), other_second), ((other_first, other_second), second)):
-        reader = received([mine[0]])
+    for own, foreign in (((first, second), other_second), ((other_first, other_second), second)):
+        reader = received([own[0]])
         refused(reader, foreign, DeltaLost)
-        reader.apply(mine[1])
+        reader.apply(own[1])
         assert encode_trace(reader.trace) == encode_trace(trace)
 
 

@@ -61,7 +61,7 @@ def test_layout_holds_each_trained_path_token_once(attempts):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
-    needed = {place for entry in entries for place in paths.up(entry.path)}
+    needed = {numbers for entry in entries for numbers in paths.up(entry.path)}
     laid_out = paths_of(forest, paths)
     assert len(laid_out) == len(set(laid_out)) == forest.num_tokens
     assert set(laid_out) == needed
@@ -72,8 +72,8 @@ def test_forest_lists_the_media_of_its_placeholders(attempts):
     paths = Paths()
     forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
-    needed = {place for entry in entries for place in paths.up(entry.path)}
-    placeholders = sum(paths.key[place][1] is not None for place in needed)
+    needed = {numbers for entry in entries for numbers in paths.up(entry.path)}
+    placeholders = sum(paths.key[numbers][1] is not None for numbers in needed)
     assert sum(item.stop - item.start for item in forest.media) == placeholders
     assert [item.start for item in forest.media] == sorted({item.start for item in forest.media})
 
@@ -253,7 +253,7 @@ def test_overlong_paths_are_dropped_or_truncated_and_counted(attempts, seq_len, 
     assert entries_of(forest, paths) == entries
     assert Counter(forest.dropped.overlong_calls) == too_long
     assert forest.dropped.num_truncated_tokens == cut
-    assert set(paths_of(forest, paths)) == {place for entry in entries for place in paths.up(entry.path)}
+    assert set(paths_of(forest, paths)) == {numbers for entry in entries for numbers in paths.up(entry.path)}
 
 
 def test_call_shared_with_a_fitting_path_is_kept():
@@ -290,7 +290,7 @@ IMAGE = (Planned(-1, (1, 9, 9), images=((1, 3, b"cat"),)), LEAF)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "notes", "named"),
+    ("nodes", "notes", "words"),
     [
         (PLAIN, [rl("trace-a", 1), rl("trace-a", 1)], ["trace-a", "node 1", "two"]),
         (PLAIN, [rl("trace-b", 1)], ["trace-a", "trace-b"]),
@@ -321,13 +321,13 @@ IMAGE = (Planned(-1, (1, 9, 9), images=((1, 3, b"cat"),)), LEAF)
         ((PLAIN[0], replace(PLAIN[1], logprobs=(-1.0, np.nan))), [rl("trace-a", 1)], ["trace-a", "node 1", "token 2"]),
     ],
 )
-def test_untrainable_target_raises_and_names_the_token(nodes, notes, named):
+def test_untrainable_target_raises_and_names_the_token(nodes, notes, words):
     other = Attempt("other", PLAIN, (rl("other", 1),)).sample()
     sample = Attempt("trace-a", nodes, tuple(notes)).sample()
     for samples in ([sample], [other, sample]):
         with pytest.raises(TraceInvalid) as refusal:
             build_forest(samples)
-        assert all(word in str(refusal.value) for word in named), refusal.value
+        assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 @given(groups())

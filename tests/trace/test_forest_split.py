@@ -56,7 +56,7 @@ def test_pieces_have_at_most_max_tokens_unless_they_are_one_path(attempts, budge
 def test_piece_holds_only_tokens_its_targets_need(attempts, budget):
     paths = Paths()
     for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
-        needed = {place for entry in entries_of(piece, paths) for place in paths.up(entry.path)}
+        needed = {numbers for entry in entries_of(piece, paths) for numbers in paths.up(entry.path)}
         laid_out = paths_of(piece, paths)
         assert len(set(laid_out)) == len(laid_out)
         assert set(laid_out) == needed
@@ -68,8 +68,8 @@ def test_piece_lists_the_media_of_its_placeholders(attempts, budget):
     entries, _, _ = expected(attempts, paths)
     for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
         calls = set(calls_of(piece))
-        held = {place for entry in entries if (entry.trace, entry.node) in calls for place in paths.up(entry.path)}
-        placeholders = Counter(paths.key[place] for place in held if paths.key[place][1] is not None)
+        held = {numbers for entry in entries if (entry.trace, entry.node) in calls for numbers in paths.up(entry.path)}
+        placeholders = Counter(paths.key[numbers] for numbers in held if paths.key[numbers][1] is not None)
         shown: Counter = Counter()
         for item in piece.media:
             run = tuple(piece.token_ids[item.start : item.stop].tolist())

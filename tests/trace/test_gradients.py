@@ -192,8 +192,8 @@ def assert_equal(forest: Result, flat: Result) -> None:
 
 
 def total(forests: Iterable[Forest]) -> dict[str, int]:
-    found = [forest.count_by_component() for forest in forests]
-    return {name: sum(count[name] for count in found) for name in COMPONENTS}
+    counts = [forest.count_by_component() for forest in forests]
+    return {name: sum(count[name] for count in counts) for name in COMPONENTS}
 
 
 def samples(attempts: Iterable[Attempt]):
@@ -215,12 +215,12 @@ def several_roots(rng: Random) -> list[list[Attempt]]:
 def merged_group(rng: Random) -> list[list[Attempt]]:
     """Attempts at one prompt; some begin their reply alike."""
     first = _attempt(rng, "a0", [-1, 0, 1, 1])
-    found = [first]
+    attempts = [first]
     for name in ("a1", "a2", "a3"):
         other = _attempt(rng, name, [-1, 0, 1, 1])
         half = first.nodes[1].tokens[:5] + other.nodes[1].tokens[5:]
-        found.append(replace(other, nodes=(first.nodes[0], replace(other.nodes[1], tokens=half), *other.nodes[2:])))
-    return [found]
+        attempts.append(replace(other, nodes=(first.nodes[0], replace(other.nodes[1], tokens=half), *other.nodes[2:])))
+    return [attempts]
 
 
 def _attempt(rng: Random, name: str, parents: list[int]) -> Attempt:
@@ -249,9 +249,9 @@ def test_forest_gradients_equal_flat_gradients(case, seed):
     forest = build_forest(samples(attempts))
     counts = forest.count_by_component()
     assert min(counts.values()) > 0
-    ours, flat = train_forest(model, [forest], counts), train_flat(model, attempts, counts)
-    assert_equal(ours, flat)
-    assert ours.tokens < forest.flat_tokens <= flat.tokens
+    trained, flat = train_forest(model, [forest], counts), train_flat(model, attempts, counts)
+    assert_equal(trained, flat)
+    assert trained.tokens < forest.flat_tokens <= flat.tokens
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -262,12 +262,12 @@ def test_split_forest_gradients_equal_flat_gradients(case, seed):
     pieces = split_forest(forest, 45)
     assert len(pieces) > 1
     assert total(pieces) == forest.count_by_component()
-    ours, flat = (
+    trained, flat = (
         train_forest(model, pieces, forest.count_by_component()),
         train_flat(model, attempts, forest.count_by_component()),
     )
-    assert_equal(ours, flat)
-    assert forest.num_tokens <= ours.tokens < flat.tokens
+    assert_equal(trained, flat)
+    assert forest.num_tokens <= trained.tokens < flat.tokens
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -298,10 +298,10 @@ def test_split_packed_and_balanced_gradients_equal_flat_gradients(seed):
     counts = total(rows)
     assert min(counts.values()) > 0
     flat = train_flat(model, [attempt for each in groups for attempt in each], counts)
-    ours = train_forest(model, rows, counts)
-    assert_equal(ours, flat)
+    trained = train_forest(model, rows, counts)
+    assert_equal(trained, flat)
     assert sum(forest.num_tokens for forest in forests) < sum(forest.flat_tokens for forest in forests) <= flat.tokens
-    assert ours.tokens < flat.tokens
+    assert trained.tokens < flat.tokens
 
 
 @pytest.mark.parametrize("seed", SEEDS)

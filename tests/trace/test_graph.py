@@ -28,8 +28,8 @@ def nasty_prompt(rng: random.Random, script: Script) -> tuple[list[int], oracle.
         prompt[rng.randint(0, len(prompt) - 1)] = rng.randint(0, 3)
     images = [image for image in seen.images if image[1] <= len(prompt) and rng.random() < 0.9]
     if images and rng.random() < 0.3:
-        at = rng.randint(0, len(images) - 1)
-        images[at] = (*images[at][:2], rng.choice(IMAGES).hash)
+        index = rng.randint(0, len(images) - 1)
+        images[index] = (*images[index][:2], rng.choice(IMAGES).hash)
     return prompt, images
 
 
@@ -118,10 +118,10 @@ def test_only_new_tokens_are_stored(script: Script):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     for turn, seen in zip(script.turns, script.seen, strict=True):
-        _, known = oracle.longest_prefix(trace, seen.prompt, seen.images)
+        _, matched = oracle.longest_prefix(trace, seen.prompt, seen.images)
         before = trace.graph.tokens.size
         builder.add_turn(turn)
-        assert trace.graph.tokens.size - before == len(seen.prompt) - known + len(seen.sampled)
+        assert trace.graph.tokens.size - before == len(seen.prompt) - matched + len(seen.sampled)
     for parent in range(-1, len(trace.nodes)):
         stored: set[object] = set()
         for child in map(trace.nodes.__getitem__, oracle.children(trace, parent)):
@@ -135,11 +135,11 @@ def test_only_new_tokens_are_stored(script: Script):
 def test_views_stay_valid_when_the_trace_grows(script: Script):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
-    kept: list[tuple[np.ndarray, list[int]]] = []
+    views: list[tuple[np.ndarray, list[int]]] = []
     for turn in script.turns:
         view = trace.nodes[builder.add_turn(turn)].token_ids
-        kept.append((view, view.tolist()))
-    assert all(view.tolist() == values for view, values in kept)
+        views.append((view, view.tolist()))
+    assert all(view.tolist() == values for view, values in views)
 
 
 def test_views_are_read_only():

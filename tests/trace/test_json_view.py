@@ -20,8 +20,8 @@ RANDOM = st.randoms(use_true_random=False)
 
 def texts(message: Message) -> list[str]:
     """Every piece of text a message says."""
-    found = [message.role, message.text, message.reasoning or "", message.tool_call_id or ""]
-    return found + [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    strings_found = [message.role, message.text, message.reasoning or "", message.tool_call_id or ""]
+    return strings_found + [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
 
 
 def strings(value: Any) -> list[str]:
@@ -37,10 +37,10 @@ def strings(value: Any) -> list[str]:
 def test_json_holds_every_message_count_and_reward(script: Script, rng: random.Random):
     trace, _ = replay(script)
     decorate(trace, rng)
-    told = json.loads(to_json(trace))
-    assert told["id"] == "t" and told["reward"] == trace.reward
-    assert len(told["nodes"]) == len(trace.nodes)
-    for node, entry in zip(trace.nodes, told["nodes"], strict=True):
+    view = json.loads(to_json(trace))
+    assert view["id"] == "t" and view["reward"] == trace.reward
+    assert len(view["nodes"]) == len(trace.nodes)
+    for node, entry in zip(trace.nodes, view["nodes"], strict=True):
         assert (entry["index"], entry["parent"]) == (node.index, node.parent)
         assert entry["tokens"] == len(node.token_ids)
         assert entry["sampled"] == len(node.logprobs)
@@ -75,11 +75,11 @@ def test_json_holds_no_token_ids_logprobs_arrays_or_media_bytes():
         call=ModelCall("c"),
     )
     text = to_json(trace)
-    told = json.loads(text)
-    assert not numbers(told) & {70001, 70002, 70003, 70004, 70005, 80001, -0.8125, -0.15625}
+    view = json.loads(text)
+    assert not numbers(view) & {70001, 70002, 70003, 70004, 70005, 80001, -0.8125, -0.15625}
     assert "secret" not in text
-    assert told["media"][0]["bytes"] == len(data) and told["media"][0]["mime"] == "image/png"
-    assert "experts" in told["nodes"][1]["arrays"]
+    assert view["media"][0]["bytes"] == len(data) and view["media"][0]["mime"] == "image/png"
+    assert "experts" in view["nodes"][1]["arrays"]
 
 
 def test_json_holds_the_whole_header():
@@ -100,14 +100,14 @@ def test_json_holds_the_whole_header():
         runtime={"id": "local"},
         sampler={"id": "native"},
     )
-    told = json.loads(to_json(trace))
-    assert told["schema"] == 1
-    assert told["reward"] is None
-    assert told["rewards"] == {"r": [1.0, 0.5], "due": None}
-    assert told["errors"][0]["name"] == "WorkerDied" and told["errors"][0]["message"] == "gone"
+    view = json.loads(to_json(trace))
+    assert view["schema"] == 1
+    assert view["reward"] is None
+    assert view["rewards"] == {"r": [1.0, 0.5], "due": None}
+    assert view["errors"][0]["name"] == "WorkerDied" and view["errors"][0]["message"] == "gone"
     plain = ("episode", "group", "attempt", "agent", "env", "task", "metrics", "info", "stop")
     for name in (*plain, "harness", "runtime", "sampler"):
-        assert told[name] == getattr(trace, name)
+        assert view[name] == getattr(trace, name)
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
@@ -118,12 +118,12 @@ def test_output_is_valid_json_at_any_indent(indent: int | None):
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    told = json.loads(to_json(trace, indent=indent), parse_constant=refuse)
-    assert told["nodes"][0]["message"]["content"] == "größe 🌳"
-    assert told["info"]["big"] == 2**63
+    view = json.loads(to_json(trace, indent=indent), parse_constant=refuse)
+    assert view["nodes"][0]["message"]["content"] == "größe 🌳"
+    assert view["info"]["big"] == 2**63
 
 
 def test_info_does_not_override_other_keys():
     trace = Trace(id="t", info={"reward": 9, "nodes": []}, rewards={"r": (1.0, 1.0)})
-    told = json.loads(to_json(trace))
-    assert told["reward"] == 1.0 and told["nodes"] == []
+    view = json.loads(to_json(trace))
+    assert view["reward"] == 1.0 and view["nodes"] == []

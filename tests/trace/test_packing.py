@@ -45,11 +45,11 @@ def batches(draw):
 def test_packs_hold_exactly_the_targets_of_their_trees(batch, bucket):
     attempts, trees, budget = batch
     paths = Paths()
-    found: Counter = Counter()
+    entries: Counter = Counter()
     for row in pack_trees(trees, budget, bucket):
         check_layout(row)
-        found += entries_of(row, paths)
-    assert found == expected(attempts, paths)[0]
+        entries += entries_of(row, paths)
+    assert entries == expected(attempts, paths)[0]
 
 
 @given(batches(), st.integers(1, 8))
@@ -59,7 +59,7 @@ def test_each_tree_is_in_one_pack_and_sees_only_itself(batch, bucket):
 
     def shapes(forests):
         """What each root and its subtree look like."""
-        found: Counter = Counter()
+        counts: Counter = Counter()
         for forest in forests:
             roots = [i for i, parent in enumerate(parents(forest)) if parent < 0 and i < forest.num_tokens]
             for start, stop in zip(roots, [*roots[1:], forest.num_tokens], strict=True):
@@ -69,8 +69,8 @@ def test_each_tree_is_in_one_pack_and_sees_only_itself(batch, bucket):
                     for item in forest.media
                     if start <= item.start < stop
                 )
-                found[tuple(forest.token_ids[start:stop]), tuple(forest.subtree_end[start:stop] - start), media] += 1
-        return found
+                counts[tuple(forest.token_ids[start:stop]), tuple(forest.subtree_end[start:stop] - start), media] += 1
+        return counts
 
     assert shapes(rows) == shapes(trees)
     assert sum(row.num_tokens for row in rows) == sum(tree.num_tokens for tree in trees)
@@ -135,12 +135,12 @@ def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
 @given(batches())
 def test_pad_forest_appends_padding(batch):
     for tree in batch[1]:
-        ours, theirs = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
+        padded, expected = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
         for name in ("token_ids", "position_ids", "subtree_end"):
-            assert np.array_equal(getattr(ours, name), getattr(theirs, name))
-        assert (ours.num_tokens, ours.num_attention_pairs, calls_of(ours)) == (
+            assert np.array_equal(getattr(padded, name), getattr(expected, name))
+        assert (padded.num_tokens, padded.num_attention_pairs, calls_of(padded)) == (
             tree.num_tokens,
-            theirs.num_attention_pairs,
+            expected.num_attention_pairs,
             calls_of(tree),
         )
 
@@ -192,9 +192,9 @@ def test_traces_to_packs_with_every_mechanism():
 def test_large_groups_of_thousands_of_nodes(seed):
     paths, rng = Paths(), Random(seed)
     attempts = group(rng, Size(traces=2, nodes=2000, fewest=1500, tokens=3, parting=0.2))
-    found: Counter = Counter()
+    entries: Counter = Counter()
     rows = pack_trees(split_forest(build_forest([attempt.sample() for attempt in attempts]), 500), 1000)
     for row in rows:
-        found += entries_of(row, paths)
-    assert found == expected(attempts, paths)[0]
+        entries += entries_of(row, paths)
+    assert entries == expected(attempts, paths)[0]
     assert len(rows) > 1

@@ -134,12 +134,12 @@ def test_nested_dicts_check_later_values():
 
 
 def test_dict_is_copied_when_it_is_set():
-    mine = {"a": {"b": 1}, "l": [1]}
-    trace = Trace(id="t", info=mine)
+    original = {"a": {"b": 1}, "l": [1]}
+    trace = Trace(id="t", info=original)
     before = encode_trace(trace)
-    mine["a"]["b"] = Unknown()
-    mine["l"].append(Unknown())
-    mine["c"] = Unknown()
+    original["a"]["b"] = Unknown()
+    original["l"].append(Unknown())
+    original["c"] = Unknown()
     assert encode_trace(trace) == before
 
 
@@ -201,9 +201,9 @@ def test_self_containing_values_raise():
 )
 def test_numpy_and_enum_scalars_become_plain(value: object, expected: object):
     trace = Trace(id="t", info={"x": value})
-    for found in (trace.info["x"], decode_trace(encode_trace(trace)).info["x"]):
-        assert found == expected
-        assert type(found) is type(expected) or isinstance(found, dict)
+    for stored in (trace.info["x"], decode_trace(encode_trace(trace)).info["x"]):
+        assert stored == expected
+        assert type(stored) is type(expected) or isinstance(stored, dict)
 
 
 @pytest.mark.parametrize("name", [*DICTS, "rewards", "metrics"])

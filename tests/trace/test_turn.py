@@ -58,23 +58,23 @@ def test_path_to_a_reply_is_prompt_and_sampled_tokens(script: Script):
 def test_branch_messages_are_those_of_the_prompt(script: Script):
     """Messages without tokens apart, which no token can tell from one another."""
     trace, nodes = replay(script)
-    for node, each in zip(nodes, script.turns, strict=True):
-        starts = [0, *(span.stop for span in each.spans)]
-        silent = [span.message for start, span in zip(starts, each.spans, strict=False) if start == span.stop]
-        said = [span.message for start, span in zip(starts, each.spans, strict=False) if start < span.stop]
+    for node, turn in zip(nodes, script.turns, strict=True):
+        starts = [0, *(span.stop for span in turn.spans)]
+        silent = [span.message for start, span in zip(starts, turn.spans, strict=False) if start == span.stop]
+        prompted = [span.message for start, span in zip(starts, turn.spans, strict=False) if start < span.stop]
         event(f"messages without tokens: {len(silent) > 0}")
-        found = [message for message in Branch(trace, node).messages if message.content not in ("", "unseen")]
-        assert found == [message for message in [*said, each.reply] if message.content not in ("", "unseen")]
+        recorded = [message for message in Branch(trace, node).messages if message.content not in ("", "unseen")]
+        assert recorded == [message for message in [*prompted, turn.reply] if message.content not in ("", "unseen")]
 
 
 @given(scripts(max_turns=8))
 def test_turn_continues_the_longest_matching_path(script: Script):
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
-    for each, seen in zip(script.turns, script.seen, strict=True):
+    for turn, seen in zip(script.turns, script.seen, strict=True):
         expected, length = oracle.longest_prefix(trace, seen.prompt, seen.images)
         before = len(trace.nodes)
-        node = builder.add_turn(each)
+        node = builder.add_turn(turn)
         old = [step for step in oracle.path(trace, node) if step.index < before]
         assert len(oracle.tokens_to(trace, old[-1].index if old else -1)) == length
         with_tokens = [step.index for step in old if len(step.token_ids)]
@@ -87,49 +87,57 @@ def test_new_messages_keep_their_content_span(script: Script):
     """The body of a message that is new as a whole is recorded as told; of the rest, what is new of it."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
-    for each, seen in zip(script.turns, script.seen, strict=True):
+    for turn, seen in zip(script.turns, script.seen, strict=True):
         before = len(trace.nodes)
-        node = builder.add_turn(each)
+        node = builder.add_turn(turn)
         new = [step for step in oracle.path(trace, node) if step.index >= before]
-        spans = {span.stop: span for span in each.spans}
+        spans = {span.stop: span for span in turn.spans}
         for step in new[:-1]:
             stop = len(oracle.tokens_to(trace, step.index))
             start = stop - len(step.token_ids)
-            told = [span for span in each.spans if span.stop == stop and span.message == step.message]
-            assert told and stop in spans
+            new_spans = [span for span in turn.spans if span.stop == stop and span.message == step.message]
+            assert new_spans and stop in spans
             low, high = step.content_span
-            bodies = [(max(span.content_span[0], start), max(span.content_span[1], start)) for span in told]
+            bodies = [(max(span.content_span[0], start), max(span.content_span[1], start)) for span in new_spans]
             assert (low + start, high + start) in bodies
         lead = len(new[-1].token_ids) - len(seen.sampled)
         assert new[-1].content_span == (lead, len(new[-1].token_ids))
 
 
-def says_where(each: Turn, known: int) -> bool:
-    """Whether the tokens alone say which messages a path of `known` tokens holds: one without a body may be on it."""
-    starts = [0, *(span.stop for span in each.spans)]
-    spans = zip(starts, each.spans, strict=False)
+def says_where(turn: Turn, prefix_length: int) -> bool:
+    """Whether the tokens alone determine which messages are in the prefix: no message without content is at its end."""
+    starts = [0, *(span.stop for span in turn.spans)]
+    spans = zip(starts, turn.spans, strict=False)
     return not any(
-        span.content_span[0] == span.content_span[1] and start <= known <= span.stop for start, span in spans
+        span.content_span[0] == span.content_span[1] and start <= prefix_length <= span.stop for start, span in spans
     )
 
 
-def continued(trace: Trace, each: Turn, after: int) -> Turn:
-    """The turn as a renderer reports it that kept the path of `after` verbatim."""
-    known = len(oracle.tokens_to(trace, after))
+def continued(trace: Trace, turn: Turn, prefix_node: int) -> Turn:
+    """The turn as a renderer reports it that reused the path of `prefix_node`."""
+    prefix_length = len(oracle.tokens_to(trace, prefix_node))
     spans: list[MessageSpan] = []
-    starts = [0, *(span.stop for span in each.spans)]
-    for start, span in zip(starts, each.spans, strict=False):
-        if span.stop <= known or (start < known and span.content_span[1] <= known):
-            continue  # on the path already, at most its closing scaffold follows
+    starts = [0, *(span.stop for span in turn.spans)]
+    for start, span in zip(starts, turn.spans, strict=False):
+        if span.stop <= prefix_length or (start < prefix_length and span.content_span[1] <= prefix_length):
+            continue  # already on the path, except perhaps for closing template tokens
         low, high = span.content_span
-        spans.append(MessageSpan(span.message, span.stop - known, (max(0, low - known), max(0, high - known))))
-    skipped = len(each.spans) - len(spans)
+        spans.append(
+            MessageSpan(
+                span.message, span.stop - prefix_length, (max(0, low - prefix_length), max(0, high - prefix_length))
+            )
+        )
+    skipped = len(turn.spans) - len(spans)
     media = [
-        PromptMedia(item.media, item.message_index - skipped, item.part, item.start - known, item.stop - known)
-        for item in each.media
-        if item.start >= known
+        PromptMedia(
+            item.media, item.message_index - skipped, item.part, item.start - prefix_length, item.stop - prefix_length
+        )
+        for item in turn.media
+        if item.start >= prefix_length
     ]
-    return replace(each, prompt_ids=np.asarray(each.prompt_ids)[known:], spans=spans, media=media, prefix_node=after)
+    return replace(
+        turn, prompt_ids=np.asarray(turn.prompt_ids)[prefix_length:], spans=spans, media=media, prefix_node=prefix_node
+    )
 
 
 @given(scripts(), RANDOM)
