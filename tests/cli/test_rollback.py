@@ -11,8 +11,7 @@ from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
-from tests.store.test_ledger import issue_and_score, record_batch, train
-from tests.store.test_ledger import run as run_changes
+from tests.store.test_ledger import issue_and_score, record_batch, run_all, train
 
 
 def save_checkpoint(run: Path, step: int) -> Path:
@@ -34,7 +33,7 @@ def run(tmp_path) -> Path:
             issue_and_score(ledger, step)
             record_batch(ledger, step, step)
             train(ledger, step)
-        run_changes(ledger.commit_version(4))
+        run_all(ledger.commit_version(4))
         store.set_fact(FINISHED_KEY, 4)
     save_checkpoint(tmp_path / "run", 2)
     (save_checkpoint(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))

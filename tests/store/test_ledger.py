@@ -31,36 +31,36 @@ def ledger(store):
     return Ledger.open(store)
 
 
-def run(*changes):
+def run_all(*changes):
     """Run coroutines one after another; return the result of the last."""
 
-    async def run_all():
+    async def run_each():
         return [await change for change in changes][-1]
 
-    return asyncio.run(run_all())
+    return asyncio.run(run_each())
 
 
 def issue(ledger, number, *, size=2, **more):
-    run(ledger.issue_group(GroupRecord(number, "reverse", number, size, **more)))
+    run_all(ledger.issue_group(GroupRecord(number, "reverse", number, size, **more)))
 
 
 def sample(ledger, number, attempt):
-    run(ledger.record_sampled(number, attempt, *rollout(number * 10 + attempt)))
+    run_all(ledger.record_sampled(number, attempt, *rollout(number * 10 + attempt)))
 
 
 def issue_and_score(ledger, number, *, size=2, **more):
     issue(ledger, number, size=size, **more)
     for attempt in range(size):
         sample(ledger, number, attempt)
-    run(ledger.record_scored(number))
+    run_all(ledger.record_scored(number))
 
 
 def record_batch(ledger, step, *groups):
-    run(ledger.record_batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
+    run_all(ledger.record_batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
 
 
 def train(ledger, step):
-    run(ledger.record_served(step), ledger.acknowledge_step(step))
+    run_all(ledger.record_served(step), ledger.acknowledge_step(step))
 
 
 def states(ledger):
@@ -84,12 +84,12 @@ def test_a_group_passes_through_all_states_until_its_step_is_committed(ledger):
     assert states(ledger) == ["issued"]
     sample(ledger, 0, 1)
     assert states(ledger) == ["sampled"]
-    run(ledger.record_scored(0, {1: {"advantage": -0.5}}))
+    run_all(ledger.record_scored(0, {1: {"advantage": -0.5}}))
     record_batch(ledger, 0, 0)
     train(ledger, 0)
     assert states(ledger) == ["batched"]
     assert ledger.progress() == LedgerProgress(committed=0, acknowledged=1)
-    run(ledger.commit_version(1))
+    run_all(ledger.commit_version(1))
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1)
     assert ledger.get_group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.TRAINED] * 2
@@ -100,7 +100,7 @@ def test_a_group_passes_through_all_states_until_its_step_is_committed(ledger):
 
 def test_dropping_the_last_running_attempt_completes_its_group(ledger):
     issue(ledger, 0)
-    run(
+    run_all(
         ledger.retry_attempt(0, 0, "ProviderError"), ledger.drop_attempt(0, 0, DropReason.FAILED, "ProviderError: gone")
     )
     sample(ledger, 0, 1)
@@ -108,23 +108,23 @@ def test_dropping_the_last_running_attempt_completes_its_group(ledger):
     dropped = ledger.attempts(0)[0]
     assert (dropped.num_tries, dropped.state) == (2, GroupState.DROPPED)
     assert (dropped.reason, dropped.detail) == (DropReason.FAILED, "ProviderError: gone")
-    run(ledger.record_scored(0))
+    run_all(ledger.record_scored(0))
     record_batch(ledger, 0, 0)
     train(ledger, 0)
-    run(ledger.commit_version(1))
+    run_all(ledger.commit_version(1))
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.DROPPED, GroupState.TRAINED]
     assert audit(ledger) == []
 
 
 def test_states_are_saved_in_the_transaction_that_issues_the_group(ledger, store):
-    run(
+    run_all(
         ledger.issue_group(GroupRecord(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}),
         ledger.save_states({"mix/reverse": 1}),
     )
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
     assert ledger.load_states("mix/") == {"reverse": 1}
     with pytest.raises(TransitionRefused):
-        run(ledger.issue_group(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
+        run_all(ledger.issue_group(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
 
 
@@ -157,7 +157,7 @@ def test_illegal_transitions_are_refused_and_change_nothing(ledger):
     before = ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()
     for problem, change in ILLEGAL_CHANGES.items():
         with pytest.raises(TransitionRefused, match=problem):
-            run(change(ledger))
+            run_all(change(ledger))
         assert (ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()) == before
 
 
@@ -167,14 +167,14 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
         issue_and_score(ledger, 2 * step + 1)
         record_batch(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
-    run(ledger.commit_version(1))
-    assert run(ledger.begin_incarnation()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
+    run_all(ledger.commit_version(1))
+    assert run_all(ledger.begin_incarnation()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
     with pytest.raises(TransitionRefused, match="already committed"):
-        run(ledger.record_served(0))
+        run_all(ledger.record_served(0))
     train(ledger, 1)
     train(ledger, 2)
-    run(ledger.commit_version(3))
+    run_all(ledger.commit_version(3))
     assert [(incarnation, step) for incarnation, step, _ in ledger.served_batches()] == [
         (0, 0),
         (0, 1),
@@ -190,10 +190,10 @@ def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
         issue_and_score(ledger, step)
         record_batch(ledger, step, step)
         train(ledger, step)
-    run(ledger.commit_version(3))
+    run_all(ledger.commit_version(3))
     with pytest.raises(TransitionRefused, match="cannot end at version 4: expected 0 to 3"):
-        run(ledger.roll_back(4))
-    run(ledger.roll_back(1))
+        run_all(ledger.roll_back(4))
+    run_all(ledger.roll_back(1))
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert states(ledger) == ["trained", "batched", "batched"]
     assert [attempt.state for attempt in ledger.attempts(2)] == [GroupState.BATCHED] * 2
@@ -201,7 +201,7 @@ def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     assert [batch.step for batch in ledger.batches(1)] == [1, 2]
     for step in (1, 2):
         train(ledger, step)
-    run(ledger.commit_version(3))
+    run_all(ledger.commit_version(3))
     assert states(ledger) == ["trained"] * 3
     assert audit(ledger) == []
 
@@ -213,7 +213,7 @@ def test_a_resumed_run_finds_its_unfinished_attempts(tmp_path):
         issue(ledger, 1, size=3)
         sample(ledger, 1, 1)
         issue(ledger, 2)
-        run(ledger.drop_group(2, DropReason.CANCELLED))
+        run_all(ledger.drop_group(2, DropReason.CANCELLED))
     with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)
         assert [(group.number, group.state.value) for group in ledger.open_groups()] == [(0, "scored"), (1, "issued")]
@@ -225,14 +225,14 @@ def test_drop_reasons_are_ordered_by_number_of_groups(ledger):
     details = ["zero_advantage", "gibberish", "zero_advantage"]
     for number, detail in enumerate(details):
         issue(ledger, number)
-        run(ledger.drop_group(number, DropReason.FILTERED, detail))
+        run_all(ledger.drop_group(number, DropReason.FILTERED, detail))
     assert ledger.describe_drops() == "2 × filtered: zero_advantage, 1 × filtered: gibberish"
     issue(ledger, 3)
-    run(ledger.drop_group(3, DropReason.RUN_ENDED))
+    run_all(ledger.drop_group(3, DropReason.RUN_ENDED))
     assert ledger.describe_drops().endswith(", 1 × run_ended")
     for number in range(4, 8):
         issue(ledger, number)
-        run(ledger.drop_group(number, DropReason.TOO_FEW, f"{number} attempts failed"))
+        run_all(ledger.drop_group(number, DropReason.TOO_FEW, f"{number} attempts failed"))
     assert ledger.describe_drops().endswith(", 2 for other reasons")
 
 
@@ -276,11 +276,11 @@ def finished_run():
     with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
         with RunStore.open(Path(folder)) as store:
             ledger = Ledger.open(store)
-            run(ledger.declare_source("reverse", 2))
+            run_all(ledger.declare_source("reverse", 2))
             for number in range(4):
-                run(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
+                run_all(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
                 sample(ledger, number, 0)
-                run(
+                run_all(
                     ledger.drop_group(number, DropReason.FILTERED, "zero_advantage")
                     if number == 2
                     else ledger.record_scored(number)
@@ -289,9 +289,9 @@ def finished_run():
             record_batch(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            run(ledger.commit_version(1), ledger.begin_incarnation())
+            run_all(ledger.commit_version(1), ledger.begin_incarnation())
             train(ledger, 1)
-            run(ledger.commit_version(2))
+            run_all(ledger.commit_version(2))
             assert audit(ledger) == []
         yield Path(folder)
 
@@ -336,6 +336,6 @@ def test_the_audit_describes_each_inconsistency_in_one_line(history, forgery):
 
 
 def test_unfinished_groups_are_consistent_in_an_unfinished_run(history):
-    run(history.issue_group(GroupRecord(4, "reverse", 0, 1, epoch=2)))
+    run_all(history.issue_group(GroupRecord(4, "reverse", 0, 1, epoch=2)))
     assert audit(history, finished=False) == []
     assert audit(history) == ["group 4 is issued: neither trained nor dropped"]
