@@ -163,7 +163,8 @@ def swap_ms(url: str, subject: Subject) -> float:
     """Milliseconds for which decoding stands still while 32 requests in flight get new weights."""
     from safetensors.torch import load_file
 
-    from ramify.model import PolicyVersion, publish_weights
+    from ramify.model import publish_weights
+    from ramify.trace import PolicyVersion
 
     async def run(directory: Path) -> float:
         async with contextlib.aclosing(_client(url)) as client:

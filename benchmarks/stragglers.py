@@ -29,13 +29,13 @@ from ramify.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
+from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import (
     BatchRequest,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
 

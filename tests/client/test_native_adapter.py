@@ -11,7 +11,7 @@ import pytest
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import run_server
 

@@ -10,7 +10,7 @@ import pytest
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
 
 QUICK = ClientConfig(

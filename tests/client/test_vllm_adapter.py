@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from ramify.client import ClientSampling, vllm_adapter
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import Manifest, compute_checksum
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.client.fake import FakeVLLM, hang
 from tests.client.test_replica_pool import SAMPLING, bounded, connected, until
 

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.contract.target import Target, VLLMTarget
 from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
 from tests.infer.serving import run_server

@@ -14,7 +14,7 @@ from ramify.client.engine_adapter import WeightUpdate
 from ramify.client.http_client import HttpClient
 from ramify.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 
 @dataclass

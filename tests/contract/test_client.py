@@ -7,7 +7,7 @@ import pytest
 
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.errors import ContextOverflow, WeightsRefused
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
 CLOSE = 1e-3  # the two sets of weights are nats apart

@@ -11,8 +11,8 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.request import EngineRequest
 from ramify.model.load import load_model
-from ramify.model.version import PolicyVersion
 from ramify.model.weights import get_untied_tensors, publish_weights
+from ramify.trace.version import PolicyVersion
 
 torch.set_num_threads(1)  # tests run in parallel, and small matrices gain nothing from a second thread
 logging.disable_progress_bar()

@@ -9,8 +9,8 @@ import pytest
 from ramify.infer import openai_api, tokenize_api
 from ramify.infer.template_chat_renderer import TemplateChatRenderer
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
 from ramify.render import load_renderer
+from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import ByteRenderer, run_server
 

@@ -15,8 +15,8 @@ from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.infer.scheduler import Scheduler
-from ramify.model.version import PolicyVersion
 from ramify.model.weights import StagedWeights, stage_weights
+from ramify.trace.version import PolicyVersion
 from tests.infer.llama import (
     DEVICE,
     DTYPE,

@@ -18,7 +18,7 @@ import pytest
 import ramify
 from ramify.model.manifest import Manifest, compute_checksum
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
 TOOL = {

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from ramify.infer.detokenizer import IncrementalDetokenizer
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import ByteRenderer, run_server
 

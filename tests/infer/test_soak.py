@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import run_server
 

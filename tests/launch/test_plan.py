@@ -20,8 +20,8 @@ from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
+from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
 

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from ramify.errors import WeightsRefused
 from ramify.model.manifest import Manifest, compute_checksum, read_tensor_shapes, verify_weights
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 VERSION = PolicyVersion("policy", 1, 7)
 TENSORS = {"embed": np.zeros((4, 2), np.float32), "head": np.ones((2, 4), np.float32)}

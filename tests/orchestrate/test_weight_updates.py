@@ -9,9 +9,9 @@ import pytest
 
 from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.errors import ProviderError, WeightsRefused
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate import weight_updates as module
 from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.trace.version import PolicyVersion
 
 
 class FakeEngines:

@@ -26,7 +26,6 @@ from ramify.errors import (
     StorageFull,
 )
 from ramify.launch.status_client import StatusClient
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate import background
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
@@ -34,6 +33,7 @@ from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import RunLog
+from ramify.trace.version import PolicyVersion
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
 from tests.rl import environments

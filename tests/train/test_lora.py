@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from ramify.cli import main
 from ramify.errors import ConfigInvalid
-from ramify.model import PolicyVersion
 from ramify.model.load import load_model
 from ramify.model.weights import apply_weights, stage_weights
+from ramify.trace import PolicyVersion
 from ramify.train.batch import Batch, pack_forests
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from ramify.cli import main
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused
-from ramify.model import Manifest, PolicyVersion
+from ramify.model import Manifest
+from ramify.trace import PolicyVersion
 from ramify.train import remote_batch_source
 from ramify.train.batch import Batch, PackSpec, split_across_ranks
 from ramify.train.batch_codec import encode_batch

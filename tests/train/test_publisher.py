@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ramify.model import Manifest, PolicyVersion
+from ramify.model import Manifest
 from ramify.model.manifest import verify_weights
+from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.publisher import WeightPublisher, iter_merged_weights

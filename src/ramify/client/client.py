@@ -30,7 +30,7 @@ from ramify.client.http_client import (
 from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation

@@ -10,7 +10,7 @@ from ramify.client.native_adapter import NativeAdapter
 from ramify.client.replica_pool import Replica
 from ramify.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.errors import ProviderError, TokensRequired
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 MODELS_PATH = "/v1/models"
 

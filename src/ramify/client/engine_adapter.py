@@ -27,8 +27,8 @@ from ramify.client.generate_api import (
     parse_prompt_logprobs,
 )
 from ramify.client.http_client import HttpClient, send_request
-from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
+from ramify.trace.version import PolicyVersion
 
 KVMode = Literal["recompute", "keep"]
 PauseMode = Literal["keep", "abort"]

@@ -6,8 +6,8 @@ from ramify.client.engine_adapter import EngineAdapter, WeightUpdate
 from ramify.client.generate_api import GenerateChoice, decode_json
 from ramify.client.http_client import send_request
 from ramify.errors import ProviderError, WeightsRefused
-from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
+from ramify.trace.version import PolicyVersion
 
 
 class NativeAdapter(EngineAdapter):

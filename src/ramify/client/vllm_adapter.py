@@ -31,8 +31,8 @@ from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_j
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import verify_weights
-from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
+from ramify.trace.version import PolicyVersion
 
 RESET_TIMEOUT = 10.0  # seconds for requests to free their blocks
 RESET_POLL_INTERVAL = 0.05

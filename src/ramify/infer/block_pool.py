@@ -12,23 +12,11 @@ evicted block leaves the tree; its remaining children can no longer be reached a
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
+from ramify.infer.block import Block
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 
 ROOT_ID = -1
-
-
-class Block:
-    """One block: its id, the number of requests that hold it, and its place in the tree."""
-
-    __slots__ = ("block_id", "children", "parent", "ref_count", "token_key")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.parent: Block | None = None
-        self.token_key: Hashable = None
-        self.children: dict[Hashable, Block] = {}
 
 
 class BlockPool:

@@ -25,8 +25,8 @@ from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
 from ramify.model.weights import stage_weights
+from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most

@@ -21,8 +21,8 @@ from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
-from ramify.model.version import PolicyVersion
 from ramify.model.weights import StagedWeights, apply_weights
+from ramify.trace.version import PolicyVersion
 
 KVSwapMode = Literal["recompute", "keep"]
 DEADLINE_CHECK_INTERVAL = 0.2  # seconds

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ramify.client import ClientConfig, InferenceClient
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 
 def build_inference_client(

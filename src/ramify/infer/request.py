@@ -17,12 +17,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from ramify.errors import RamifyError, RequestInvalid
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ramify.infer.block_pool import Block
+    from ramify.infer.block import Block
 
 MIN_TEMPERATURE = 1e-6
 MAX_LOGIT_BIAS = 1e6  # divided by the smallest temperature it is still finite in float32

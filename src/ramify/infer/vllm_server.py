@@ -26,7 +26,7 @@ from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 LOG_TAIL_LINES = 30  # lines of the log that an error shows
 POLL_INTERVAL = 0.25  # seconds

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 MANIFEST_FILE = "manifest.json"
 READ_BYTES = 1 << 20  # bytes read at once: small enough to be in the CPU cache when they are summed

@@ -30,7 +30,7 @@ from ramify.model.manifest import (
     fsync_file,
     write_and_fsync,
 )
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 SHARD_BYTES = 2 << 30
 CONFIG_FILE = "config.json"

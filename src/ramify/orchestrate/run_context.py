@@ -20,7 +20,6 @@ from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
 from ramify.infer.inference_client import build_inference_client
 from ramify.model.resolve import resolve_model_path
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import RunConfig
@@ -38,6 +37,7 @@ from ramify.store.environments import ACCEPT_CHANGES_KEY, check_no_changes, find
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
+from ramify.trace.version import PolicyVersion
 
 READER_TIMEOUT = 30.0  # seconds to wait for commands that read the run (`why`, `show`, `export`)
 

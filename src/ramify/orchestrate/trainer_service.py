@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ramify.errors import PeerLost, PeerRefused
-from ramify.model.version import PolicyVersion
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
 from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ramify.client import InferenceClient
 from ramify.errors import RamifyError
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 
 RETRY_DELAY = 1.0  # seconds before a failed update is retried
 UPDATE_TIMEOUT = 600.0  # seconds of failed updates after which the run ends

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ramify.trace.columns import Float32Array, Int32Array, StructuredArray, concat_ranges, concat_tables
 from ramify.trace.message import Media
+from ramify.trace.version import PolicyVersion
 
 # One row per model call (or annotated message) with targets; `trace` and `env` are indices into the forest's tables.
 SEQUENCE_DTYPE = np.dtype([("trace", "<i4"), ("node", "<i4"), ("env", "<i4"), ("temperature", "<f4")])
@@ -37,14 +38,6 @@ SEQUENCE_DTYPE = np.dtype([("trace", "<i4"), ("node", "<i4"), ("env", "<i4"), ("
 SEGMENT_DTYPE = np.dtype(
     [("start", "<i4"), ("length", "<i4"), ("depth", "<i4"), ("parent", "<i4"), ("subtree_stop", "<i4")]
 )
-
-
-class PolicyVersion(NamedTuple):
-    """A version of a policy's weights. A restarted trainer counts its steps in a new incarnation."""
-
-    policy: str
-    incarnation: int
-    step: int
 
 
 LOSS_COMPONENTS = ("rl", "ce", "ref_kl")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ramify.errors import BatchCorrupt, ConfigInvalid
-from ramify.model.version import PolicyVersion
 from ramify.store import wrap_storage_errors
+from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch
 from ramify.train.protocol import RegisterReply

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.model import PolicyVersion, publish_weights
+from ramify.model import publish_weights
 from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
+from ramify.trace import PolicyVersion
 from ramify.train.distributed import Ranks, gather_full_tensor
 from ramify.train.lora import is_adapter_weight, merge_adapter, strip_base_layer_suffix
 from ramify.train.trainer import Trainer

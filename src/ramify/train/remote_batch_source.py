@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
-from ramify.model.version import PolicyVersion
+from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.batch_codec import decode_batch
 from ramify.train.batch_source import BatchRecording
