@@ -1,10 +1,10 @@
-"""Generation with transformers alone, in a process of its own, one measurement for each line it is sent.
+"""Generation with transformers in a process of its own, one measurement for each line of input.
 
     _transformers.py MODEL_DIR DTYPE THREADS DEVICE
 
 A line of standard input is ["static" or "continuous", prompts, new_tokens]: static-batch `generate`, or transformers'
-own continuous batching, with sampling at temperature 1. The answer is a line with tokens per second, or null for what
-failed.
+own continuous batching, with sampling at temperature 1. The output is a line with tokens per second, or null if
+generation failed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 
 def static(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
-    """Tokens per second of one padded-free batch: all prompts have one length."""
+    """Return the tokens per second of one batch without padding: all prompts have one length."""
     ids = torch.tensor(prompts, device=model.device)
     started = time.perf_counter()
     with torch.inference_mode():
-        found = model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -32,16 +32,17 @@ def static(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
             min_new_tokens=new_tokens,
             pad_token_id=0,
         )
-    return (found.shape[1] - ids.shape[1]) * len(prompts) / (time.perf_counter() - started)
+    return (output.shape[1] - ids.shape[1]) * len(prompts) / (time.perf_counter() - started)
 
 
 def continuous(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
+    """Return the tokens per second of continuous batching."""
     config = GenerationConfig(
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=True, eos_token_id=-1, pad_token_id=0
     )
     started = time.perf_counter()
-    found = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
-    tokens = sum(len(output.generated_tokens) for output in found.values())
+    outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    tokens = sum(len(output.generated_tokens) for output in outputs.values())
     return tokens / (time.perf_counter() - started)
 
 
@@ -52,12 +53,12 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
     for line in sys.stdin:
         kind, prompts, new_tokens = json.loads(line)
-        found: float | None = None
+        speed: float | None = None
         try:
-            found = (static if kind == "static" else continuous)(model, prompts, new_tokens)
-        except Exception as error:  # noqa: BLE001 - a competitor that fails is a missing number, told on stderr
+            speed = (static if kind == "static" else continuous)(model, prompts, new_tokens)
+        except Exception as error:  # noqa: BLE001 - a failure is a missing number, reported on stderr
             print(f"{kind} generation failed: {type(error).__name__}: {error}", file=sys.stderr)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(speed), flush=True)
 
 
 if __name__ == "__main__":
