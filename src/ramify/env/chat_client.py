@@ -35,10 +35,13 @@ class ChatClientConfig(Config):
     api_key_env: str | None = None
     """The environment variable that holds the API key. None: no key is sent."""
     temperature: float | None = Field(default=None, ge=0)
+    """None: the default of the endpoint."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of a reply. None: the default of the endpoint."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds that a call may take, including its retries."""
     retries: int = Field(default=2, ge=0)
+    """Retries after transient failures."""
 
 
 @dataclass(frozen=True, slots=True)

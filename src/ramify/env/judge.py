@@ -118,7 +118,9 @@ class RubricCriterion(Config):
     """One criterion of a rubric, with its weight in the score."""
 
     name: str
+    """The key of its score in the judge's answer."""
     text: str
+    """The criterion as the judge reads it."""
     weight: float = Field(default=1.0, gt=0)
 
 

@@ -33,9 +33,11 @@ class McpServerConfig(Config):
     command: list[str] = []
     """A program and its arguments; it is used over its standard input and output."""
     url: str | None = None
+    """The address of a server that speaks streamable HTTP."""
     env: dict[str, str] = {}
     """Environment variables for `command`, added to the safe defaults of the MCP library."""
     cwd: str | None = None
+    """The working directory of `command`."""
     headers: dict[str, str] = {}
     """HTTP headers sent to `url` with every request."""
     timeout: float = Field(default=60.0, gt=0)

@@ -32,6 +32,7 @@ class PluginKind:
     builtin_paths: Mapping[str, str]
 
     def load_base_class(self) -> type:
+        """Import the base class."""
         module, _, name = self.base_class_path.partition(":")
         return getattr(importlib.import_module(module), name)
 

@@ -25,7 +25,9 @@ class Task(BaseModel):
     prompt: str | tuple[dict[str, Any], ...] | None = None
     """The first user message, or the initial messages in OpenAI's format. None: the simulated user speaks first."""
     system: str | None = None
+    """The system message."""
     answer: Any = None
+    """Whatever rewards need to score a reply; it is not shown to the agent."""
     key: str | None = None
     """The task's identity. None: a digest of all fields."""
     image: str | None = None
@@ -33,6 +35,7 @@ class Task(BaseModel):
     workdir: str | None = None
     """The directory in which programs start, relative to the rollout's work directory."""
     resources: dict[str, float] = Field(default_factory=dict)
+    """Resources of the sandbox, for runtimes that support them."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds that the agent has for this task; replaces `harness.timeout`."""
 

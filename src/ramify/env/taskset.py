@@ -17,7 +17,9 @@ class TasksetConfig(Config):
     """Configuration common to all tasksets. A taskset with more options annotates `config` with a subclass."""
 
     id: str = ""
+    """The id that selects the taskset; see `ramify.env.plugin`."""
     split: Literal["train", "eval"] = "train"
+    """Which tasks to load, for tasksets that distinguish them."""
 
 
 class Taskset:

@@ -36,14 +36,13 @@ class ToolArgumentsInvalid(Exception):
 
 
 class Tool(ABC):
-    """A function that a model may call by name. `schema` describes it to the model, in OpenAI's format."""
+    """A function that a model may call by `name`. `schema` describes it to the model, in OpenAI's format."""
 
     injected_parameters: frozenset[str] = frozenset()
     """The fields of the context that the tool receives."""
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         self.name = name
-        self.description = description
         function = {"name": name, "description": description, "parameters": dict(parameters)}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
 
@@ -94,7 +93,7 @@ class FunctionTool(Tool):
 
 
 class ToolSet:
-    """The tools of one rollout, by name."""
+    """The tools of one rollout; `schemas` are their schemas in the same order. Names must be unique."""
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
         self.tools: tuple[Tool, ...] = tuple(tools)

@@ -49,12 +49,12 @@ class ModelUser(User):
     """
 
     def __init__(self, instructions: str, client: ChatClient | None = None, *, stop: str = "DONE") -> None:
-        self.instructions = instructions
         self.stop = stop
         self._client = client
         self._messages = [{"role": "system", "content": instructions}]
 
     async def respond(self, reply: str | None, trace: Trace, endpoint: Endpoint | None) -> str | None:
+        """Return the model's next message, or None if it contains `stop`."""
         content = FIRST_PROMPT if reply is None else reply
         self._messages.append({"role": "user", "content": content})
         completion = await (self._client or _policy_chat_client(endpoint)).complete(self._messages)

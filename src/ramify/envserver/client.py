@@ -54,6 +54,7 @@ class EnvClient:
 
     @property
     def address(self) -> str:
+        """The address of the server."""
         return self._client.address
 
     async def start(self, timeout: float | None = None) -> Self:

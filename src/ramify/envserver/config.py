@@ -25,6 +25,7 @@ class ElasticPoolConfig(Config):
 
     type: Literal["elastic"] = "elastic"
     min: int = Field(default=1, ge=1)
+    """Fewest workers."""
     max: int | None = Field(default=None, ge=1)
     """Most workers; by default one per core."""
     multiplex: int = Field(default=128, ge=1)
@@ -155,7 +156,7 @@ class EnvServerConfig(Config):
 
 
 class SelectedSource:
-    """One source and the key that selects it, `train/NAME` or `eval/NAME`."""
+    """One source and the key that selects it, `train/NAME` or `eval/NAME`: its `kind` and `source_name`."""
 
     def __init__(self, key: str, config: ServedSourceConfig) -> None:
         self.key, self.config = key, config

@@ -17,7 +17,6 @@ class EnvServerLog:
     """An open log file of an env server."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
@@ -41,7 +40,10 @@ class EnvServerLog:
 
 
 class WorkerOutput(asyncio.Protocol):
-    """Copies the output of a worker and its children to the log, line by line."""
+    """Copies the output of a worker and its children to the log, line by line.
+
+    `tail` are its last lines, `closed` is set when all writers have closed the pipe.
+    """
 
     def __init__(self, log: EnvServerLog, origin: str) -> None:
         self._log, self._origin, self._partial_line = log, origin, b""

@@ -47,6 +47,7 @@ class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):
 
     worker: str
     starts: int
+    """How often the last worker started the rollout."""
     crashes: int = 0
     """Workers that were lost while they ran the rollout."""
 
@@ -141,10 +142,15 @@ class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str
     pid: int
     state: str
+    """A value of `WorkerState`."""
     load: int
+    """The number of attempts that run on it."""
     lag: float
+    """Seconds since the last iteration of its event loop, as its last heartbeat reported."""
     silence: float
+    """Seconds since its last message."""
     age: float
+    """Seconds since its start."""
     memory: float
     """MiB."""
 
@@ -154,6 +160,7 @@ class WorkerLoss(msgspec.Struct, forbid_unknown_fields=True):
 
     worker: str
     at: float
+    """Seconds since the start of the server."""
     reason: str
     attempts: int
     """The number of attempts that ran on it."""
@@ -174,6 +181,7 @@ class ScalingDecision(msgspec.Struct, forbid_unknown_fields=True):
     """A change of the number of workers."""
 
     at: float
+    """Seconds since the start of the server."""
     before: int
     after: int
     reason: str
@@ -186,7 +194,9 @@ class EnvServerStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     worst_lag: float
     """The longest pause of the broker's event loop, in seconds."""
     counts: dict[str, int]
+    """Requests by method, those answered (`run_done`), and events of the pool."""
     failures: dict[str, int]
+    """Failed requests by the name of the error."""
     decisions: list[ScalingDecision]
     workers: list[WorkerHealth]
     worker_lag: dict[str, float]
@@ -198,8 +208,11 @@ class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     id: str
     source: dict[str, Any]
+    """The `SourceConfig`."""
     config: dict[str, Any]
+    """The `EnvServerConfig`."""
     secret: str
+    """The secret of the connection between broker and worker."""
 
 
 class WorkerReady(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

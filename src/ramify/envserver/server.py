@@ -36,7 +36,10 @@ POLL_INTERVAL = 0.05
 
 
 class EnvServer:
-    """Serves one source. Use `start` and `close`, or `async with`."""
+    """Serves one source. Use `start` and `close`, or `async with`.
+
+    `counts` are the requests by method, `failures` the failed ones by error; `pool` and `log` exist after `start`.
+    """
 
     def __init__(self, config: EnvServerConfig) -> None:
         self.config, self.selected = config, config.select_source()

@@ -28,7 +28,11 @@ MAX_BACKOFF = 30.0
 
 
 class WorkerPool:
-    """All workers of one server."""
+    """All workers of one server.
+
+    `workers` are those that exist now, by id; `losses` and `decisions` the most recent ones; `info` describes the
+    environment as the first ready worker reported it; `worst_lag` is the longest pause of each worker's event loop.
+    """
 
     def __init__(
         self, config: EnvServerConfig, selected: SelectedSource, log: EnvServerLog, loop_monitor: LoopMonitor

@@ -23,6 +23,7 @@ class HarnessConfig(Config):
     """Configuration common to all harnesses."""
 
     id: str = "chat"
+    """The id that selects the harness; see `ramify.env.plugin`."""
     timeout: float = Field(default=AGENT_TIMEOUT, gt=0)
     """Seconds that the agent has for a task; `task.timeout` overrides it."""
     train: Literal["main", "all"] = "main"

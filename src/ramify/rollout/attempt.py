@@ -71,7 +71,7 @@ async def run_attempt(
 
 
 class AttemptRunner:
-    """Runs one attempt, and owns its trace, session, runtime and context."""
+    """Runs one attempt, and owns its trace, session, runtime and context. `run_attempt` checks the task first."""
 
     def __init__(
         self,

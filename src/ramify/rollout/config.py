@@ -14,8 +14,11 @@ class TimeoutsConfig(Config):
     load: float = Field(default=300.0, gt=0)
     """For the taskset's `load` to return the requested tasks."""
     boot: float = Field(default=120.0, gt=0)
+    """For the runtime to start."""
     setup: float = Field(default=120.0, gt=0)
+    """For the hooks `setup`, `tools` and `user`."""
     finalize: float = Field(default=120.0, gt=0)
+    """For the hook `finalize`."""
     scoring: float = Field(default=300.0, gt=0)
     """For all rewards and metrics together."""
     engine_stall: float = Field(default=600.0, gt=0)
@@ -29,8 +32,11 @@ class SourceConfig(Config):
     name: str = ""
     """The name of the source in traces; by default the taskset's id."""
     taskset: dict[str, Any]
+    """The taskset's `id` and its options."""
     harness: dict[str, Any] = {"id": "chat"}
+    """The harness's `id` and its options."""
     runtime: dict[str, Any] = {"id": "local"}
+    """The runtime's `id` and its options."""
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one rollout."""

@@ -26,6 +26,7 @@ class TaskValidation:
     """The result of validating one task."""
 
     task: str
+    """The identity of the task."""
     problem: str | None
     """What is wrong with the task; None if it is valid."""
     reward: float | None
@@ -33,6 +34,7 @@ class TaskValidation:
     has_gold: bool
     """Whether the task has gold replies; otherwise one empty reply was played."""
     seconds: float
+    """The duration of all phases."""
     trace: Trace
 
 

@@ -11,6 +11,7 @@ class RuntimeConfig(Config):
     """Configuration common to all runtimes."""
 
     id: str = "local"
+    """The id that selects the runtime; see `ramify.env.plugin`."""
     keep: bool = False
     """Keep the files of a rollout after it ends, for inspection."""
     max_output: int = Field(default=1 << 20, ge=0)

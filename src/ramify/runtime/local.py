@@ -165,6 +165,7 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
 
     @property
     def has_exited(self) -> bool:
+        """Whether the process itself has exited; its children may still run."""
         return self._exited.done()
 
     def write_stdin(self, stdin: bytes | None) -> None:
