@@ -28,9 +28,9 @@ def write_program(directory: Path, name: str, *lines: str) -> None:
 
 def run_doctor(path: Path) -> dict[str, dict]:
     """Return the results on a machine with only the programs in `path`, by name."""
-    done = ramify_command("doctor", "--json", env={"PATH": str(path)})
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    result = ramify_command("doctor", "--json", env={"PATH": str(path)})
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
     return {result["name"]: result for result in report["findings"]}
 
 
@@ -116,12 +116,12 @@ def test_doctor_does_not_import_torch():
 
 
 def test_report_without_a_terminal_names_every_check(bare):
-    done = ramify_command("doctor", env={"PATH": "", "COLUMNS": "60", "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
+    result = ramify_command("doctor", env={"PATH": "", "COLUMNS": "60", "PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
     for name in bare:
-        assert name in done.stdout
-    assert "needed for: " in done.stdout
+        assert name in result.stdout
+    assert "needed for: " in result.stdout
 
 
 def test_unknown_argument_is_exit_2():
@@ -161,8 +161,8 @@ def test_cores_respect_affinity():
     )
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this platform has no affinity")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "1"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "1"
 
 
 def test_cores_respect_a_cgroup_quota():

@@ -17,9 +17,9 @@ def test_documented_environment_validates_and_evaluates(tmp_path):
 
     def ramify(*args: str) -> str:
         command = [sys.executable, "-m", "ramify", *args]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     ramify("validate", "my_env.py")
     ramify("eval", "my_env.py", "-m", "tiny", "-n", "8", "-r", "2", "--name", "run")

@@ -39,7 +39,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def outcome(path: Path) -> dict[str, tuple]:
-    """What a run found: everything but times."""
+    """Return the results of a run without times."""
     with RunStore.open(path, write=False) as store:
         found = {}
         for row in store.rollouts():
@@ -55,9 +55,9 @@ def outcome(path: Path) -> dict[str, tuple]:
 def test_eval_prints_its_result_and_is_finished_on_rerun(engine, capsys):
     command = ["eval", ECHO, "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "2", "-c", "4", "--name", "run"]
     assert main(command) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for shown in ("avg@2", "pass@1", "pass@2", "pass^2", "95 % interval", "truncated", "errors", "timing", "6 counted"):
-        assert shown in said
+        assert shown in output
     assert Path("outputs/run/config.toml").is_file()
     assert main(command) == 0
     assert "outputs/run is already finished (6 rollouts)" in capsys.readouterr().out
@@ -72,9 +72,9 @@ def test_raising_reward_shows_file_line_and_message(engine, capsys):
     text = 'raise RuntimeError("the judge fell asleep")'
     raised = f"environments.py:{line_number(environments, text)} in right: {text}"
     assert main([*command, "--name", "run"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"rollout task-1.0 failed: EnvironmentFault: right: RuntimeError: the judge fell asleep ({FILE}" in said
-    assert said.count(raised) == 2  # when it failed, and in the table at the end
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"rollout task-1.0 failed: EnvironmentFault: right: RuntimeError: the judge fell asleep ({FILE}" in output
+    assert output.count(raised) == 2  # when it failed, and in the table at the end
     assert main(["show", "outputs/run"]) == 0
     assert "1 × EnvironmentFault" in (shown := " ".join(capsys.readouterr().out.split()))
     assert raised in shown
@@ -85,11 +85,11 @@ def test_raising_reward_shows_file_line_and_message(engine, capsys):
 def test_taskset_without_rewards_has_no_score(engine, capsys):
     command = ["eval", UNREWARDED, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "has no reward, so its rollouts get no score; mark a method of the taskset with @rf.reward" in said
-    assert "no score: the taskset has no reward" in said
-    assert "0.000" not in said
-    assert "length" in said
+    output = capsys.readouterr().out
+    assert "has no reward, so its rollouts get no score; mark a method of the taskset with @rf.reward" in output
+    assert "no score: the taskset has no reward" in output
+    assert "0.000" not in output
+    assert "length" in output
     with RunStore.open(Path("outputs/run"), write=False) as store:
         assert [row.reward for row in store.rollouts()] == [None, None]
 
@@ -125,11 +125,11 @@ def test_dry_run_runs_no_rollout(engine, capsys):
 def test_show_prints_traces_and_keep_keeps_the_work_directory(engine, capsys):
     writing = ECHO.replace(":Echo", ":Writing")
     assert main(["eval", writing, "-b", engine.url, "-n", "1", "-r", "1", "--show", "--keep", "--name", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "word 0" in said
-    assert "sampled" in said
+    output = capsys.readouterr().out
+    assert "word 0" in output
+    assert "sampled" in output
     (folder,) = Path("outputs/run/work").iterdir()
-    assert f"work directory {folder}" in said
+    assert f"work directory {folder}" in output
     assert [path.read_text() for path in folder.rglob("note.txt")] == ["kept"]
 
 
@@ -146,7 +146,7 @@ def test_exit_1_if_every_rollout_failed(engine, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["reverse-txt"], "did you mean 'reverse-text'"),
         (["reverse-text", "--taskset.max_char", "3"], "did you mean taskset.max_chars?"),
@@ -158,10 +158,10 @@ def test_exit_1_if_every_rollout_failed(engine, capsys):
     ],
     ids=["taskset", "taskset key", "load", "no tasks", "model", "key", "nothing"],
 )
-def test_invalid_command_lines_are_exit_2(arguments, said, capsys):
+def test_invalid_command_lines_are_exit_2(arguments, message, capsys):
     assert main(["eval", *arguments]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert message in captured.err
     assert "Traceback" not in captured.err
     assert not Path("outputs").exists()
 
@@ -207,21 +207,21 @@ def test_eval_killed_at_random_times_resumes_to_the_same_result():
     tasks, kills = (24, 10) if FULL else (8, 2)
     common = ["reverse-text", "-m", "tiny", "-n", str(tasks), "-r", "2", "--sampling.temperature", "0"]
     with run_scripted_engine(delay=0.03) as slow:
-        whole = ["eval", *common, "-b", slow.url, "--name"]
-        assert main([*whole, "whole"]) == 0
+        command = ["eval", *common, "-b", slow.url, "--name"]
+        assert main([*command, "whole"]) == 0
         expected = outcome(Path("outputs/whole"))
         assert len(expected) == 2 * tasks
         rng = random.Random(os.getpid())
         for _ in range(kills):
             slow.asked.clear()
-            process = started(*whole, "killed", "-c", "2")
+            process = started(*command, "killed", "-c", "2")
             moment = rng.randrange(1, 6)
             when(lambda moment=moment, process=process: len(slow.asked) >= moment or process.poll() is not None)
             process.kill()
             process.communicate(timeout=30)
         kept = outcome(Path("outputs/killed"))
         slow.asked.clear()
-        assert main([*whole, "killed"]) == 0
+        assert main([*command, "killed"]) == 0
         assert len(slow.asked) == 2 * tasks - len(kept)
         assert outcome(Path("outputs/killed")) == expected
 
@@ -253,9 +253,9 @@ def test_full_disk_is_exit_1_and_the_run_can_be_resumed(engine, small_disk, caps
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(8_000_000))
     assert main(command) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("StorageFull: ")
-    assert "resume with: ramify eval reverse-text" in said
+    output = capsys.readouterr().err
+    assert output.startswith("StorageFull: ")
+    assert "resume with: ramify eval reverse-text" in output
     ballast.unlink()
     kept = outcome(small_disk / "run")
     engine.asked.clear()
@@ -276,9 +276,9 @@ def ran(engine):
 def test_show_lists_rollouts_and_prints_one(ran, capsys):
     capsys.readouterr()
     assert main(["show", ran]) == 0
-    said = capsys.readouterr().out
-    assert "task-1.1" in said
-    assert "avg@2" in said
+    output = capsys.readouterr().out
+    assert "task-1.1" in output
+    assert "avg@2" in output
     assert main(["show", f"outputs/{ran}", "task-1.1"]) == 0
     assert "word 1" in capsys.readouterr().out
     assert main(["show", ran, "task-1"]) == 2
@@ -365,8 +365,8 @@ def replayed(engine, capsys, other: str = "") -> str:
     assert main(["eval", "stateful.py", "-b", engine.url, "-r", "1", "--name", "run"]) == 0
     stateful(other, "float(state.task == 'k1')")
     capsys.readouterr()
-    done = ramify_command("replay", "run")
-    return done.stdout + done.stderr
+    result = ramify_command("replay", "run")
+    return result.stdout + result.stderr
 
 
 def test_replay_passes_the_saved_state_to_rewards(engine, capsys):
@@ -396,9 +396,9 @@ def test_replay_refuses_rewards_that_need_the_runtime(engine, capsys):
         Path("stateful.py").read_text().replace("def score(self, task, state)", "def score(self, task, state, runtime)")
     )
     Path("stateful.py").write_text(text)
-    done = ramify_command("replay", "run")
-    assert done.returncode == 2
-    assert "`score` uses `runtime`, which ended with the rollout" in done.stderr
+    result = ramify_command("replay", "run")
+    assert result.returncode == 2
+    assert "`score` cannot be rescored: it uses `runtime`, which ended with the rollout" in result.stderr
 
 
 # -- the engine that comes with it ------------------------------------------------------------------------------------

@@ -22,42 +22,43 @@ def engine():
 
 
 def start(engine, folder: Path, where: str, *more: str) -> subprocess.Popen[str]:
-    asked = ["eval", BLOCKING, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
+    arguments = ["eval", BLOCKING, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
     keys = ["--taskset.where", where, "--taskset.begun", str(folder / "begun"), *more]
-    command = [COMMAND, *asked, *keys]
+    command = [COMMAND, *arguments, *keys]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def end(eval: subprocess.Popen[str]) -> tuple[int, str]:
     """How it ended and what it said."""
     try:
-        said, _ = eval.communicate(timeout=LATE)
+        output, _ = eval.communicate(timeout=LATE)
     finally:
         eval.kill()
-    return eval.returncode, said
+    return eval.returncode, output
 
 
 def test_blocking_load_is_deadline_exceeded_with_a_stack(engine, tmp_path):
-    code, said = end(start(engine, tmp_path, "load", "--timeouts.load", "1"))
-    assert code == 1, said
+    exit_code, output = end(start(engine, tmp_path, "load", "--timeouts.load", "1"))
+    assert exit_code == 1, output
     assert (
-        f"DeadlineExceeded: load of taskset {BLOCKING} took longer than 1 s (timeouts.load); its current stack:" in said
+        f"DeadlineExceeded: load of taskset {BLOCKING} took longer than 1 s (timeouts.load); its current stack:"
+        in output
     )
-    assert "time.sleep(900)" in said
+    assert "time.sleep(900)" in output
 
 
 def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tmp_path):
-    code, said = end(start(engine, tmp_path, "setup", "--hang_timeout", "1"))
-    assert code == 1, said
-    assert "WorkerDied: hung: the event loop was blocked for " in said
-    assert "time.sleep(900)" in said
-    assert "resume with: ramify eval " in said
+    exit_code, output = end(start(engine, tmp_path, "setup", "--hang_timeout", "1"))
+    assert exit_code == 1, output
+    assert "WorkerDied: hung: the event loop was blocked for " in output
+    assert "time.sleep(900)" in output
+    assert "resume with: ramify eval " in output
 
 
 def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
-    code, said = end(start(engine, tmp_path, "regex", "--hang_timeout", "1"))
-    assert code == 1, said
-    assert "in setup" in said
+    exit_code, output = end(start(engine, tmp_path, "regex", "--hang_timeout", "1"))
+    assert exit_code == 1, output
+    assert "in setup" in output
 
 
 @pytest.mark.parametrize("where", ["load", "setup"])
@@ -65,7 +66,7 @@ def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     eval = start(engine, tmp_path, where)
     until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, seconds=LATE)
     eval.send_signal(signal.SIGTERM)
-    code, said = end(eval)
-    assert code == 130, said
-    assert "interrupted; " in said
-    assert ("time.sleep(900)" in said) == (where == "setup")  # a loop that turns ends as always
+    exit_code, output = end(eval)
+    assert exit_code == 130, output
+    assert "interrupted; " in output
+    assert ("time.sleep(900)" in output) == (where == "setup")  # a loop that turns ends as always

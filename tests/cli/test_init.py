@@ -13,9 +13,9 @@ from tools.tiny.local_model import open_local_model
 
 def test_generated_package_works_unchanged(tmp_path):
     place = tmp_path / "letter-count"
-    done = ramify_command("init", "letter-count", "-o", str(place))
-    assert done.returncode == 0, done.stderr
-    assert "ramify validate letter_count.py" in done.stdout
+    result = ramify_command("init", "letter-count", "-o", str(place))
+    assert result.returncode == 0, result.stderr
+    assert "ramify validate letter_count.py" in result.stdout
     project = tomllib.loads((place / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["ramify.tasksets"] == {"letter-count": "letter_count:LetterCount"}
     assert "ramify validate letter-count" in (place / "README.md").read_text()

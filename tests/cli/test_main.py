@@ -26,53 +26,53 @@ def command(monkeypatch, tmp_path):
 
 
 def test_version():
-    done = ramify_command("--version")
-    assert (done.returncode, done.stdout.strip()) == (0, f"ramify {ramify.__version__}")
+    result = ramify_command("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, f"ramify {ramify.__version__}")
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
 def test_help_lists_every_command(args):
-    done = ramify_command(*args)
-    assert done.returncode == 0
+    result = ramify_command(*args)
+    assert result.returncode == 0
     for name, command in app.COMMANDS.items():
-        assert f"  {name}" in done.stdout
-        assert command.help in done.stdout
+        assert f"  {name}" in result.stdout
+        assert command.help in result.stdout
 
 
 def test_python_m_ramify_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "ramify", "--version"], capture_output=True, text=True, timeout=60)
-    assert done.stdout == ramify_command("--version").stdout
+    result = subprocess.run([sys.executable, "-m", "ramify", "--version"], capture_output=True, text=True, timeout=60)
+    assert result.stdout == ramify_command("--version").stdout
 
 
 def test_help_imports_no_heavy_library():
     script = "import sys; before = set(sys.modules); from ramify.cli import main; main(['--help']); " + (
         "print(*sorted(set(sys.modules) - before), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.split(".")[0] for name in result.stderr.split()}
     assert "ramify" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
 def test_unknown_command_suggests_the_nearest():
-    done = ramify_command("docter")
-    assert done.returncode == 2
-    assert "unknown command 'docter'" in done.stderr
-    assert "ramify doctor" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = ramify_command("docter")
+    assert result.returncode == 2
+    assert "unknown command 'docter'" in result.stderr
+    assert "ramify doctor" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_unknown_option_is_refused():
-    done = ramify_command("--nonsense")
-    assert done.returncode == 2
-    assert "--nonsense" in done.stderr
+    result = ramify_command("--nonsense")
+    assert result.returncode == 2
+    assert "--nonsense" in result.stderr
 
 
 @pytest.mark.parametrize("name", sorted(app.COMMANDS))
 def test_every_command_has_help(name):
-    done = ramify_command(name, "--help")
-    assert done.returncode == 0
-    assert f"ramify {name}" in done.stdout
+    result = ramify_command(name, "--help")
+    assert result.returncode == 0
+    assert f"ramify {name}" in result.stdout
 
 
 def test_command_receives_arguments_and_returns_the_exit_code(command):
@@ -130,8 +130,8 @@ def test_closed_output_pipe_prints_no_traceback(buffered, args):
     os.close(read)
     with os.fdopen(write, "wb") as gone:
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
-        done = subprocess.run([COMMAND, *args], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
-    assert (done.returncode, done.stderr) == (141, b"")
+        result = subprocess.run([COMMAND, *args], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 def test_broken_pipe_of_another_file_keeps_its_traceback(command):

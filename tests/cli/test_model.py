@@ -6,17 +6,17 @@ from tests.cli.installed_command import ramify_command
 
 
 def test_packaged_model_is_listed():
-    done = ramify_command("model", "list")
-    assert done.returncode == 0
-    assert "tiny" in done.stdout
+    result = ramify_command("model", "list")
+    assert result.returncode == 0
+    assert "tiny" in result.stdout
     (listed,) = json.loads(ramify_command("model", "list", "--json").stdout)
     assert listed["name"] == "tiny"
     assert listed["bytes"] <= 6_000_000
 
 
 def test_show_prints_dimensions_and_measurements():
-    done = ramify_command("model", "show", "tiny")
-    assert done.returncode == 0
+    result = ramify_command("model", "show", "tiny")
+    assert result.returncode == 0
     for words in (
         "parameters",
         "context",
@@ -26,22 +26,22 @@ def test_show_prints_dimensions_and_measurements():
         "parseable tool calls",
         "seed 0",
     ):
-        assert words in done.stdout
+        assert words in result.stdout
 
 
 def test_missing_model_is_named():
-    done = ramify_command("model", "show", "no-such-model")
-    assert done.returncode == 1
-    assert "no-such-model" in done.stderr
+    result = ramify_command("model", "show", "no-such-model")
+    assert result.returncode == 1
+    assert "no-such-model" in result.stderr
 
 
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    done = ramify_command("model", "show", str(tmp_path))
-    assert done.returncode == 1
-    assert f"ModelNotFound: {tmp_path / 'config.json'} is not JSON" in done.stderr
+    result = ramify_command("model", "show", str(tmp_path))
+    assert result.returncode == 1
+    assert f"ModelNotFound: {tmp_path / 'config.json'} is not JSON" in result.stderr
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"cut")
-    done = ramify_command("model", "show", str(tmp_path))
-    assert done.returncode == 1
-    assert f"WeightsRefused: {tmp_path / 'model.safetensors'} is not a safetensors file" in done.stderr
+    result = ramify_command("model", "show", str(tmp_path))
+    assert result.returncode == 1
+    assert f"WeightsRefused: {tmp_path / 'model.safetensors'} is not a safetensors file" in result.stderr

@@ -131,8 +131,8 @@ def test_chat_only_endpoint_is_refused_for_training(home, chat):
     file = (home / "run.toml").read_text()
     (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')
     named = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
-    done = subprocess.run(named, cwd=home, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, "TokensRequired: train source plain" in done.stderr) == (2, True), done.stderr
+    result = subprocess.run(named, cwd=home, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "TokensRequired: train source plain" in result.stderr) == (2, True), result.stderr
 
 
 def test_status_address_is_recorded_without_a_supervisor(home, capsys):

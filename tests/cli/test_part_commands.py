@@ -61,10 +61,10 @@ def file(tmp_path, monkeypatch):
 
 
 def test_serve_takes_model_and_length_of_the_run(file):
-    config, whole = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
+    config, run_config = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
     assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
     assert (config.server.port, config.server.model_name) == (81, "tiny")
-    assert whole == parse(RunConfig, ["@", file])
+    assert run_config == parse(RunConfig, ["@", file])
 
 
 def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
@@ -81,16 +81,16 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     assert "at http://b:2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("said", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
+@pytest.mark.parametrize("table", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
-def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, said, monkeypatch):
+def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
     """With the type of the files, what was trained was not what was sampled."""
     monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
-    Path("run.toml").write_text(f"{RUN}[trainer]\n{said}\n")
+    Path("run.toml").write_text(f"{RUN}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])
     planned = build_plan(run, gpus=gpus).config_files[run.path / "configs" / "inference.toml"].inference.dtype
     outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
-    assert {build_serve_config(each)["inference"]["dtype"] for each in (run, outside)} == {planned}
+    assert {build_serve_config(config)["inference"]["dtype"] for config in (run, outside)} == {planned}
     mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, build_serve_config)
     assert mine.inference.dtype == "bfloat16"
 
@@ -110,7 +110,7 @@ def test_trainer_takes_path_and_address_of_the_run(file, capsys):
 def test_env_server_takes_one_source_with_the_limits_of_the_run(file, capsys):
     words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
     config, _ = parse_component(
-        EnvServerConfig, words, RunConfig, lambda whole: build_env_server_config(whole, "train/one")
+        EnvServerConfig, words, RunConfig, lambda run_config: build_env_server_config(run_config, "train/one")
     )
     picked = config.select_source()
     assert (picked.key, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
@@ -161,13 +161,13 @@ def test_port_in_use_is_a_named_failure_of_every_part(file, capsys):
 
 def test_address_of_another_machine_is_not_checked(file, monkeypatch, capsys):
     monkeypatch.setenv("RAMIFY_SECRET", "x")
-    said = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is no address of this machine"
+    message = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is no address of this machine"
     words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://{ELSEWHERE}:5100"]
     assert main(["orchestrator", "@", file, *words]) == 2
-    assert f"orchestrator.address: {said}" in capsys.readouterr().err
+    assert f"orchestrator.address: {message}" in capsys.readouterr().err
     words = ["--source", "train/two", "--train.1.address", f"tcp://{ELSEWHERE}:5100"]
     assert main(["env-server", "@", file, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server", "orchestrator"])

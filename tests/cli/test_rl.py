@@ -51,12 +51,12 @@ def test_every_example_has_its_files_and_readme():
 
 def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
     args = ["rl", "@", "examples/reverse_text/rl.toml", "-o", str(tmp_path), "--dry-run"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
     for shown in ("inference: 1 thread", "env/train/reverse", "orchestrator", "trainer", "memory, roughly", "dry run"):
-        assert shown in done.stdout
+        assert shown in result.stdout
     found = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
     envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
     assert found == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
@@ -102,19 +102,19 @@ print(json.dumps(plugin_check.run_checks(merged)["problems"]))
 def test_every_example_is_planned_without_heavy_libraries(blocked, tmp_path):
     files = [str(path.relative_to(ROOT)) for path in EXAMPLES]
     command = [sys.executable, "-c", EVERY, str(tmp_path), *files]
-    done = subprocess.run(command, capture_output=True, text=True, env=blocked, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    result = subprocess.run(command, capture_output=True, text=True, env=blocked, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout.splitlines()[-1]) == []
 
 
 @pytest.mark.skipif(not FULL, reason="a process for every file; `every example can be planned` is the short form")
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
     args = ["rl", "@", str(file), "-o", str(tmp_path), "--dry-run"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_flag_value_may_be_negative():
@@ -146,7 +146,7 @@ def test_taskset_and_model_are_sufficient(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--inference.vllm.python", "python3"], "inference.vllm: unknown flag --inference.vllm.python"),
         (["--inference.eager", "true"], "inference.eager: unknown key; it needs inference.engine = 'vllm'"),
@@ -157,10 +157,10 @@ def test_taskset_and_model_are_sufficient(tmp_path):
         (["-m", "nowhere/model"], "model.name: model 'nowhere/model' is not in the local cache"),
     ],
 )
-def test_invalid_configurations_are_exit_2(capsys, tmp_path, args, said):
+def test_invalid_configurations_are_exit_2(capsys, tmp_path, args, message):
     file = str(ROOT / "examples" / "reverse_text" / "rl.toml")
     assert main(["rl", "@", file, "-o", str(tmp_path), *args]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "reverse-text").exists()
 
 

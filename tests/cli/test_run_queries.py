@@ -57,23 +57,23 @@ def test_metrics_of_an_ended_run_are_a_list_of_points(run, capsys):
 
 def test_metrics_prints_a_summary_or_points(run, capsys):
     assert main(["metrics", str(run)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ["name", "points", "first", "last", "min", "max", "curve"]
-    rows = {line.split()[0]: line.split()[1:] for line in said[1:4]}
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].split() == ["name", "points", "first", "last", "min", "max", "curve"]
+    rows = {line.split()[0]: line.split()[1:] for line in output[1:4]}
     assert rows["reward/all/mean"][:5] == ["3", "0", "1", "0", "1"]
     assert len(rows["reward/all/mean"][5]) == 3
     assert rows["train/loss"][:5] == ["3", "nan", "1", "1", "1"]
-    assert len(rows) == 3 and "--all" in said[-1]
+    assert len(rows) == 3 and "--all" in output[-1]
     for points in (["--all"], ["--name", "*"]):
         assert main(["metrics", str(run), *points]) == 0
-        said = capsys.readouterr().out.splitlines()
-        assert said[0].split() == ["step", "name", "value"]
-        assert [line.split() for line in said[1:4]] == [
+        output = capsys.readouterr().out.splitlines()
+        assert output[0].split() == ["step", "name", "value"]
+        assert [line.split() for line in output[1:4]] == [
             ["0", "eval/held-out/avg", "0"],
             ["0", "reward/all/mean", "0"],
             ["0", "train/loss", "nan"],
         ]
-        assert len(said) == 10
+        assert len(output) == 10
 
 
 def test_metrics_of_a_live_run_come_from_its_status_server(run, capsys):
@@ -92,19 +92,19 @@ def test_pattern_matches_the_same_for_live_and_ended_runs(run, capsys):
 def test_why_queries_a_live_run(run, capsys):
     with serve_status(run), RunStore.open(run):
         assert main(["why", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "run step=7/20" in said
-    assert said.index("group 61") < said.index("batch 8")
-    assert "2 scored groups" in said
-    assert "1800.0" in said
+    output = capsys.readouterr().out
+    assert "run step=7/20" in output
+    assert output.index("group 61") < output.index("batch 8")
+    assert "2 scored groups" in output
+    assert "1800.0" in output
 
 
 def test_why_of_a_live_run_counts_failures(run, capsys):
     with serve_status(run, failures={"WorkerDied": 3}), RunStore.open(run):
         assert main(["why", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "failed=WorkerDied:3" in said
-    assert "WorkerDied: exit code -9" in said
+    output = capsys.readouterr().out
+    assert "failed=WorkerDied:3" in output
+    assert "WorkerDied: exit code -9" in output
 
 
 def test_why_of_a_live_run_shows_dropped_groups(run, capsys):
@@ -119,11 +119,11 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
     log.write_text("step 3\nProviderError: gone\n")
     (run / "run.json").write_text(json.dumps({"processes": {"trainer": {"log": str(log)}}}))
     assert main(["why", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "is stopped: 0 steps committed" in said
-    assert "groups: 1 dropped\ndropped groups: 1 × failed: WorkerDied\n" in said
-    assert "failure name=WorkerDied message=exit code -9" in said
-    assert "ProviderError: gone" in said
+    output = capsys.readouterr().out
+    assert "is stopped: 0 steps committed" in output
+    assert "groups: 1 dropped\ndropped groups: 1 × failed: WorkerDied\n" in output
+    assert "failure name=WorkerDied message=exit code -9" in output
+    assert "ProviderError: gone" in output
 
 
 def test_audit_reports_problems_or_none(run, capsys):
@@ -170,19 +170,19 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
         holder.send_signal(signal.SIGSTOP)
         until(lambda: get_process_state(holder.pid) == "stopped")
         assert main(["why", "run"]) == 0
-        said = capsys.readouterr().out
-        assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nlast state, " in said
-        assert "run step=7/20" in said
-        assert "2 scored groups" in said
-        assert "dropped groups: 37 × filtered: zero_advantage" in said
-        assert "step 6: reward 0.625" in said
+        output = capsys.readouterr().out
+        assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nlast state, " in output
+        assert "run step=7/20" in output
+        assert "2 scored groups" in output
+        assert "dropped groups: 37 × filtered: zero_advantage" in output
+        assert "step 6: reward 0.625" in output
     finally:
         holder.kill()
         holder.communicate()
     assert main(["why", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "is stopped: " in said
-    assert f"the orchestrator, process {holder.pid}, has exited; last state, " in said
+    output = capsys.readouterr().out
+    assert "is stopped: " in output
+    assert f"the orchestrator, process {holder.pid}, has exited; last state, " in output
 
 
 def test_plot_writes_an_image(run, tmp_path, capsys):

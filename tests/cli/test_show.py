@@ -42,7 +42,7 @@ def path(tmp_path_factory):
     _, traces = rollout()
     with RunStore.open(path) as store:
         rows = [*map(row, range(COUNT)), RolloutRecord("held-out.0", "a", 0, HELD_OUT, 1.0)]
-        store.submit_change(lambda *_: None, [(each, traces) for each in rows]).result(60)
+        store.submit_change(lambda *_: None, [(row, traces) for row in rows]).result(60)
     shutil.rmtree(path / "traces")
     return path
 
@@ -53,24 +53,24 @@ def show(path, capsys):
 
     def shown(*args: str) -> tuple[list[str], str]:
         assert main(["show", str(path), *args]) == 0
-        said = capsys.readouterr().out
-        return re.findall(r"^(\S+\.0) ", said, re.MULTILINE), said
+        output = capsys.readouterr().out
+        return re.findall(r"^(\S+\.0) ", output, re.MULTILINE), output
 
     return shown
 
 
 def test_first_page_is_shown_with_a_hint(show):
-    ids, said = show()
+    ids, output = show()
     assert len(ids) == 20
-    assert len(said.splitlines()) < 50
-    assert "--page 2" in said and "--limit 0" in said
-    assert "1081 counted, 120 failed" in said  # the summary is of all of them
+    assert len(output.splitlines()) < 50
+    assert "--page 2" in output and "--limit 0" in output
+    assert "1081 counted, 120 failed" in output  # the summary is of all of them
     following, _ = show("--page", "2")
     both, _ = show("--limit", "40")
     assert ids + following == both
-    last, said = show("--page", "61")
+    last, output = show("--page", "61")
     assert len(last) == 1
-    assert "--page" not in said
+    assert "--page" not in output
 
 
 def test_limit_0_shows_all_rollouts(show):
@@ -89,20 +89,20 @@ def test_worst_and_best_order(show):
 
 
 def test_source_filter_and_unknown_source(show, path, capsys):
-    ids, said = show("--source", HELD_OUT)
+    ids, output = show("--source", HELD_OUT)
     assert ids == ["held-out.0"]
-    assert "1 counted, 0 failed" in said
+    assert "1 counted, 0 failed" in output
     assert main(["show", str(path), "--source", "held-out"]) == 2
     assert "no rollouts of source 'held-out'; the run has eval/held-out, train" in capsys.readouterr().err
 
 
 def test_failed_filter_includes_system_and_policy_failures(show):
-    ids, said = show("--failed", "--limit", "0")
+    ids, output = show("--failed", "--limit", "0")
     assert sorted(ids) == sorted(f"{number}.0" for number in range(COUNT) if number % 10 == 3 or number % 7 == 0)
-    assert "EnvironmentFault" in said and "BudgetExceeded" in said
-    ids, said = show("--failed", "--source", HELD_OUT)
+    assert "EnvironmentFault" in output and "BudgetExceeded" in output
+    ids, output = show("--failed", "--source", HELD_OUT)
     assert ids == []
-    assert "no failed rollouts" in said
+    assert "no failed rollouts" in output
 
 
 def test_contradicting_flags_are_refused(path, capsys):
@@ -115,7 +115,7 @@ def test_contradicting_flags_are_refused(path, capsys):
 
 def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
     with RunStore.open(tmp_path / "run") as store:
-        rows = [(each, traces) for each, traces in map(rollout, range(12))]
+        rows = list(map(rollout, range(12)))
         store.submit_change(lambda *_: None, rows).result(60)
     assert main(["show", str(tmp_path / "run"), "r11"]) == 0
     assert "reply 11" in capsys.readouterr().out
@@ -128,9 +128,9 @@ def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
 def test_export_reports_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_command, "PROGRESS_INTERVAL", 0.0)
     with RunStore.open(tmp_path / "run") as store:
-        rows = [(each, traces) for each, traces in map(rollout, range(3))]
+        rows = list(map(rollout, range(3)))
         store.submit_change(lambda *_: None, rows).result(60)
     assert main(["export", str(tmp_path / "run"), "--to", "jsonl"]) == 0
-    said = capsys.readouterr()
-    assert said.err.splitlines() == [f"{number} of 3 rollouts exported" for number in (1, 2, 3)]
-    assert said.out.startswith("3 traces in ")
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [f"{number} of 3 rollouts exported" for number in (1, 2, 3)]
+    assert output.out.startswith("3 traces in ")

@@ -59,16 +59,16 @@ class Ungolden(rf.Taskset):
 
 
 def test_built_in_taskset_is_valid():
-    done = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "20 tasks, 20 valid, 0 checked in part, 0 failed" in done.stdout
+    result = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "20 tasks, 20 valid, 0 checked in part, 0 failed" in result.stdout
 
 
 def test_one_failing_task_fails_the_command(tmp_path):
     (tmp_path / "mixed.py").write_text(TASKSET)
-    done = ramify_command("validate", str(tmp_path / "mixed.py"))
-    assert done.returncode == 1
-    lines = {words[1]: line for line in done.stdout.splitlines() if len(words := line.split()) > 3}
+    result = ramify_command("validate", str(tmp_path / "mixed.py"))
+    assert result.returncode == 1
+    lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
     assert lines["fine"].startswith("ok")
     assert "gold 1" in lines["fine"]
     assert "1 of 2 gold replies" in lines["talks"]
@@ -77,29 +77,29 @@ def test_one_failing_task_fails_the_command(tmp_path):
     assert "five is odd" in lines["refused"]
     assert lines["silent"].startswith("partly")
     assert "no gold, an empty reply 0" in lines["silent"]
-    assert "Whether a right reply has a reward was not checked" in " ".join(done.stdout.split())
-    assert "6 tasks, 1 valid, 1 checked in part, 4 failed" in done.stdout
+    assert "Whether a right reply has a reward was not checked" in " ".join(result.stdout.split())
+    assert "6 tasks, 1 valid, 1 checked in part, 4 failed" in result.stdout
 
 
 def test_tasks_without_gold_are_checked_in_part(tmp_path, capsys):
     (tmp_path / "ungolden.py").write_text(UNGOLDEN)
     assert main(["validate", str(tmp_path / "ungolden.py")]) == 1
-    said = capsys.readouterr().out
-    lines = {words[1]: line for line in said.splitlines() if len(words := line.split()) > 3}
+    output = capsys.readouterr().out
+    lines = {words[1]: line for line in output.splitlines() if len(words := line.split()) > 3}
     assert lines["raises"].startswith("failed")
     assert "EnvironmentFault: right: IndexError: list index out of range" in lines["raises"]
     assert "ungolden.py:20 in right: return float(trace.last_reply.split()[0] ==" in lines["raises"]
-    assert "partly  goes-on" in said
-    assert "not checked: best, which compare the rollouts of a group" in said
-    assert "2 tasks, 0 valid, 1 checked in part, 1 failed" in said
+    assert "partly  goes-on" in output
+    assert "not checked: best, which compare the rollouts of a group" in output
+    assert "2 tasks, 0 valid, 1 checked in part, 1 failed" in output
 
 
 def test_taskset_without_rewards_is_invalid(tmp_path, capsys):
     (tmp_path / "silent.py").write_text(UNGOLDEN.replace("@rf.reward", "").replace("@rf.group_reward", ""))
     assert main(["validate", str(tmp_path / "silent.py")]) == 1
-    said = capsys.readouterr().out
-    assert "has no reward: no rollout can be scored, and rl refuses it; mark a method" in said
-    assert "valid" not in said
+    output = capsys.readouterr().out
+    assert "has no reward: no rollout can be scored, and rl refuses it; mark a method" in output
+    assert "valid" not in output
 
 
 def test_unloadable_taskset_is_exit_2(tmp_path, capsys):
@@ -110,9 +110,9 @@ def test_unloadable_taskset_is_exit_2(tmp_path, capsys):
         "max_chars": ["reverse-text", "--taskset.max_char", "6"],
         "ZeroDivisionError": [str(broken)],
     }
-    for told, args in refused.items():
+    for message, args in refused.items():
         assert main(["validate", *args]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 SHOP = """
@@ -180,11 +180,11 @@ GOLD = {
 
 def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
     (tmp_path / "shop.py").write_text(SHOP)
-    done = ramify_command("validate", str(tmp_path / "shop.py"))
-    lines = {words[1]: line for line in done.stdout.splitlines() if len(words := line.split()) > 3}
+    result = ramify_command("validate", str(tmp_path / "shop.py"))
+    lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
     for name in ("plain", "together", "openai"):
         assert lines[name].startswith("ok") and "gold 1" in lines[name], lines[name]
-    output = " ".join(done.stdout.split())  # the table breaks lines
+    output = " ".join(result.stdout.split())  # the table breaks lines
     assert "the script has 1 reply, but the conversation is not over" in output
     assert "gold[0]: unknown key 'tool_call'; did you mean 'tool_calls'?" in output
     assert "gold[0]: role 'user', expected 'assistant'" in output

@@ -72,9 +72,9 @@ def ended(tmp_path_factory):
     asked = {f"{name} --help": [name, "--help"] for name in COMMANDS} | {"--help": ["--help"]}
     asked |= {f"{name} --dry-run": args for name, args in DRY_RUNS.items()}
     command = [sys.executable, "-c", SCRIPT, json.dumps(extras()), json.dumps(asked)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_extras_match_pyproject():
@@ -83,14 +83,14 @@ def test_extras_match_pyproject():
 
 def test_every_help_page_is_printed(ended):
     for name in ["--help", *(f"{name} --help" for name in COMMANDS)]:
-        code, said = ended[name]
-        assert code == 0 and "usage: ramify" in said, (name, code, said[-1000:])
+        code, output = ended[name]
+        assert code == 0 and "usage: ramify" in output, (name, code, output[-1000:])
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_every_dry_run_works(ended, name):
-    code, said = ended[f"{name} --dry-run"]
-    assert code == 0, (code, said[-1000:])
+    code, output = ended[f"{name} --dry-run"]
+    assert code == 0, (code, output[-1000:])
 
 
 def test_every_command_with_a_dry_run_is_covered():

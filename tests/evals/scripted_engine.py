@@ -1,7 +1,7 @@
-"""An engine without a model: it speaks the contract over real sockets, with the tokens of `tiny`, at once.
+"""An engine without a model: it implements the token API over real sockets, with the tokenizer of `tiny`.
 
-Asked to reverse a text it reverses it, but leaves out a letter where the last one is odd: right, nearly
-right, and always the same. What it does can be changed: answer late, fail, or hang up.
+Its reply is the reversed text, without the first letter if the code of the text's last letter is odd: deterministic,
+and right for some texts only. It can be told to answer late or to fail.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ def tokenizer():
 
 
 def reply_to(text: str) -> str:
-    cut = ord(text[-1]) % 2
-    return f"<reversed_text>{text[::-1][cut:]}</reversed_text>"
+    num_dropped = ord(text[-1]) % 2
+    return f"<reversed_text>{text[::-1][num_dropped:]}</reversed_text>"
 
 
 class ScriptedEngine(Fake):
@@ -39,7 +39,10 @@ class ScriptedEngine(Fake):
 
     def sample(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = tokenizer().decode(body["token_ids"])
-        ids = [*map(int, tokenizer().encode(reply_to(_user(prompt))).ids), tokenizer().token_to_id("<|im_end|>")]
+        ids = [
+            *map(int, tokenizer().encode(reply_to(_last_user_text(prompt))).ids),
+            tokenizer().token_to_id("<|im_end|>"),
+        ]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []} for token in ids]
         choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries}}
         return {"choices": [{**choice, "policy_versions": [[*self.version, len(ids)]]}]}
@@ -49,12 +52,12 @@ class ScriptedEngine(Fake):
             return await super().control(path, exchange)
         self.asked.append(exchange.body)
         await asyncio.sleep(self.delay)
-        said = {"role": "assistant", "content": reply_to(exchange.body["messages"][-1]["content"])}
+        message = {"role": "assistant", "content": reply_to(exchange.body["messages"][-1]["content"])}
         usage = {"prompt_tokens": 11, "completion_tokens": 7}
-        return await exchange.reply({"choices": [{"message": said, "finish_reason": "stop"}], "usage": usage})
+        return await exchange.reply({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
 
 
-def _user(prompt: str) -> str:
+def _last_user_text(prompt: str) -> str:
     return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
 
 
@@ -69,7 +72,7 @@ async def _answer(engine: Fake, exchange: Exchange) -> None:
 
 @contextlib.contextmanager
 def run_scripted_engine(**options: Any) -> Iterator[ScriptedEngine]:
-    """The engine, answering from a thread of its own."""
+    """Run the engine in a thread and yield it."""
     loop, engine, stop, ready = asyncio.new_event_loop(), ScriptedEngine(**options), asyncio.Event(), threading.Event()
     engine.behaviour = _answer
 

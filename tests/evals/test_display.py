@@ -1,4 +1,4 @@
-"""What an eval shows while it runs."""
+"""The displays of a running eval."""
 
 import io
 
@@ -22,26 +22,26 @@ def row(number: int, reward: float | None, failure: str | None = None) -> Rollou
     return RolloutRecord(f"task-{number}.0", f"task-{number}", reward=reward, failure=failure, summary=summary)
 
 
-def progress() -> EvalProgress:
-    found = EvalProgress("reverse-text", 10)
+def make_progress() -> EvalProgress:
+    progress = EvalProgress("reverse-text", 10)
     for number, reward in enumerate([1.0, 0.0, 1.0, 0.5]):
-        found.start_rollout(f"task-{number}.0")
-        found.finish_rollout(row(number, reward))
-    found.finish_rollout(row(4, None, "ProviderError"))
-    found.start_rollout("task-5.0")
-    found.update_rollout("task-5.0", "setup", 2)
-    return found
+        progress.start_rollout(f"task-{number}.0")
+        progress.finish_rollout(row(number, reward))
+    progress.finish_rollout(row(4, None, "ProviderError"))
+    progress.start_rollout("task-5.0")
+    progress.update_rollout("task-5.0", "setup", 2)
+    return progress
 
 
 def test_format_line_lists_all_fields():
-    line = format_line(progress())
+    line = format_line(make_progress())
     assert line.startswith("reverse-text done=4/10 failed=1 running=1 reward=0.625±0.239 tokens_in=500 tokens_out=50 ")
     assert "left=" in line
 
 
 def test_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
     console = Console(width=120, file=io.StringIO(), no_color=True)
-    console.print(render_page(progress()))
+    console.print(render_page(make_progress()))
     text = console.file.getvalue()
     for shown in ("5/10", "0.625±0.239", "exact", "500 in, 50 out", "ProviderError", "task-5.0", "setup", "slowest"):
         assert shown in text
@@ -49,13 +49,13 @@ def test_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
 
 
 def test_log_display_prints_failed_rollouts_and_the_final_state(capsys):
-    lines, state = LogEvalDisplay(), EvalProgress("x", 2)
-    for one in (row(0, 1.0), row(1, None, "ProviderError")):
-        state.finish_rollout(one)
-        lines.on_rollout_finished(one, state)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "rollout task-1.0 failed: ProviderError: out of cheese"
-    assert said[1].startswith("x done=1/2 failed=1 ")
+    display, progress = LogEvalDisplay(), EvalProgress("x", 2)
+    for record in (row(0, 1.0), row(1, None, "ProviderError")):
+        progress.finish_rollout(record)
+        display.on_rollout_finished(record, progress)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rollout task-1.0 failed: ProviderError: out of cheese"
+    assert lines[1].startswith("x done=1/2 failed=1 ")
 
 
 def test_format_duration():

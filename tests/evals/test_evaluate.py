@@ -43,8 +43,8 @@ def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
 
 
 def test_class_instance_and_table_give_the_same_tasks(settings):
-    given = [Echo, Echo(Config(size=2)), {"taskset": Echo}, {"taskset": {"id": Echo, "size": 2}}]
-    results = [rf.evaluate(each, **settings, name=f"run-{number}") for number, each in enumerate(given)]
+    inputs = [Echo, Echo(Config(size=2)), {"taskset": Echo}, {"taskset": {"id": Echo, "size": 2}}]
+    results = [rf.evaluate(config, **settings, name=f"run-{number}") for number, config in enumerate(inputs)]
     assert len({tuple(row["id"] for row in result.table()) for result in results}) == 1
 
 

@@ -1,4 +1,4 @@
-"""An eval fills a table of (task, repetition) pairs: each once, whatever happens on the way."""
+"""An eval runs every (task, repetition) pair once, whatever happens."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def pairs(result) -> list[tuple[str, int]]:
 
 def test_every_task_is_repeated_and_scored(configured, engine):
     result = rf.evaluate(configured())
-    assert pairs(result) == [(f"task-{number}", again) for number in range(4) for again in range(2)]
+    assert pairs(result) == [(f"task-{number}", repetition) for number in range(4) for repetition in range(2)]
     assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
     assert len({row.reward for row in result.rows}) == 2
     assert result.num_run == len(engine.asked) == 8
@@ -67,9 +67,9 @@ def test_every_task_is_repeated_and_scored(configured, engine):
 
 def test_rerun_of_a_finished_eval_sends_no_requests(configured, engine):
     first = rf.evaluate(configured())
-    again = rf.evaluate(configured())
-    assert (again.num_run, engine.asked) == (0, [])
-    assert again.rows == first.rows
+    second = rf.evaluate(configured())
+    assert (second.num_run, engine.asked) == (0, [])
+    assert second.rows == first.rows
 
 
 def test_more_repetitions_or_tasks_run_only_the_new_rollouts(configured, engine):
@@ -103,9 +103,9 @@ def test_only_rollouts_with_system_failures_are_rerun(configured, engine):
     result = rf.evaluate(config)
     assert [row.failure for row in result.rows] == ["ProviderError"] * 3 + [None] * 5
     assert not result.all_failed
-    again = rf.evaluate(configured())
-    assert again.num_run == len(engine.asked) == 3
-    assert [row.failure for row in again.rows] == [None] * 8
+    second = rf.evaluate(configured())
+    assert second.num_run == len(engine.asked) == 3
+    assert [row.failure for row in second.rows] == [None] * 8
 
 
 def test_all_failed(configured, engine):
@@ -114,11 +114,11 @@ def test_all_failed(configured, engine):
     assert rf.evaluate(config).all_failed
 
 
-@pytest.mark.parametrize(("fault", "said"), [("text", "str"), ("raise", "the judge fell asleep")])
-def test_failing_reward_fails_only_its_rollout(configured, fault, said):
+@pytest.mark.parametrize(("fault", "message"), [("text", "str"), ("raise", "the judge fell asleep")])
+def test_failing_reward_fails_only_its_rollout(configured, fault, message):
     result = rf.evaluate(configured(taskset={"fault": fault}))
     broken = [row for row in result.rows if row.task == "task-1"]
-    assert all(row.failure and said in row.summary["message"] for row in broken)
+    assert all(row.failure and message in row.summary["message"] for row in broken)
     assert all("right" in row.summary["message"] for row in broken)
     assert [row.failure for row in result.rows if row.task != "task-1"] == [None] * 6
 

@@ -106,8 +106,8 @@ def test_choose_ks():
 
 
 def test_mean_and_error_of_huge_values():
-    found = clustered_mean([[1e300], [-1e300]])
-    assert (found.mean, found.stderr) == (0.0, pytest.approx(1e300))
+    estimate = clustered_mean([[1e300], [-1e300]])
+    assert (estimate.mean, estimate.stderr) == (0.0, pytest.approx(1e300))
     assert clustered_mean([[1.7e308], [1.7e308]]).mean == pytest.approx(1.7e308)
     assert safe_mean([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
     assert math.isnan(safe_mean([math.inf, -math.inf]))

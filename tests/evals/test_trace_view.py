@@ -36,8 +36,8 @@ def forked() -> Trace:
 
 def test_every_message_is_shown_once_with_its_counts():
     text = printed(forked())
-    for said in ("go", "left way", "seen", "right way"):
-        assert text.count(said) == 1
+    for message in ("go", "left way", "seen", "right way"):
+        assert text.count(message) == 1
     assert "4 messages, 2 branches" in text
     assert "9 tokens, 6 sampled" in text
     assert '-> look({"at": 1})' in text
