@@ -1,4 +1,4 @@
-"""`ramify orchestrator` alone: it starts the env servers that nobody has started, and they end with it."""
+"""`ramify orchestrator`: it starts env servers for sources without an address, and they end with it."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ def chat():
 
 @contextlib.contextmanager
 def started(home, *args):
-    """A part command that runs, and everything below it."""
+    """Run a part command; kill it and the processes of `family` on exit."""
     command = [sys.executable, "-m", "ramify", *args]
     process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     family = []
@@ -75,14 +75,14 @@ def started(home, *args):
         process.stdout.close()
 
 
-def gone(family) -> bool:
-    return not any(map(_alive, family))
+def all_exited(family) -> bool:
+    return not any(map(_is_alive, family))
 
 
-def _alive(one: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # gone between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # exited between the two calls
         return False
 
 
@@ -90,7 +90,9 @@ SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launc
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 75, marks=SLOW)], ids=["killed", "asked"]
+    ("number", "code"),
+    [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 75, marks=SLOW)],
+    ids=["killed", "terminated"],
 )
 def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, number, code):
     """One source asks the run's engine and is trained on, the other asks an endpoint that only chats."""
@@ -105,13 +107,13 @@ def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, numb
         assert sum("ramify env-server @" in " ".join(one.cmdline()) for one in family) >= 2
         process.send_signal(number)
         assert process.wait(30) == code
-        until(lambda: gone(family), seconds=15)
+        until(lambda: all_exited(family), seconds=15)
 
 
 LINES = """
 import threading
-from ramify.cli.orchestrator import whole_lines
-whole_lines()
+from ramify.cli.orchestrator import make_print_atomic
+make_print_atomic()
 work = lambda word: [print(word * 20, flush=True) for _ in range(2000)]
 threads = [threading.Thread(target=work, args=word) for word in "ab"]
 [thread.start() for thread in threads]
@@ -130,8 +132,8 @@ def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path):
 def test_chat_only_endpoint_is_refused_for_training(home, chat):
     file = (home / "run.toml").read_text()
     (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')
-    named = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
-    result = subprocess.run(named, cwd=home, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
+    result = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=60)
     assert (result.returncode, "TokensRequired: train source plain" in result.stderr) == (2, True), result.stderr
 
 
@@ -142,7 +144,7 @@ def test_status_address_is_recorded_without_a_supervisor(home, capsys):
         pool = ["--train.0.pool", '{"type": "elastic"}', "--train.0.address", address]
         with started(home, "orchestrator", "@", "run.toml", *pool) as (process, family):
             line = ""
-            while "status at" not in line:
+            while "trainer address" not in line:
                 line = process.stdout.readline()
                 assert line, "it ended"
             family += psutil.Process(process.pid).children(recursive=True)

@@ -187,8 +187,8 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
     assert alive(tmp_path) == []
-    again = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
-    assert err == f"interrupted; nothing is finished yet; rerun: {again}\n"
+    resume_command = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
+    assert err == f"interrupted; nothing is finished yet; rerun: {resume_command}\n"
 
 
 def test_failure_prints_its_name_and_the_resume_command(tmp_path):
