@@ -58,18 +58,13 @@ def describe_results(path: Path) -> str:
     counts = {
         "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES_DIR}/*.seg")),
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
-        "version of the weights": len({file.parent for file in path.glob(WEIGHTS_GLOB)}),
+        "weight version": len({file.parent for file in path.glob(WEIGHTS_GLOB)}),
     }
-    return ", ".join(f"{count} {name if count == 1 else _pluralize(name)}" for name, count in counts.items() if count)
+    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
 def _recovery_hint(path: Path) -> str:
     return RECOVERY_HINT + (USE_WEIGHTS_HINT if any(path.glob(WEIGHTS_GLOB)) else "")
-
-
-def _pluralize(name: str) -> str:
-    noun, of, complement = name.partition(" of ")
-    return f"{noun}s{of}{complement}"
 
 
 def _raise_if_results(path: Path, problem: str) -> None:
