@@ -72,10 +72,9 @@ class Ledger:
                 raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {count}")
             issued = GroupState.ISSUED.value
             values = (group.source, group.task_number, group.epoch, group.size, group.incarnation, group.version)
-            _execute(connection, _insert_sql("groups", 11), group.number, *values, issued, None, None, "")
+            _insert(connection, "groups", group.number, *values, issued, None, None, "")
             for index in range(group.size):
-                values = (group.number, index, 1, issued, None, None, "", EMPTY_NOTES)
-                _execute(connection, _insert_sql("attempts", 8), *values)
+                _insert(connection, "attempts", group.number, index, 1, issued, None, None, "", EMPTY_NOTES)
             _save_states(connection, states)
 
         await self._submit_change(apply)
@@ -89,7 +88,7 @@ class Ledger:
         """Record that an attempt is run again, because a system failure ended it."""
 
         def apply(connection: sqlite3.Connection) -> None:
-            state = _get_attempt_state(connection, group_number, attempt_index)
+            state = _get_attempt_state(connection, (group_number, attempt_index))
             if state is not GroupState.ISSUED:
                 raise TransitionRefused(
                     f"attempt {attempt_index} of group {group_number} is {state.value} and cannot be retried"
@@ -103,25 +102,15 @@ class Ledger:
         self, group_number: int, attempt_index: int, record: RolloutRecord, traces: EpisodeData
     ) -> None:
         """Store the rollout of an attempt and mark the attempt as sampled, in one transaction."""
-
-        def apply(connection: sqlite3.Connection) -> None:
-            _check_attempt_transition(connection, group_number, attempt_index, GroupState.SAMPLED)
-            query = "UPDATE attempts SET state = ?, rollout = ? WHERE number = ? AND attempt = ?"
-            _execute(connection, query, GroupState.SAMPLED.value, record.id, group_number, attempt_index)
-            _mark_sampled_if_complete(connection, group_number)
-
-        await self._submit_change(apply, [(record, traces)])
+        key = (group_number, attempt_index)
+        await self._submit_change(
+            lambda connection: _end_attempt(connection, key, GroupState.SAMPLED, rollout=record.id), [(record, traces)]
+        )
 
     async def drop_attempt(self, group_number: int, attempt_index: int, reason: DropReason, detail: str = "") -> None:
         """Drop one attempt; its group goes on without it."""
-
-        def apply(connection: sqlite3.Connection) -> None:
-            _check_attempt_transition(connection, group_number, attempt_index, GroupState.DROPPED)
-            query = "UPDATE attempts SET state = ?, reason = ?, detail = ? WHERE number = ? AND attempt = ?"
-            _execute(connection, query, GroupState.DROPPED.value, reason.value, detail, group_number, attempt_index)
-            _mark_sampled_if_complete(connection, group_number)
-
-        await self._submit_change(apply)
+        key, columns = (group_number, attempt_index), {"reason": reason.value, "detail": detail}
+        await self._submit_change(lambda connection: _end_attempt(connection, key, GroupState.DROPPED, **columns))
 
     async def record_scored(
         self,
@@ -176,7 +165,7 @@ class Ledger:
                 _transition_attempts(connection, number, GroupState.BATCHED)
                 _execute(connection, "UPDATE groups SET step = ? WHERE number = ?", batch.step, number)
             members, counts = msgspec.msgpack.encode(batch.group_numbers), msgspec.msgpack.encode(batch.counts)
-            _execute(connection, _insert_sql("batches", 4), batch.step, members, batch.annotations, counts)
+            _insert(connection, "batches", batch.step, members, batch.annotations, counts)
 
         await self._submit_change(apply)
 
@@ -345,8 +334,8 @@ def _execute(connection: sqlite3.Connection, query: str, *values: object) -> Non
     connection.execute(query, values)
 
 
-def _insert_sql(table: str, num_columns: int) -> str:
-    return f"INSERT INTO {table} VALUES ({', '.join('?' * num_columns)})"
+def _insert(connection: sqlite3.Connection, table: str, *values: object) -> None:
+    connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
 
 def _get_progress(connection: sqlite3.Connection, name: str) -> int:
@@ -385,25 +374,25 @@ def _move_steps(connection: sqlite3.Connection, old: GroupState, new: GroupState
     _execute(connection, f"UPDATE groups SET state = ? WHERE {groups}", new.value, old.value, version)
 
 
-def _get_attempt_state(connection: sqlite3.Connection, group_number: int, attempt_index: int) -> GroupState:
-    key = (group_number, attempt_index)
+def _get_attempt_state(connection: sqlite3.Connection, key: tuple[int, int]) -> GroupState:
     row = connection.execute("SELECT state FROM attempts WHERE number = ? AND attempt = ?", key).fetchone()
     if row is None:
-        raise TransitionRefused(f"attempt {attempt_index} of group {group_number} was never issued")
+        raise TransitionRefused(f"attempt {key[1]} of group {key[0]} was never issued")
     return GroupState(row[0])
 
 
-def _check_attempt_transition(
-    connection: sqlite3.Connection, group_number: int, attempt_index: int, target: GroupState
-) -> None:
-    state = _get_attempt_state(connection, group_number, attempt_index)
-    check_transition(f"attempt {attempt_index} of group {group_number}", state, target)
+def _end_attempt(connection: sqlite3.Connection, key: tuple[int, int], target: GroupState, **columns: str) -> None:
+    """Move an attempt to `target` and set `columns`; mark its group as sampled if no attempt of it is running."""
+    group_number, attempt_index = key
+    subject = f"attempt {attempt_index} of group {group_number}"
+    check_transition(subject, _get_attempt_state(connection, key), target)
+    columns = {"state": target.value, **columns}
+    assignments = ", ".join(f"{name} = ?" for name in columns)
+    query = f"UPDATE attempts SET {assignments} WHERE number = ? AND attempt = ?"
+    _execute(connection, query, *columns.values(), *key)
 
-
-def _mark_sampled_if_complete(connection: sqlite3.Connection, group_number: int) -> None:
-    """Mark a group as sampled once none of its attempts is running."""
-    key = (group_number, GroupState.ISSUED.value)
-    running = connection.execute("SELECT 1 FROM attempts WHERE number = ? AND state = ?", key).fetchone()
+    query = "SELECT 1 FROM attempts WHERE number = ? AND state = ?"
+    is_running = connection.execute(query, (group_number, GroupState.ISSUED.value)).fetchone() is not None
     (state,) = connection.execute("SELECT state FROM groups WHERE number = ?", (group_number,)).fetchone()
-    if running is None and GroupState(state) is GroupState.ISSUED:
+    if not is_running and GroupState(state) is GroupState.ISSUED:
         _transition_group(connection, group_number, GroupState.SAMPLED)
