@@ -1,6 +1,5 @@
 """The launch plan: processes, configurations, devices, memory and ports."""
 
-import json
 import shutil
 import socket
 from importlib.util import find_spec
@@ -10,16 +9,13 @@ import pytest
 
 from ramify.config import parse
 from ramify.envserver.config import EnvServerConfig
-from ramify.errors import ConfigInvalid, EnvironmentFault, PortTaken
+from ramify.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.launch.devices import Gpu, allocate_devices
-from ramify.launch.memory import ModelSize
+from ramify.launch.devices import Gpu
 from ramify.launch.plan import build_plan
-from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
-from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
@@ -145,38 +141,6 @@ def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, trans
     assert served.server.model_name == "tiny"
 
 
-# -- cores, GPUs, memory ---------------------------------------------------------------------------------------------
-
-
-def test_two_cores_give_one_thread_each_with_passive_waits():
-    devices = allocate_devices(2, [], inference="auto", trainer="auto", mode="auto")
-    assert devices.inference.env == {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "RAYON_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    assert devices.trainer.threads == devices.other.threads == 1
-    assert allocate_devices(16, [], inference="auto", trainer="auto", mode="auto").trainer.threads == 8
-
-
-@pytest.mark.parametrize(
-    ("gpus", "mode", "engine", "trainer"),
-    [
-        (2, "auto", "0", "1"),
-        (1, "auto", "0", "0"),
-        (2, "split", "0", "1"),
-        (2, "shared", "0", "0"),
-        (0, "auto", "", ""),
-    ],
-)
-def test_gpus_are_split_or_shared(gpus, mode, engine, trainer):
-    devices = allocate_devices(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
-    assert devices.inference.env["CUDA_VISIBLE_DEVICES"] == engine
-    assert devices.trainer.env["CUDA_VISIBLE_DEVICES"] == trainer
-    assert devices.is_colocated == (gpus > 0 and engine == trainer)
-
-
 def test_trainer_has_one_process_per_gpu(tmp_path):
     several = config(tmp_path, launch={"gpus": "split", "trainer_gpus": 2})
     plan = build_plan(several, gpus=[gpu(0), gpu(1), gpu(2)])
@@ -224,57 +188,3 @@ def test_missing_sink_library_is_refused(tmp_path, dry):
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
     with pytest.raises(ConfigInvalid, match=match):
         build_plan(config(tmp_path, monitor=sinks), dry_run=dry, gpus=[])
-
-
-def test_model_size_is_read_or_guessed():
-    assert 1_000_000 < ModelSize.from_name("tiny").num_parameters < 3_000_000
-    assert ModelSize.from_name("org/Some-7B-Instruct").num_parameters == 7 * 10**9
-    assert ModelSize.from_name("org/SmolLM2-135M").num_parameters == 135 * 10**6
-    assert ModelSize.from_name("org/no-size") is None
-
-
-def test_null_in_a_model_config_means_the_default(tmp_path):
-    shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
-    assert ModelSize.from_name(str(tmp_path / "model")) == ModelSize.from_name("tiny")
-
-
-# -- plugin tables ---------------------------------------------------------------------------------------------------
-
-
-def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
-    wrong = config(
-        tmp_path,
-        train=[{"taskset": {"id": "reverse-text", "max_char": 3}, "algorithm": {"id": "grpo", "normalise": True}}],
-        eval=[{"taskset": {"id": "reverse-txt"}}],
-        orchestrator={"filters": [{"id": "repetition", "windw": 3}]},
-    )
-    with pytest.raises(ConfigInvalid) as found:
-        check_plugin_tables(wrong)
-    text = found.value.message
-    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
-    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in text
-    assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in text
-    assert "orchestrator.filters.0.windw: unknown key" in text
-
-
-def test_plugin_check_returns_environment_identities(tmp_path):
-    found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
-    assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
-
-
-def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
-    (tmp_path / "silent.py").write_text(
-        "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
-    )
-    silent = [{"taskset": {"id": str(tmp_path / "silent.py")}}]
-    check_plugin_tables(config(tmp_path, eval=silent))
-    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
-        check_plugin_tables(config(tmp_path, train=silent, eval=[]))
-
-
-def test_plugin_that_exits_raises_environment_fault(tmp_path):
-    (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
-    with pytest.raises(EnvironmentFault, match="could not be checked:\nbye"):
-        check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))

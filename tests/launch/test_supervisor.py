@@ -13,7 +13,6 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageF
 from ramify.launch import restart_budget
 from ramify.launch.parent_watch import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
 from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT, ProcessRole, ProcessState, describe_exit
-from ramify.launch.restart_budget import MAX_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
 from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
 
@@ -287,16 +286,6 @@ def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
 
 
 # -- helpers -----------------------------------------------------------------------------------------------
-
-
-def test_restart_budget_counts_per_hour_with_growing_delays():
-    now = 0.0
-    budget = RestartBudget(3, clock=lambda: now)
-    assert [budget.take_restart() for _ in range(4)] == [0.5, 1.0, 2.0, None]
-    now = RESTART_WINDOW
-    assert budget.take_restart() == 0.5
-    many = RestartBudget(100, clock=lambda: now)
-    assert [many.take_restart() for _ in range(20)][-1] == MAX_DELAY
 
 
 def test_describe_exit():

@@ -14,7 +14,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.envserver import EnvClient
 from ramify.errors import PeerLost
-from ramify.launch.ports import assign_ports
+from ramify.launch.ports import PortReservation
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 HOSTS = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.2"}
@@ -28,7 +28,7 @@ def on_this_machine(text: str) -> str:
     for address in re.findall(r"\w+://10\.0\.0\.\d:\d+", text):
         scheme, host, _ = re.split(r"://|:", address)
         here[address] = f"{scheme}://{HOSTS[host]}:0"
-    for address, free in assign_ports(here).items():
+    for address, free in PortReservation(here).addresses.items():
         text = text.replace(address, free)
     return text
 

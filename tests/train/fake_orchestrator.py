@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from ramify.errors import PeerLost, PeerRefused, PortTaken
-from ramify.launch.ports import assign_ports
+from ramify.launch.ports import PortReservation
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
 from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (
@@ -31,7 +31,7 @@ class FakeOrchestrator:
 
     def __init__(self, batches: list[Batch], address: str | None = None) -> None:
         self.batches = batches
-        self.address = address or assign_ports({"it": "tcp://127.0.0.1:0"})["it"]  # stays reserved
+        self.address = address or PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"]  # free from now on
         self.committed, self.incarnation = 0, -1
         self.pack_spec, self.world_size = PackSpec(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)

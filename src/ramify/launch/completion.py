@@ -5,7 +5,7 @@ from typing import Any
 
 from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.orchestrate.config import RunConfig
-from ramify.store import open_run
+from ramify.store import RunStore, open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.ledger import Ledger
 
@@ -32,14 +32,19 @@ def get_finished_steps(
         config.path, config.identity, fresh=fresh, accept_changes=accept_changes, lock_timeout=timeout
     ) as store:
         if not accept_changes:
-            observed = {name: ObservedEnvironment(identity) for name, identity in (environments or {}).items()}
-            check_no_changes(store, find_changes(store, observed))
+            check_environments(store, environments or {})
         if accept_changes is not None:
             store.set_fact(ACCEPT_CHANGES_KEY, accept_changes)
         num_steps, exhausted = store.get_fact(FINISHED_KEY), store.get_fact(EXHAUSTED_KEY)
     if num_steps is None or (num_steps < config.max_steps and exhausted != _dump_curricula(config)):
         return None
     return num_steps
+
+
+def check_environments(store: RunStore, environments: Mapping[str, dict[str, Any]]) -> None:
+    """Raise EnvironmentChanged if an identity differs from the one that is stored for its source."""
+    observed = {name: ObservedEnvironment(identity) for name, identity in environments.items()}
+    check_no_changes(store, find_changes(store, observed))
 
 
 def mark_finished(config: RunConfig) -> int:

@@ -105,13 +105,16 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     estimate = estimate_memory(config, model, devices) if model else None
     if estimate is not None:
         check_memory(estimate, devices)
-    return _PlanBuilder(config, devices).build_full_plan(model, estimate)
+    builder = _PlanBuilder(config, devices)
+    services = (*builder.inference_specs(), *builder.env_server_specs())
+    return builder.build((*services, builder.orchestrator_spec(), builder.trainer_spec()), model, estimate)
 
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
     devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", mode="auto")
-    return _PlanBuilder(config, devices).build_orchestrator_plan()
+    builder = _PlanBuilder(config, devices)
+    return builder.build((*builder.env_server_specs(), builder.orchestrator_spec()))
 
 
 class _PlanBuilder:
@@ -133,34 +136,24 @@ class _PlanBuilder:
         self.run_config = _with_addresses(config, self.addresses)
         self.config_files: dict[Path, Config] = {}
 
-    def build_full_plan(self, model: ModelSize | None, memory_estimate: MemoryEstimate | None) -> LaunchPlan:
-        """Build the plan of all processes that are not external."""
-        services = (*self._inference_specs(), *self._env_server_specs())
-        return self._build_plan((*services, self._orchestrator_spec(), self._trainer_spec()), model, memory_estimate)
-
-    def build_orchestrator_plan(self) -> LaunchPlan:
-        """Build the plan of the orchestrator and its env servers."""
-        return self._build_plan((*self._env_server_specs(), self._orchestrator_spec()))
-
-    def _build_plan(
-        self,
-        process_specs: tuple[ProcessSpec, ...],
-        model: ModelSize | None = None,
-        memory_estimate: MemoryEstimate | None = None,
+    def build(
+        self, specs: tuple[ProcessSpec, ...], model: ModelSize | None = None, estimate: MemoryEstimate | None = None
     ) -> LaunchPlan:
+        """Build the plan of these processes."""
         return LaunchPlan(
             config=self.config,
-            process_specs=process_specs,
+            process_specs=specs,
             config_files=self.config_files,
             devices=self.devices,
             model=model,
-            memory_estimate=memory_estimate,
+            memory_estimate=estimate,
             orchestrator_address=self.run_config.orchestrator.address,
             status_address=self.run_config.orchestrator.status,
             reservation=self.reservation,
         )
 
-    def _inference_specs(self) -> list[ProcessSpec]:
+    def inference_specs(self) -> list[ProcessSpec]:
+        """Return the inference engine, unless inference is external."""
         if isinstance(self.config.inference, ExternalConfig):
             return []
         url = urlsplit(self.addresses["inference"])
@@ -192,7 +185,8 @@ class _PlanBuilder:
             )
         ]
 
-    def _env_server_specs(self) -> list[ProcessSpec]:
+    def env_server_specs(self) -> list[ProcessSpec]:
+        """Return the env servers of all sources without an address."""
         return [self._env_server_spec(name) for name in build_source_addresses(self.config)]
 
     def _env_server_spec(self, name: str) -> ProcessSpec:
@@ -209,7 +203,8 @@ class _PlanBuilder:
             ready_timeout=timeout,
         )
 
-    def _orchestrator_spec(self) -> ProcessSpec:
+    def orchestrator_spec(self) -> ProcessSpec:
+        """Return the orchestrator."""
         file = self._add_config_file("orchestrator", _with_default_pools(self.run_config))
         return ProcessSpec(
             "orchestrator",
@@ -223,7 +218,8 @@ class _PlanBuilder:
             last_state=lambda: describe_last_state(self.path),
         )
 
-    def _trainer_spec(self) -> ProcessSpec:
+    def trainer_spec(self) -> ProcessSpec:
+        """Return the trainer, with one process per GPU."""
         file = self._add_config_file("trainer", TrainerProcessConfig(**build_trainer_config(self.run_config)))
         record = ("--record", str(self.path / "batches")) if self.config.record else ()
         arguments = ("trainer", "@", str(file), *record)

@@ -49,17 +49,13 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
 
 def _build_request(config: RunConfig) -> dict[str, Any]:
     """Return everything to check: sources that the run serves, plugin tables, and the loss, by their config keys."""
-    served: dict[str, Any] = {}
-    tables: list[tuple[str, str, dict[str, Any]]] = []
-    for kind, sources in (("train", config.train), ("eval", config.eval)):
-        for number, source in enumerate(sources):
-            if source.address is None:
-                served[f"{kind}.{number}"] = source.source_config.model_dump(mode="json")
-    for number, source in enumerate(config.train):
-        tables.append(("algorithm", f"train.{number}.algorithm", {"id": "grpo", **source.algorithm}))
-    for number, table in enumerate(config.orchestrator.filters):
-        tables.append(("filter", f"orchestrator.filters.{number}", table))
-    return {"sources": served, "tables": tables, "loss": config.trainer.loss.model_dump(mode="json")}
+    sources = {
+        f"{kind}.{number}": source.source_config.model_dump(mode="json")
+        for kind, sources in (("train", config.train), ("eval", config.eval))
+        for number, source in enumerate(sources)
+        if source.address is None
+    }
+    return {"sources": sources, "tables": config.plugin_tables, "loss": config.trainer.loss.model_dump(mode="json")}
 
 
 def run_checks(request: dict[str, Any]) -> dict[str, Any]:

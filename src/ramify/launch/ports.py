@@ -72,12 +72,6 @@ class PortReservation:
         self.close()
 
 
-def assign_ports(addresses: Mapping[str, str]) -> dict[str, str]:
-    """Return the addresses with every port 0 replaced by a port that is free now, but not reserved."""
-    with PortReservation(addresses) as reservation:
-        return reservation.addresses
-
-
 def _close(socket_fds: dict[str, int]) -> None:
     while socket_fds:
         os.close(socket_fds.popitem()[1])

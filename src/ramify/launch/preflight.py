@@ -8,13 +8,13 @@ import difflib
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
+from ramify.launch.completion import check_environments
 from ramify.launch.execution import lock_run
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
-from ramify.store.environments import ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.run_directory import check_identity
 from ramify.store.run_store import DATABASE_NAME
 from ramify.wire.address import check_bind_address
@@ -34,8 +34,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
             with RunStore.open(config.path, write=False) as store:
                 check_identity(store, config.identity, accept_changes)
                 if not accept_changes:
-                    observed = {name: ObservedEnvironment(identity) for name, identity in environments.items()}
-                    check_no_changes(store, find_changes(store, observed))
+                    check_environments(store, environments)
 
 
 def _find_address_problems(config: RunConfig) -> list[tuple[str, str]]:

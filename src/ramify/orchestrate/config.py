@@ -248,6 +248,13 @@ class RunConfig(Config):
                     raise ValueError(f"{kind}.{number}.seq_len: {problem}")
         return self
 
+    @property
+    def plugin_tables(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Kind, key and table of every algorithm, then of every filter."""
+        algorithms = [("algorithm", f"train.{i}.algorithm", source.algorithm) for i, source in enumerate(self.train)]
+        filters = enumerate(self.orchestrator.filters)
+        return [*algorithms, *(("filter", f"orchestrator.filters.{i}", table) for i, table in filters)]
+
     def get_group_size(self, source: TrainSourceConfig) -> int:
         """Return the attempts per group of a source."""
         return source.group_size or self.orchestrator.group_size

@@ -23,14 +23,9 @@ class RunPlugins:
 
 def load_plugins(config: RunConfig) -> RunPlugins:
     """Load every algorithm and filter. Raises ConfigInvalid with all wrong keys."""
-    tables: list[tuple[str, str, dict[str, Any]]] = [
-        ("algorithm", f"train.{number}.algorithm", source.algorithm) for number, source in enumerate(config.train)
-    ]
-    filters = config.orchestrator.filters
-    tables += [("filter", f"orchestrator.filters.{number}", table) for number, table in enumerate(filters)]
     plugins: list[Any] = []
     problems: list[str] = []
-    for kind, key, table in tables:
+    for kind, key, table in config.plugin_tables:
         try:
             plugins.append(plugin.build_plugin(kind, table, table_key=key))
         except ConfigInvalid as error:

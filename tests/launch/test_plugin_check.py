@@ -1,0 +1,50 @@
+"""Plugin tables are checked in a subprocess."""
+
+import pytest
+
+from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.launch.plugin_check import check_plugin_tables
+from ramify.orchestrate.config import RunConfig
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+
+
+def config(tmp_path, **more) -> RunConfig:
+    return RunConfig(**{"name": "run", "output": tmp_path, "train": [TRAIN], **more})
+
+
+def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
+    wrong = config(
+        tmp_path,
+        train=[{"taskset": {"id": "reverse-text", "max_char": 3}, "algorithm": {"id": "grpo", "normalise": True}}],
+        eval=[{"taskset": {"id": "reverse-txt"}}],
+        orchestrator={"filters": [{"id": "repetition", "windw": 3}]},
+    )
+    with pytest.raises(ConfigInvalid) as found:
+        check_plugin_tables(wrong)
+    text = found.value.message
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
+    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in text
+    assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in text
+    assert "orchestrator.filters.0.windw: unknown key" in text
+
+
+def test_plugin_check_returns_environment_identities(tmp_path):
+    found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
+    assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
+
+
+def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
+    (tmp_path / "silent.py").write_text(
+        "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
+    )
+    silent = [{"taskset": {"id": str(tmp_path / "silent.py")}}]
+    check_plugin_tables(config(tmp_path, eval=silent))
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
+        check_plugin_tables(config(tmp_path, train=silent, eval=[]))
+
+
+def test_plugin_that_exits_raises_environment_fault(tmp_path):
+    (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
+    with pytest.raises(EnvironmentFault, match="could not be checked:\nbye"):
+        check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))
