@@ -1,14 +1,14 @@
-"""One finished run for all who only look at it."""
+"""A finished run, shared by the tests that only read it."""
 
 import pytest
 
-from tests.rl.running import ask, write
+from tests.rl.running import run_command, write_config
 
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory):
-    """A run of a few steps that sampled and trained in turns."""
-    home = write(tmp_path_factory.mktemp("finished"), steps=3, off_policy=0)
-    done = ask("rl", "@", "rl.toml", cwd=home)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Return the home of a run of three steps that alternated sampling and training."""
+    home = write_config(tmp_path_factory.mktemp("finished"), steps=3, off_policy=0)
+    result = run_command("rl", "@", "rl.toml", cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
     return home

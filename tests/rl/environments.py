@@ -1,4 +1,4 @@
-"""An environment that can be held up, as a user would write it, in a file."""
+"""A user environment whose rollouts can be blocked or broken by a file."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ import ramify as rf
 
 class Config(rf.TasksetConfig):
     gate: str = ""
-    """A file; while it is there, no rollout gets any further, or none gets through if it says `broken`."""
+    """A file. While it exists, every rollout waits; if it contains `broken`, every rollout fails."""
 
 
 class Plain(rf.Taskset):
-    """Every reply is worth the same."""
+    """Every reply earns the same reward."""
 
     config: Config
 

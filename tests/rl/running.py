@@ -1,4 +1,4 @@
-"""`ramify rl` and the commands around it, as a user gives them, in a folder of the test's own."""
+"""Helpers that run `ramify rl` and other commands like a user, in a directory of the test."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from ramify.cli import main
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 KILLS = 20 if FULL else 2
-DEADLINE = 240.0
+TIMEOUT = 240.0  # seconds for one command
 REPLAYED = ["--trainer.threads", "1", "--trainer.optim.lr", "1e-4"]
 
 CONFIG = """
@@ -58,26 +58,27 @@ max_turns = 1
 
 
 def command(*args: str) -> list[str]:
+    """Return the command line of a ramify command."""
     return [sys.executable, "-m", "ramify", *args]
 
 
-def ask(*args: str, cwd: Path, deadline: float = DEADLINE) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=deadline)
+def run_command(*args: str, cwd: Path, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
-def write(home: Path, *, steps: int, off_policy: int) -> Path:
+def write_config(home: Path, *, steps: int, off_policy: int) -> Path:
     (home / "rl.toml").write_text(CONFIG.format(steps=steps, off_policy=off_policy))
     return home
 
 
 def metrics(home: Path, name: str) -> list[float]:
-    said = ask("metrics", "outputs/run", "--name", name, "--json", cwd=home)
-    assert said.returncode == 0, said.stderr
-    return [entry["value"] for entry in json.loads(said.stdout)]
+    result = run_command("metrics", "outputs/run", "--name", name, "--json", cwd=home)
+    assert result.returncode == 0, result.stderr
+    return [entry["value"] for entry in json.loads(result.stdout)]
 
 
-def gradient_norms(folder: Path, capsys: pytest.CaptureFixture[str], output: Path, *more: str) -> list[float]:
-    """The norms of the gradients of every step of a recording that is trained on again."""
-    asked = ["trainer", "-m", "tiny", "-o", str(output), "--replay", str(folder), *REPLAYED, *more]
-    assert main(asked) == 0
+def replay_gradient_norms(directory: Path, capsys: pytest.CaptureFixture[str], output: Path, *more: str) -> list[float]:
+    """Replay a recording, and return the gradient norm of every step."""
+    arguments = ["trainer", "-m", "tiny", "-o", str(output), "--replay", str(directory), *REPLAYED, *more]
+    assert main(arguments) == 0
     return [float(norm) for norm in re.findall(r"grad_norm=(\S+)", capsys.readouterr().out)]

@@ -1,6 +1,6 @@
-"""Ctrl-C in the middle: the run says how it is while it lives, is gone at once, and the command it prints goes on.
+"""Ctrl-C during a run: it ends at once, and the command that it prints resumes it.
 
-It trains adapters, so that what the engines get is seen to be an ordinary model.
+The run trains LoRA adapters, to check that the engines get merged weights.
 """
 
 import re
@@ -13,42 +13,42 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.rl.running import DEADLINE, FULL, ask, command, metrics, write
+from tests.rl.running import FULL, TIMEOUT, command, metrics, run_command, write_config
 
-GONE = 10.0  # seconds after Ctrl-C
+EXIT_TIMEOUT = 10.0  # seconds after Ctrl-C
 LORA = ["--trainer.lora.enabled", "true", "--trainer.lora.rank", "8", "--trainer.lora.alpha", "16"]
 
 
 @pytest.mark.skipif(not FULL, reason="half a minute of two cores; tests/cli has the supervisor's part")
-def test_an_interrupted_run_answers_before_leaves_nothing_and_is_continued_by_the_command_it_prints(tmp_path):
-    home = write(tmp_path, steps=40, off_policy=1)
-    words = ["rl", "@", "rl.toml", *LORA]
-    run = subprocess.Popen(command(*words), cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def test_interrupted_run_is_resumed_by_the_command_it_prints(tmp_path):
+    home = write_config(tmp_path, steps=40, off_policy=1)
+    arguments = ["rl", "@", "rl.toml", *LORA]
+    run = subprocess.Popen(command(*arguments), cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + TIMEOUT
         while not list((home / "outputs/run/checkpoints").glob("step_*")):
-            assert run.poll() is None and time.monotonic() < end
+            assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         assert metrics(home, "reward/all/mean")
-        why = ask("why", "outputs/run", cwd=home)
+        why = run_command("why", "outputs/run", cwd=home)
         assert why.returncode == 0 and "step=" in why.stdout and "not running" not in why.stdout
-        family = psutil.Process(run.pid).children(recursive=True)
+        descendants = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(signal.SIGINT)
-        _, said = run.communicate(timeout=GONE)
+        _, stderr = run.communicate(timeout=EXIT_TIMEOUT)
     finally:
         run.kill()
         run.wait()
     assert run.returncode == 130
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in descendants if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
-    again = shlex.split(re.search(r"resume with: ramify (.*)", said)[1])
-    done = len(metrics(home, "committed"))
+    resume_arguments = shlex.split(re.search(r"resume with: ramify (.*)", stderr)[1])
+    num_commits = len(metrics(home, "committed"))
     newest = max((home / "outputs/run/checkpoints").glob("step_*")).name
-    last = int(newest[5:]) + 2
-    resumed = ask(*again, "--max_steps", str(last), cwd=home)
+    last_step = int(newest[5:]) + 2
+    resumed = run_command(*resume_arguments, "--max_steps", str(last_step), cwd=home)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert len(metrics(home, "committed")) > done
-    assert ask("why", "outputs/run", "--audit", cwd=home).returncode == 0
+    assert len(metrics(home, "committed")) > num_commits
+    assert run_command("why", "outputs/run", "--audit", cwd=home).returncode == 0
     weights = max((home / "outputs/run/weights").glob("*-*"))
     with safe_open(weights / "model.safetensors", "np") as file:
         assert not [name for name in file.keys() if "lora" in name or "base_layer" in name]  # noqa: SIM118

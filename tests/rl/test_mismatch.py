@@ -1,6 +1,6 @@
-"""Trained is what was sampled: the trainer finds the logprobs that the engine gave, for two temperatures in one batch.
+"""The trainer computes the logprobs that the engine returned, for two temperatures in one batch.
 
-In float32 and without staleness nothing may be left but rounding. With full counts it is looked at over 1e5 tokens.
+In float32 and without staleness, only rounding errors remain. With RAMIFY_FULL the test covers 1e5 tokens.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from ramify.model.resolve import resolve_model_path
 from ramify.trace import Forest
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchRecording
-from tests.rl.running import FULL, ask, gradient_norms, metrics, write
+from tests.rl.running import FULL, metrics, replay_gradient_norms, run_command, write_config
 
 TOKENS = 100_000 if FULL else 100
 LONG = {
@@ -21,19 +21,19 @@ LONG = {
     "orchestrator.batch_size": 512,
     "orchestrator.group_size": 16,
     "checkpoint.interval": 24,
-    "trainer.optim.lr": 2e-5,  # what is learnt too fast has no groups left to train on
+    "trainer.optim.lr": 2e-5,  # a run that learns too fast has no trainable groups left
 }
 
 
 @pytest.fixture(scope="module")
 def on_policy(finished, tmp_path_factory):
-    """A run that sampled and trained in turns: the one there is or, with full counts, a long one."""
+    """Return a run that alternated sampling and training: the shared one or, with RAMIFY_FULL, a long one."""
     if not FULL:
         return finished
-    home = write(tmp_path_factory.mktemp("long"), steps=3, off_policy=0)
-    flags = [word for key, value in LONG.items() for word in (f"--{key}", str(value))]
-    done = ask("rl", "@", "rl.toml", *flags, cwd=home, deadline=1200.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    home = write_config(tmp_path_factory.mktemp("long"), steps=3, off_policy=0)
+    flags = [argument for key, value in LONG.items() for argument in (f"--{key}", str(value))]
+    result = run_command("rl", "@", "rl.toml", *flags, cwd=home, timeout=1200.0)
+    assert result.returncode == 0, result.stdout + result.stderr
     return home
 
 
@@ -42,7 +42,7 @@ def recording(on_policy):
     return BatchRecording(on_policy / "outputs/run/batches")
 
 
-def test_the_trainer_finds_the_logprobs_that_the_engine_gave(on_policy):
+def test_trainer_computes_the_logprobs_of_the_engine(on_policy):
     counts, divergences = (np.array(metrics(on_policy, name)) for name in ("entries", "mismatch_kl"))
     mean, largest = float(counts @ divergences / counts.sum()), max(metrics(on_policy, "max_log_ratio"))
     print(f"{counts.sum():.0f} tokens: mean KL {mean:.2e}, largest |log ratio| {largest:.2e}")
@@ -52,46 +52,46 @@ def test_the_trainer_finds_the_logprobs_that_the_engine_gave(on_policy):
     assert largest < 1e-3
 
 
-def test_each_of_the_two_temperatures_holds_it(on_policy):
+def test_logprobs_agree_for_each_temperature(on_policy):
     for source in ("warm", "cool"):
-        found = metrics(on_policy, f"mismatch_kl/{source}/age_0")
-        assert found and max(found) < 1e-8
+        divergences = metrics(on_policy, f"mismatch_kl/{source}/age_0")
+        assert divergences and max(divergences) < 1e-8
 
 
-def test_temperatures_that_are_swapped_between_two_sources_are_seen(recording):
-    """The control of `mismatch_kl`: with each temperature at the other source it is far from nothing."""
-    from ramify.train.build import build_trainer  # torch is loaded here
+def test_swapped_temperatures_raise_mismatch_kl(recording):
+    """A control of `mismatch_kl`: with swapped temperatures it is large."""
+    from ramify.train.build import build_trainer  # imports torch
     from ramify.train.config import TrainerConfig
     from ramify.train.distributed import init_distributed
 
     with init_distributed(TrainerConfig(threads=1)) as ranks:
-        right, swapped = (
+        original, swapped = (
             build_trainer(resolve_model_path("tiny"), TrainerConfig(threads=1), ranks)
             .step(batch)
             .to_dict()["mismatch_kl"]
-            for batch in (recording.shares(0)[0], _swapped(recording.shares(0)[0]))
+            for batch in (recording.shares(0)[0], _swap_temperatures(recording.shares(0)[0]))
         )
-    print(f"as sampled {right:.2e}, swapped {swapped:.2e}")
-    assert right < 1e-8
+    print(f"as sampled {original:.2e}, swapped {swapped:.2e}")
+    assert original < 1e-8
     assert swapped > 1e-3
 
 
-def test_a_batch_with_every_branch_laid_out_whole_has_the_same_gradient(recording, capsys, tmp_path):
+def test_flat_batch_has_the_same_gradient(recording, capsys, tmp_path):
     for share in recording.directory.glob(f"step_{recording.steps()[-1]:06}.*"):
         shutil.copy(share, tmp_path)
-    forest, flat = (gradient_norms(tmp_path, capsys, tmp_path, *flags) for flags in ([], ["--flat"]))
+    forest, flat = (replay_gradient_norms(tmp_path, capsys, tmp_path, *flags) for flags in ([], ["--flat"]))
     print(f"gradient norm {forest[0]:.6g} as a forest, {flat[0]:.6g} flat")
     assert len(flat) == 1 and flat == pytest.approx(forest, rel=1e-4)
 
 
-def _swapped(batch: Batch) -> Batch:
-    """The batch with the two temperatures in each other's place."""
-    found = {float(degree) for pack in batch.packs for degree in pack.sequences["temperature"]}
-    assert found == {1.0, float(np.float32(0.7))}
-    return replace(batch, packs=[_exchanged(pack) for pack in batch.packs])
+def _swap_temperatures(batch: Batch) -> Batch:
+    """Return the batch with the two temperatures swapped."""
+    temperatures = {float(value) for pack in batch.packs for value in pack.sequences["temperature"]}
+    assert temperatures == {1.0, float(np.float32(0.7))}
+    return replace(batch, packs=[_swap_in_pack(pack) for pack in batch.packs])
 
 
-def _exchanged(pack: Forest) -> Forest:
+def _swap_in_pack(pack: Forest) -> Forest:
     sequences = pack.sequences.copy()
     warm = sequences["temperature"] == 1.0
     sequences["temperature"] = np.where(warm, np.float32(0.7), np.float32(1.0))

@@ -1,8 +1,8 @@
-"""Runs written by an earlier version are read, audited and continued.
+"""Runs written by an earlier version are read, audited and resumed.
 
-`tests/fixtures/older_runs` holds a run that finished and one that was ended by SIGKILL after its eighth step, both as
-version 0.1.0 left them before the great renaming. They are never written again: whoever changes what is stored
-adds a migration, not a new fixture.
+`tests/fixtures/older_runs` holds a run that finished and one that was killed by SIGKILL after its eighth step, both as
+version 0.1.0 wrote them. They are never written again: a change of the stored format needs a migration, not a new
+fixture.
 """
 
 import json
@@ -11,34 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.running import ask
+from tests.rl.running import run_command
 
 OLDER_RUNS = Path(__file__).parents[1] / "fixtures" / "older_runs"
 
 
 @pytest.fixture
 def home(tmp_path):
-    """A working folder with the model, the taskset, the configs and the two runs."""
+    """A directory with the model, the taskset, the configurations and the two runs."""
     shutil.copytree(OLDER_RUNS, tmp_path, dirs_exist_ok=True)
     (tmp_path / "runs").rename(tmp_path / "outputs")
     return tmp_path
 
 
-def ask_about(home, *arguments):
-    done = ask(*arguments, cwd=home)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_successfully(home, *arguments):
+    """Run a command that must succeed, and return its output."""
+    result = run_command(*arguments, cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize(("run", "steps", "groups"), [("finished", 4, 8), ("killed", 8, 20)])
-def test_an_older_run_is_shown_measured_and_audited(home, run, steps, groups):
-    assert "letters" in ask_about(home, "show", f"outputs/{run}")
-    rows = [json.loads(line) for line in ask_about(home, "metrics", f"outputs/{run}", "--json").splitlines()]
+def test_older_run_is_read_and_audited(home, run, steps, groups):
+    assert "letters" in run_successfully(home, "show", f"outputs/{run}")
+    rows = [json.loads(line) for line in run_successfully(home, "metrics", f"outputs/{run}", "--json").splitlines()]
     assert rows
-    assert f"{groups} groups, {steps} steps: no problems" in ask_about(home, "why", "--audit", f"outputs/{run}")
+    assert f"{groups} groups, {steps} steps: no problems" in run_successfully(home, "why", "--audit", f"outputs/{run}")
 
 
-def test_an_older_run_that_was_killed_is_continued_to_its_end(home):
-    ask_about(home, "rl", "@", "killed.toml")
+def test_older_run_that_was_killed_is_resumed(home):
+    run_successfully(home, "rl", "@", "killed.toml")
     assert (home / "outputs" / "killed" / "checkpoints" / "step_000012").is_dir()
-    assert "12 steps: no problems" in ask_about(home, "why", "--audit", "outputs/killed")
+    assert "12 steps: no problems" in run_successfully(home, "why", "--audit", "outputs/killed")

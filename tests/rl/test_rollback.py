@@ -1,30 +1,30 @@
-"""A run whose last checkpoint is damaged ends by name, and goes on from the one before when it is told to."""
+"""A run with a damaged checkpoint is refused, and resumes from an older one after `ramify rollback`."""
 
 import re
 
 import pytest
 
-from tests.rl.running import FULL, ask, write
+from tests.rl.running import FULL, run_command, write_config
 
 STEPS = ["--checkpoint.interval", "2", "--max_steps"]
 
 
 @pytest.mark.skipif(not FULL, reason="three starts of everything; tests/train and tests/store have the parts")
-def test_a_run_goes_on_from_an_older_checkpoint_only_when_it_is_told_to(tmp_path):
-    home = write(tmp_path, steps=4, off_policy=1)
-    assert ask("rl", "@", "rl.toml", *STEPS, "4", cwd=home).returncode == 0
+def test_damaged_checkpoint_is_refused_until_a_rollback(tmp_path):
+    home = write_config(tmp_path, steps=4, off_policy=1)
+    assert run_command("rl", "@", "rl.toml", *STEPS, "4", cwd=home).returncode == 0
     weights = home / "outputs/run/checkpoints/step_000004/__0_0.distcp"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    refused = ask("rl", "@", "rl.toml", *STEPS, "6", cwd=home)
+    refused = run_command("rl", "@", "rl.toml", *STEPS, "6", cwd=home)
     assert refused.returncode == 1
     assert re.search(r"CheckpointRefused: .*__0_0\.distcp is damaged.*'ramify rollback outputs/run 2'", refused.stderr)
-    audited = ask("why", "outputs/run", "--audit", cwd=home)
+    audited = run_command("why", "outputs/run", "--audit", cwd=home)
     assert audited.returncode == 0, audited.stdout
-    back = ask("rollback", "outputs/run", "2", cwd=home)
-    assert "steps 2 to 3 are trained again" in back.stdout, back.stderr
-    done = ask("rl", "@", "rl.toml", *STEPS, "6", cwd=home)
-    assert done.returncode == 0, done.stdout + done.stderr
-    audited = ask("why", "outputs/run", "--audit", cwd=home)
+    rolled_back = run_command("rollback", "outputs/run", "2", cwd=home)
+    assert "steps 2 to 3 are trained again" in rolled_back.stdout, rolled_back.stderr
+    result = run_command("rl", "@", "rl.toml", *STEPS, "6", cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    audited = run_command("why", "outputs/run", "--audit", cwd=home)
     assert audited.returncode == 0, audited.stdout

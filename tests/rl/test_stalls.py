@@ -1,6 +1,6 @@
-"""A run that cannot go on ends inside its deadline, by a name, and says who waited for what.
+"""A run without progress ends in time, with a named failure that lists what every component waits for.
 
-One engine, one env server with a worker of its own, and the orchestrator in this process; no trainer ever comes.
+The tests run one engine, one env server with a worker, and the orchestrator in this process. No trainer connects.
 """
 
 import asyncio
@@ -41,40 +41,40 @@ from tests.source_lines import line_number
 
 STALL = 2.0  # seconds without progress
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
-LATE = 20.0  # seconds after which a stall was not seen
+TEST_TIMEOUT = 20.0  # seconds after which a stall was not detected
 
 
-class Engine(Instant):
-    """Says how many calls it holds, as real ones do."""
+class MeteredEngine(Instant):
+    """An engine that reports the number of running calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version = PolicyVersion("tiny", 0, 0)
-        self.holds = 0
+        self.num_running = 0
 
     async def control(self, path: str, exchange: Exchange) -> None:
         if path != "/metrics":
             await super().control(path, exchange)
             return
-        text = f"ramify_running {self.holds}\n".encode()
+        text = f"ramify_running {self.num_running}\n".encode()
         exchange.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
         await exchange.writer.drain()
 
     async def hold(self, _: Fake, exchange: Exchange) -> None:
-        """A generation that never comes to its end."""
-        self.holds += 1
+        """Never finish a generation."""
+        self.num_running += 1
         try:
             await hang(self, exchange)
         finally:
-            self.holds -= 1
+            self.num_running -= 1
 
 
 class Stage:
-    """Everything but the trainer, on one event loop."""
+    """Engine, env server and orchestrator on one event loop, without a trainer."""
 
-    def __init__(self, runner: asyncio.Runner, engine: Engine, server: EnvServer, gate, home) -> None:
+    def __init__(self, runner: asyncio.Runner, engine: MeteredEngine, server: EnvServer, gate, home) -> None:
         self.runner, self.engine, self.server, self.gate, self.home = runner, engine, server, gate, home
-        self._answers = engine.behaviour
+        self._default_behaviour = engine.behaviour
 
     def run(self, name: str, **more) -> int:
         source = {
@@ -99,13 +99,14 @@ class Stage:
             "launch": {"start_deadline": 2.0},
             "train": [source],
         }
-        began, answers = time.monotonic(), more.pop("answers", None)
+        started_at, on_status_address = time.monotonic(), more.pop("on_status_address", None)
         try:
-            return self.runner.run(Orchestrator(RunConfig.model_validate(config), on_status_address=answers).run())
+            orchestrator = Orchestrator(RunConfig.model_validate(config), on_status_address=on_status_address)
+            return self.runner.run(orchestrator.run())
         finally:
-            self.engine.behaviour = self._answers
+            self.engine.behaviour = self._default_behaviour
             self.gate.unlink(missing_ok=True)
-            assert time.monotonic() - began < LATE
+            assert time.monotonic() - started_at < TEST_TIMEOUT
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def stage(tmp_path_factory):
     home = tmp_path_factory.mktemp("stalls")
     gate = home / "gate"
     with asyncio.Runner() as runner:
-        engine = Engine()
+        engine = MeteredEngine()
         runner.run(engine.__aenter__())
         source = {
             "name": "plain",
@@ -129,80 +130,83 @@ def stage(tmp_path_factory):
         runner.run(engine.__aexit__())
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+def find_closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
-def test_an_engine_that_accepts_and_never_answers(stage):
+def test_engine_that_never_answers(stage):
     stage.engine.behaviour = stage.engine.hold
     with pytest.raises(RunStalled) as stalled:
         stage.run("engine")
-    said = stalled.value.message
-    assert f"env servers waits for {{}} model calls (running on the engines at {stage.engine.url})" in _uncounted(said)
+    message = stalled.value.message
+    assert f"env servers waits for {{}} model calls (running on the engines at {stage.engine.url})" in _mask_numbers(
+        message
+    )
     oldest = f"oldest attempt 0.0: {{}} s (timeout {{}} s), source plain at {stage.server.address}"
-    assert f"sampling waits for {{}} attempts ({oldest}" in _uncounted(said)
-    assert (stage.home / "engine" / "stalled.txt").read_text() == said + "\n"
+    assert f"sampling waits for {{}} attempts ({oldest}" in _mask_numbers(message)
+    assert (stage.home / "engine" / "stalled.txt").read_text() == message + "\n"
 
 
-def test_an_environment_that_never_returns(stage):
+def test_environment_that_never_returns(stage):
     stage.gate.touch()
     with pytest.raises(RunStalled) as stalled:
         stage.run("environment")
-    said = stalled.value.message
-    assert f"source plain at {stage.server.address}" in said
-    assert "model calls" not in said  # the engine is not what keeps them
+    message = stalled.value.message
+    assert f"source plain at {stage.server.address}" in message
+    assert "model calls" not in message  # the engine is idle
 
 
-def test_groups_that_teach_nothing(stage):
+def test_groups_without_training_signal(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run("nothing")
     assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
 
 
-def test_groups_that_teach_nothing_are_seen_long_before(stage):
-    asked: list[asyncio.Task[None]] = []
+def test_status_shows_groups_without_signal_early(stage):
+    polls: list[asyncio.Task[None]] = []
     status: dict[str, Any] = {}
 
-    async def ask(client: StatusClient) -> None:
+    async def poll(client: StatusClient) -> None:
         while not status.get("trainable", [0, 0])[1]:
             status.update(await client.get_async())
         status["dropped"] = await client.get_async("/dropped")
 
     with pytest.raises(RunStalled):
-        stage.run("seen", answers=lambda address: asked.append(asyncio.create_task(ask(StatusClient(address)))))
-    assert asked[0].done() and asked[0].exception() is None
+        stage.run(
+            "seen", on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address))))
+        )
+    assert polls[0].done() and polls[0].exception() is None
     assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
     assert status["reward_history"] == []
     assert re.fullmatch(r"\d+ × filtered: zero_advantage", status["dropped"])
 
 
-def test_a_run_whose_every_reward_is_equal_ends_by_name_with_what_was_seen(stage):
+def test_equal_rewards_end_the_run_with_a_description_of_the_groups(stage):
     with pytest.raises(NoTrainableGroups) as ended:
         stage.run("equal", orchestrator={"patience": 5, "stall_timeout": 60.0})
-    said = ended.value.message
-    first, source, reasons, reply, _ = said.split("\n")
+    first, source, reasons, reply, _ = ended.value.message.split("\n")
     count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 5\)", first)
     assert count and int(count[1]) >= 5
-    seen = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
-    groups, rollouts = re.fullmatch(seen, source).groups()
+    pattern = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
+    groups, rollouts = re.fullmatch(pattern, source).groups()
     assert (groups, int(rollouts)) == (count[1], 2 * int(count[1]))
     assert reasons == f"  dropped groups: {groups} × filtered: zero_advantage"
     assert re.fullmatch(r"  a reply to 'say \d': '.+'", reply)
 
 
-def test_the_count_of_groups_survives_a_restart_but_not_its_own_end(stage):
-    with pytest.raises(RunStalled, match=r"dropped groups: 8 × filtered"):  # killed, as far as the count knows
+def test_patience_count_survives_a_restart_until_it_is_reported(stage):
+    with pytest.raises(RunStalled, match=r"dropped groups: 8 × filtered"):  # for the count, this is like a kill
         stage.run("again", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"patience": 10})
     for more in range(2):
         with pytest.raises(NoTrainableGroups) as ended:
             stage.run("again", orchestrator={"patience": 10, "stall_timeout": 60.0, "max_concurrency": 1})
         count = int(re.search(r"the last (\d+) groups", ended.value.message)[1])
-        assert 10 <= count < 18  # one that forgot would need ten more than the eight, one that remembers too much none
-        assert len(judged(stage.home / "again")) >= 10 * (more + 1)
+        assert 10 <= count < 18  # with the 8 groups of the first start, without those of a reported end
+        assert len(read_dropped_groups(stage.home / "again")) >= 10 * (more + 1)
 
 
-def test_a_run_that_only_warns_goes_on_and_warns_again(stage):
+def test_warn_mode_continues_and_warns_again(stage):
     with pytest.raises(RunStalled):
         stage.run("warned", orchestrator={"patience": 5, "on_no_signal": "warn"})
     with RunStore.open(stage.home / "warned", write=False) as store:
@@ -211,12 +215,12 @@ def test_a_run_that_only_warns_goes_on_and_warns_again(stage):
     assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
 
 
-def judged(path: Path) -> list[GroupRecord]:
+def read_dropped_groups(path: Path) -> list[GroupRecord]:
     with RunStore.open(path, write=False) as store:
         return [group for group in Ledger.open_readonly(store).groups() if group.state is GroupState.DROPPED]
 
 
-def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
+def test_environment_with_broken_code(stage, monkeypatch, capsys):
     monkeypatch.setattr(background, "MAX_ENVIRONMENT_FAULTS", 6)
     stage.gate.write_text("broken")
     with pytest.raises(
@@ -235,35 +239,37 @@ def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
     assert raised in line
 
 
-def test_tasks_that_end_before_anything_was_learnt(stage):
-    with pytest.raises(RunStalled, match=r"the tasks ended .* dropped groups: \d+ × filtered: .*zero_advantage"):
+def test_tasks_run_out_before_the_first_batch(stage):
+    with pytest.raises(RunStalled, match=r"no batch was formed .* dropped groups: \d+ × filtered: .*zero_advantage"):
         stage.run("epoch", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"stall_timeout": 60.0})
 
 
-def test_an_inference_server_that_is_down(stage):
-    url = f"http://127.0.0.1:{closed_port()}"
+def test_inference_server_is_down(stage):
+    url = f"http://127.0.0.1:{find_closed_port()}"
     with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
         stage.run("url", url=url)
 
 
-def test_an_inference_server_that_never_says_a_word(stage):
+def test_inference_server_is_silent(stage):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
             stage.run("silent", url=url)
 
 
-def test_an_env_server_that_is_down(stage):
-    address = f"tcp://127.0.0.1:{closed_port()}"
-    with pytest.raises(PeerLost, match=rf"waits for the env server of plain: no answer from {address} for 2 s"):
+def test_env_server_is_down(stage):
+    address = f"tcp://127.0.0.1:{find_closed_port()}"
+    with pytest.raises(
+        PeerLost, match=rf"the env server of source plain is not reachable: no answer from {address} for 2 s"
+    ):
         stage.run("address", address=address)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of one megabyte; files that may not grow where no such thing can be made."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
-    if not done.returncode:
+    """A file system of one megabyte or, if it cannot be mounted, a limit of the file size."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
+    if not mounted.returncode:
         yield tmp_path
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
         return
@@ -273,13 +279,13 @@ def small_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_is_full(stage, small_disk):
-    """Groups without end, each with its rollouts."""
+def test_disk_is_full(stage, small_disk):
+    """Groups are issued until the disk is full."""
     with pytest.raises((StorageFull, StorageFailed), match=rf"{small_disk}/disk .*; what was finished is kept"):
-        stage.run("disk", output=small_disk, orchestrator={"stall_timeout": LATE})
+        stage.run("disk", output=small_disk, orchestrator={"stall_timeout": TEST_TIMEOUT})
 
 
-def _uncounted(text: str) -> str:
-    """The text with its plain numbers left out."""
+def _mask_numbers(text: str) -> str:
+    """Replace the numbers of a text by `{}`."""
     words = text.split(" ")
     return " ".join("{}" if word.isdigit() else word for word in words)
