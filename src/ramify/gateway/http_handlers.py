@@ -76,8 +76,8 @@ class ReplyHandler:
         )
         if disconnected.done():
             return False
-        if not parsed.stream or (reply_future.done() and _get_error(reply_future) is not None):
-            error = _get_error(reply_future)
+        error = _get_error(reply_future) if reply_future.done() else None
+        if error is not None or not parsed.stream:
             if error is not None:
                 await _send_error(self._dialect, error, scope, receive, send)
             else:

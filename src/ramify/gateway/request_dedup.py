@@ -25,6 +25,7 @@ class SharedCall:
 
     def __init__(self, call: Coroutine[Any, Any, ModelReply], abandon_after: float) -> None:
         self._task = asyncio.create_task(call)
+        self._task.add_done_callback(_mark_exception_retrieved)
         self._abandon_after = abandon_after
         self._num_waiters = 0
         self._abandon_timer: asyncio.TimerHandle | None = None
@@ -68,15 +69,11 @@ class SharedCall:
         self._abandoned = not self._task.done()
         self._task.cancel()
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the call has ended in any way."""
 
-        def on_done(task: asyncio.Task[ModelReply]) -> None:
-            if not task.cancelled():
-                task.exception()
-            callback()
-
-        self._task.add_done_callback(on_done)
+def _mark_exception_retrieved(task: asyncio.Task[ModelReply]) -> None:
+    """Prevent asyncio's warning about the exception of a task that is not awaited."""
+    if not task.cancelled():
+        task.exception()
 
 
 class RequestDeduplicator:
@@ -86,7 +83,6 @@ class RequestDeduplicator:
         self._abandon_after = abandon_after
         self._by_fingerprint: dict[Hashable, list[SharedCall]] = {}
         self._by_idempotency_key: dict[str, SharedCall] = {}
-        self._running: set[SharedCall] = set()
 
     def join_or_start(
         self, request: ModelRequest, fingerprint: Hashable, make_call: Callable[[], Coroutine[Any, Any, ModelReply]]
@@ -96,8 +92,6 @@ class RequestDeduplicator:
         if call is None:
             call = SharedCall(make_call(), self._abandon_after)
             self._by_fingerprint.setdefault(fingerprint, []).append(call)
-            self._running.add(call)
-            call.add_done_callback(lambda: self._running.discard(call))
             if request.idempotency_key is not None:
                 self._by_idempotency_key[request.idempotency_key] = call
         call.join()
@@ -105,8 +99,9 @@ class RequestDeduplicator:
 
     def cancel_all(self) -> None:
         """Cancel all running calls."""
-        for call in list(self._running):
-            call.cancel()
+        for calls in self._by_fingerprint.values():
+            for call in calls:
+                call.cancel()
 
     def _find_original(self, request: ModelRequest, fingerprint: Hashable) -> SharedCall | None:
         """Return the call that this request is a retry of, or None."""
