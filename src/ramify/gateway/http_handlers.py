@@ -92,11 +92,10 @@ class ReplyHandler:
             if disconnected.done():
                 return False
         error = _get_error(reply_future)
-        events = (
-            [self._dialect.format_stream_error(error)]
-            if error
-            else self._dialect.stream_reply(parsed, reply_future.result())
-        )
+        if error is not None:
+            events = iter([self._dialect.format_stream_error(error)])
+        else:
+            events = self._dialect.stream_reply(parsed, reply_future.result())
         for event in events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
             if disconnected.done():
@@ -170,9 +169,8 @@ def _record_refusal(session: RolloutSession | None, http: HttpRequest, error: Ra
 
 
 async def _send_error(dialect: Dialect, error: RamifyError, scope: Scope, receive: Receive, send: Send) -> None:
-    await JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)(
-        scope, receive, send
-    )
+    response = JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)
+    await response(scope, receive, send)
 
 
 def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:

@@ -13,7 +13,7 @@ from typing import Any
 from ramify.errors import TemplateRefused
 from ramify.render.base import BreakReason, PrefixBreak
 from ramify.render.outline import ConversationOutline, message_kinds, without_text
-from ramify.render.sentinels import REASONING, Sentinels, common_text_prefix_length
+from ramify.render.sentinels import REASONING, Sentinels, TextSlot, common_text_prefix_length
 from ramify.render.template_adapter import PROBE_TOOL, TemplateAdapter
 from ramify.trace import Message
 
@@ -36,10 +36,9 @@ class PrefixChecker:
         if key not in self._cached_breaks:
             if len(self._cached_breaks) >= MAX_CACHED_BREAKS:
                 self._cached_breaks.clear()
+            tools = [PROBE_TOOL] if has_tools else []
             try:
-                self._cached_breaks[key] = self._compare_renderings(
-                    outline, messages, [PROBE_TOOL] if has_tools else []
-                )
+                self._cached_breaks[key] = self._compare_renderings(outline, messages, tools)
             except TemplateRefused as error:
                 self._cached_breaks[key] = PrefixBreak(BreakReason.UNCLEAR, str(error))
         return self._cached_breaks[key]
@@ -54,47 +53,36 @@ class PrefixChecker:
         prompt_text = self._adapter.render(substituted[:reply_index], tools, add_generation_prompt=True)
         full_text = self._adapter.render(substituted, tools, add_generation_prompt=True)
         slots = sentinels.find_slots(full_text)
-        reasoning_indices = {
-            slot.message_index for slot in sentinels.find_slots(prompt_text) if slot.field == REASONING
-        }
+        expected_reasoning = _messages_with_reasoning(sentinels.find_slots(prompt_text))
         if substituted[reply_index].reasoning:
-            reasoning_indices.add(reply_index)
-        if reasoning_indices - {slot.message_index for slot in slots if slot.field == REASONING}:
+            expected_reasoning.add(reply_index)
+        if expected_reasoning - _messages_with_reasoning(slots):
             return REASONING_DROPPED
         common_length = common_text_prefix_length(full_text, prompt_text)
         if common_length < len(prompt_text):
-            return PrefixBreak(
-                self._break_reason(substituted[:reply_index], tools, prompt_text, common_length),
-                _describe_difference(sentinels, prompt_text, full_text, common_length),
-            )
+            reason = self._break_reason(substituted[:reply_index], tools, prompt_text, common_length)
+            return PrefixBreak(reason, _describe_difference(sentinels, prompt_text, full_text, common_length))
         if substituted[reply_index].reasoning == "":  # empty reasoning has no sentinel, only its tags
             first_start = next((slot.start for slot in slots if slot.start >= len(prompt_text)), len(full_text))
-            return (
-                None
-                if self._adapter.reasoning_tags.stop in full_text[len(prompt_text) : first_start]
-                else REASONING_DROPPED
-            )
+            if self._adapter.reasoning_tags.stop not in full_text[len(prompt_text) : first_start]:
+                return REASONING_DROPPED
         return None
 
     def _break_reason(
         self, prompt_messages: list[Message], tools: list[dict[str, Any]], prompt: str, common_length: int
     ) -> BreakReason:
         """Return whether the template changed only the generation prompt or also earlier text."""
-        messages_length = (
-            common_text_prefix_length(prompt, self._adapter.render(prompt_messages, tools)) if prompt_messages else 0
-        )
-        return (
-            BreakReason.GENERATION_PROMPT_DROPPED if common_length >= messages_length else BreakReason.HISTORY_REWRITTEN
-        )
+        text = self._adapter.render(prompt_messages, tools) if prompt_messages else ""
+        if common_length >= common_text_prefix_length(prompt, text):
+            return BreakReason.GENERATION_PROMPT_DROPPED
+        return BreakReason.HISTORY_REWRITTEN
+
+
+def _messages_with_reasoning(slots: Sequence[TextSlot]) -> set[int]:
+    return {slot.message_index for slot in slots if slot.field == REASONING}
 
 
 def _describe_difference(sentinels: Sentinels, before: str, after: str, position: int) -> str:
     """Describe the first difference of two texts, from the start of a sentinel or word."""
-    position = max(
-        before.rfind(" ", 0, position),
-        before.rfind("\n", 0, position),
-        before.rfind("<", 0, position),
-        before.rfind("[", 0, position),
-        0,
-    )
+    position = max(0, *(before.rfind(start, 0, position) for start in (" ", "\n", "<", "[")))
     return f"{sentinels.redact(before[position:])[:40]!r} becomes {sentinels.redact(after[position:])[:40]!r}"

@@ -88,9 +88,9 @@ def align_slots(
         position += len(template_text)
         is_last = index + 1 == len(slots)
         next_text = sentinel_text[slot.stop :] if is_last else sentinel_text[slot.stop : slots[index + 1].start]
-        length = _rendered_length(
-            real, position, _field_text(messages[slot.message_index], slot.field), next_text, is_last
-        )
+        message = messages[slot.message_index]
+        text = message.text if slot.field == CONTENT else message.reasoning or ""
+        length = _rendered_length(real, position, text, next_text, is_last)
         if length is None:
             return None
         aligned.append(TextSlot(slot.message_index, slot.field, position, position + length))
@@ -123,10 +123,6 @@ def message_extents(slots: Sequence[TextSlot]) -> Mapping[int, tuple[int, int]]:
             start, _ = extents.get(latest, (slot.start, slot.stop))
             extents[latest] = (start, slot.stop)
     return extents
-
-
-def _field_text(message: Message, field: str) -> str:
-    return message.text if field == CONTENT else message.reasoning or ""
 
 
 def _rendered_length(real: str, position: int, text: str, following: str, is_last: bool) -> int | None:

@@ -63,9 +63,8 @@ class SeparatorFinder:
         separator = self._lookup(first, second, tools)
         if separator is None and first.reasoning is not None:
             # The template hides the reasoning of an earlier turn, but not the rest of the message.
-            separator = self._lookup(
-                first._replace(reasoning=None, has_content=first.has_content or not first.num_calls), second, tools
-            )
+            without_reasoning = first._replace(reasoning=None, has_content=first.has_content or not first.num_calls)
+            separator = self._lookup(without_reasoning, second, tools)
         if separator is None or call_id is None:
             return separator
         return replace(separator, closing=separator.closing.replace(CALL_ID, self._adapter.to_template_id(call_id)))
@@ -87,28 +86,23 @@ class SeparatorFinder:
         first_index, conversation = _example_conversation(first, second)
         sentinels = Sentinels()
         substituted = sentinels.substitute(conversation, include_arguments=True)
-        ending_messages = substituted[: first_index + 1]
         try:
             text = self._adapter.render(substituted, tools, add_generation_prompt=second == GENERATION_PROMPT)
         except TemplateRefused:
             return None
         try:
-            ending = self._adapter.render(ending_messages, tools)
+            ending = self._adapter.render(substituted[: first_index + 1], tools)
         except TemplateRefused:
             ending = ""
-        extents, ending_extents = (
-            message_extents(sentinels.find_slots(text)),
-            message_extents(sentinels.find_slots(ending)),
-        )
+        extents = message_extents(sentinels.find_slots(text))
+        ending_extents = message_extents(sentinels.find_slots(ending))
         if first_index not in extents or (len(substituted) > first_index + 1 and first_index + 1 not in extents):
             return None
         stop = extents[first_index + 1][0] if first_index + 1 in extents else len(text)
         between = text[extents[first_index][1] : stop]
-        closing_stop = (
-            len(_shared_prefix(between, ending[ending_extents[first_index][1] :]))
-            if first_index in ending_extents
-            else 0
-        )
+        closing_stop = 0
+        if first_index in ending_extents:
+            closing_stop = len(_shared_prefix(between, ending[ending_extents[first_index][1] :]))
         body_stop = self._body_tail_length(first, between, closing_stop)
         closing_stop = max(body_stop, closing_stop)
         return Separator(between[:body_stop], between[body_stop:closing_stop], between[closing_stop:])

@@ -56,9 +56,8 @@ class MessageLocator:
     def extents(self, first: int) -> tuple[MessageExtent, ...]:
         """Return the extents of `messages[first:]`."""
         extents: list[MessageExtent] = []
-        previous_stop = max(
-            (self.text_extents[index][1] for index in range(first) if index in self.text_extents), default=0
-        )
+        earlier_stops = (stop for index, (_, stop) in self.text_extents.items() if index < first)
+        previous_stop = max(earlier_stops, default=0)
         for index in range(first, len(self.messages)):
             extents.append(self._extent(index, previous_stop))
             previous_stop = extents[-1].stop
@@ -80,9 +79,8 @@ class MessageLocator:
         else:
             next_kind = GENERATION_PROMPT if self.add_generation_prompt else END_OF_CONVERSATION
         message = self.messages[index]
-        return self.separators.find(
-            MessageKind.from_message(message), next_kind, self.tools, call_id=message.tool_call_id
-        )
+        kind = MessageKind.from_message(message)
+        return self.separators.find(kind, next_kind, self.tools, call_id=message.tool_call_id)
 
     def _next_text_start(self, index: int, default: int) -> int:
         """Return the start of the next message's text, or the end of the whole text."""
@@ -108,11 +106,9 @@ class MessageLocator:
         if self.text.startswith(separator.closing, body_end):
             return body_end + len(separator.closing)
         opening_start = self._next_text_start(index, body_end) - len(separator.opening)
-        return (
-            opening_start
-            if opening_start >= body_end and self.text.startswith(separator.opening, opening_start)
-            else body_end
-        )
+        if opening_start >= body_end and self.text.startswith(separator.opening, opening_start):
+            return opening_start
+        return body_end
 
     def _body_start(self, index: int, previous_stop: int) -> int:
         """Return the start of the body: its text or, before reasoning and calls, the end of the opening text."""
@@ -140,9 +136,8 @@ class TextLayoutBuilder:
     def __init__(self, adapter: TemplateAdapter, separators: SeparatorFinder) -> None:
         self._adapter = adapter
         self._separators = separators
-        self._sentinel_texts: BoundedCache[tuple[tuple[Message, ...], bool], SentinelText] = BoundedCache(
-            MAX_CACHED_LAYOUTS
-        )
+        self._sentinel_texts: BoundedCache[tuple[tuple[Message, ...], bool], SentinelText]
+        self._sentinel_texts = BoundedCache(MAX_CACHED_LAYOUTS)
 
     def build(
         self,
@@ -156,14 +151,12 @@ class TextLayoutBuilder:
         text = self._adapter.render(messages, tools, add_generation_prompt)
         sentinels = Sentinels(avoid=text)
         for skip_sensitive in (False, True):
-            rendered = self._render_sentinels(
-                sentinels, sentinels.substitute(messages, skip_sensitive=skip_sensitive), tools, add_generation_prompt
-            )
+            substituted = sentinels.substitute(messages, skip_sensitive=skip_sensitive)
+            rendered = self._render_sentinels(sentinels, substituted, tools, add_generation_prompt)
             slots = align_slots(text, rendered.text, rendered.slots, messages)
             if slots is not None:
-                locator = MessageLocator(
-                    self._separators, text, messages, tools, add_generation_prompt, message_extents(slots)
-                )
+                extents = message_extents(slots)
+                locator = MessageLocator(self._separators, text, messages, tools, add_generation_prompt, extents)
                 return TextLayout(text, locator.extents(first))
         return TextLayout(text, self._extents_by_prefix(text, messages, tools)[first:], is_coarse=True)
 
