@@ -1,4 +1,4 @@
-"""What the benchmarks of a training step on a GPU share: traces of random tokens, and trainers in a precision."""
+"""Shared by the benchmarks of a training step on a GPU: random traces, and trainers in a given dtype."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ramify.trace import AnnotatedTrace, Annotation, Message, Trace
 from ramify.train import Trainer, TrainerConfig, load_loss
 from ramify.train.policy import PolicyModel, compile_layers, load_policy
 
-PACK, PATH = 16384, 1024  # tokens of a pack, and of a path
-GROUP = 16
+PACK_TOKENS, PATH_TOKENS = 16384, 1024  # of a pack, and of a root-to-leaf path
+GROUP_SIZE = 16
 
 
-class Maker:
-    """Traces of random tokens."""
+class TraceMaker:
+    """Builds traces of random tokens."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self.rng, self.vocabulary, self.names = np.random.default_rng(0), vocabulary, itertools.count()
+    def __init__(self, vocab_size: int) -> None:
+        self.rng, self.vocab_size, self.names = np.random.default_rng(0), vocab_size, itertools.count()
 
     def ids(self, size: int) -> np.ndarray:
-        return self.rng.integers(0, self.vocabulary, size, dtype=np.int32)
+        return self.rng.integers(0, self.vocab_size, size, dtype=np.int32)
 
     def reply(self, trace: Trace, parent: int, size: int) -> int:
         trace.add_node(
@@ -39,8 +39,8 @@ class Maker:
         )
         return len(trace.nodes) - 1
 
-    def sample(self, trace: Trace) -> AnnotatedTrace:
-        sampled = [number for number, node in enumerate(trace.nodes) if node.message.role == "assistant"]
+    def annotate(self, trace: Trace) -> AnnotatedTrace:
+        sampled = [index for index, node in enumerate(trace.nodes) if node.message.role == "assistant"]
         return AnnotatedTrace(
             trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled)
         )
@@ -49,22 +49,22 @@ class Maker:
         trace = Trace(id=f"t{next(self.names)}")
         trace.add_node(-1, Message("user"), prompt)
         self.reply(trace, 0, reply)
-        return self.sample(trace)
+        return self.annotate(trace)
 
     def chains(self, count: int, length: int, trained: int) -> list[list[AnnotatedTrace]]:
         return [[self.chain(self.ids(length - trained), trained)] for _ in range(count)]
 
 
-def trainer_of(model: PreTrainedConfig | Path, pack: int, optim: Any, dtype: torch.dtype = torch.bfloat16) -> Trainer:
-    """Of a random model of a shape, or of the one in a directory."""
+def make_trainer(model: PreTrainedConfig | Path, pack: int, optim: Any, dtype: torch.dtype = torch.bfloat16) -> Trainer:
+    """Build a trainer of a random model with this config, or of the model in a directory."""
     torch.manual_seed(0)
     loss = load_loss("dppo")
     if isinstance(model, Path):
         policy = load_policy(model, loss, device=torch.device("cuda"))
     else:
         with torch.device("cuda"):
-            made = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-        policy = PolicyModel(made, PackLayout.FOREST, loss)
+            hf_model = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+        policy = PolicyModel(hf_model, PackLayout.FOREST, loss)
     compile_layers(policy)
     settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": optim}
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)

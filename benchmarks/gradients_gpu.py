@@ -1,12 +1,12 @@
 """Gradients in bfloat16 on one GPU: forests beside flat paths, and both beside float32.
 
-They should differ no more between a forest and flat paths than two flat runs that are packed differently do, and be as
-near to what float32 gives. That is asked of models that have learned: three shapes of real depth, taught here on the
-sources of Python's standard library, and SmolLM2 where it is given; on text they have not seen.
+The gradients of a forest should differ from those of flat paths no more than two flat runs with different packing
+differ from each other, and be as close to float32. The models are trained first: three architectures of realistic
+depth, trained here on the sources of Python's standard library, and SmolLM2 if it is given; the text is new to them.
 
-A batch is laid out flat in several ways and as forests in as many. What is checked is how far forests are from flat
-runs on average, over the two flat runs that are furthest apart: over the average of flat runs the answer is 1 within
-its error, so that is only shown. Beside float32 forests may be 3 % further off.
+A batch is packed flat in several ways and as forests in as many. The check compares the mean distance of forests to
+flat runs with the largest distance between two flat runs; compared with the mean distance of flat runs the ratio is 1
+within its error, so that is only printed. The distance of forests to float32 may be 3 % larger than that of flat runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from _check import NO_COMPETITOR, Row, finish, parser
-from _gpu import GROUP, PACK, PATH, Maker, trainer_of
+from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from ramify.model.resolve import resolve_model_path
@@ -33,11 +33,11 @@ from ramify.train import Batch, Trainer, pack_forests
 from ramify.train.trainer import PendingStep
 
 BATCHES = 8
-PARTS = (1, 2, 3, 4)  # about as many packs a batch is laid out in
-LESSONS = 400
-LESSON = 5_000_000  # characters to learn from
-LEARNER: dict[str, Any] = {
-    "vocab_size": 288,  # of the bytes `tiny` reads
+PACK_COUNTS = (1, 2, 3, 4)  # approximate numbers of packs of a batch
+TRAIN_STEPS = 400
+TRAIN_CHARS = 5_000_000
+SIZES: dict[str, Any] = {
+    "vocab_size": 288,  # of the byte tokenizer of `tiny`
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 24,
@@ -46,43 +46,45 @@ LEARNER: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
-LEARNERS = {
-    "llama": LlamaConfig(**LEARNER),
-    "qwen3": Qwen3Config(**LEARNER),
-    "sliding windows": MistralConfig(**LEARNER, sliding_window=256),
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "sliding windows": MistralConfig(**SIZES, sliding_window=256),
 }
 
 
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-class Reader(Maker):
-    """Traces of text, trained by cross entropy: with weights of either sign, what RL is on the policy that sampled, or
-    to learn it."""
+class TextTraceMaker(TraceMaker):
+    """Builds traces of text, trained by cross entropy.
+
+    With `learning` the weights are 1; otherwise they have either sign, like the gradient of RL on the sampling policy.
+    """
 
     def __init__(self, model: Path, text: str, learning: bool = False) -> None:
         super().__init__(0)
-        words: Any = AutoTokenizer.from_pretrained(model)(text, verbose=False)
-        self.text, self.learning = np.array(words["input_ids"], np.int32), learning
+        encoded: Any = AutoTokenizer.from_pretrained(model)(text, verbose=False)
+        self.text, self.learning = np.array(encoded["input_ids"], np.int32), learning
 
     def ids(self, size: int) -> np.ndarray:
         start = self.rng.integers(0, len(self.text) - size)
         return self.text[start : start + size]
 
-    def sample(self, trace: Trace) -> AnnotatedTrace:
-        notes = super().sample(trace).annotations
-        weights = [1.0 if self.learning else note.advantage for note in notes]
+    def annotate(self, trace: Trace) -> AnnotatedTrace:
+        annotations = super().annotate(trace).annotations
+        weights = [1.0 if self.learning else annotation.advantage for annotation in annotations]
         return AnnotatedTrace(
-            trace, tuple(Annotation(note.trace_id, note.node, ce=ce) for note, ce in zip(notes, weights))
+            trace, tuple(Annotation(old.trace_id, old.node, ce=ce) for old, ce in zip(annotations, weights))
         )
 
-    def uneven(self) -> list[AnnotatedTrace]:
-        """Attempts of any length at a prompt of any length."""
+    def uneven_group(self) -> list[AnnotatedTrace]:
+        """Build attempts of random lengths at a prompt of random length."""
         prompt = self.ids(int(self.rng.integers(600, 900)))
-        return [self.chain(prompt, int(self.rng.integers(90, 330))) for _ in range(GROUP)]
+        return [self.chain(prompt, int(self.rng.integers(90, 330))) for _ in range(GROUP_SIZE)]
 
-    def wanderer(self) -> list[AnnotatedTrace]:
-        """An agent that begins once or twice, takes turns of any length, and forks anywhere."""
+    def random_tree(self) -> list[AnnotatedTrace]:
+        """Build an agent with one or two roots, turns of random lengths, and forks at random turns."""
         trace = Trace(id=f"t{next(self.names)}")
         turns: list[int] = []
         for _ in range(self.rng.integers(1, 3)):
@@ -94,54 +96,56 @@ class Reader(Maker):
         for _ in range(self.rng.integers(2, 10)):
             trace.add_node(int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120))))
             self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(30, 120)))
-        return [self.sample(trace)]
+        return [self.annotate(trace)]
 
 
-def lesson() -> str:
-    """Sources of the standard library."""
+def read_stdlib() -> str:
+    """Return sources of the standard library."""
     home = Path(sysconfig.get_paths()["stdlib"])
-    own = [each for each in sorted(home.rglob("*.py")) if "-packages" not in str(each)]
-    return "\n".join(each.read_text(errors="replace") for each in own)[:LESSON]
+    paths = [path for path in sorted(home.rglob("*.py")) if "-packages" not in str(path)]
+    return "\n".join(path.read_text(errors="replace") for path in paths)[:TRAIN_CHARS]
 
 
-def docs() -> str:
+def read_docs() -> str:
     home = Path(__file__).parents[1] / "docs"
-    names = sorted(set(home.glob("*.md")) - {home / "benchmarks.md"})  # which tells of what is found here
-    return "\n".join(each.read_text() for each in names)
+    paths = sorted(set(home.glob("*.md")) - {home / "benchmarks.md"})  # which holds the results of this script
+    return "\n".join(path.read_text() for path in paths)
 
 
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-def teach(name: str, trainer: Trainer, teacher: Maker, steps: int) -> None:
-    """So many steps of 16k tokens."""
+def train(name: str, trainer: Trainer, maker: TraceMaker, steps: int) -> None:
+    """Train for `steps` steps of 16k tokens."""
     losses: list[float] = []
-    running: PendingStep | None = None
+    previous: PendingStep | None = None
     for step in range(steps):
-        chains = teacher.chains(PACK // PATH, PATH, PATH - 1)
-        begun = trainer.start_step(Batch.from_packs(step, pack_forests([build_forest(each) for each in chains], PACK)))
-        if running:
-            losses.append(running.wait_for_metrics().loss)
-        running = begun
-    if running:
-        losses.append(running.wait_for_metrics().loss)
-    told = " ".join(f"{each:.2f}" for each in losses[:: max(1, steps // 6)])
-    print(f"{name}, {steps} steps of learning, loss {told}", flush=True)
+        chains = maker.chains(PACK_TOKENS // PATH_TOKENS, PATH_TOKENS, PATH_TOKENS - 1)
+        current = trainer.start_step(
+            Batch.from_packs(step, pack_forests([build_forest(group) for group in chains], PACK_TOKENS))
+        )
+        if previous:
+            losses.append(previous.wait_for_metrics().loss)
+        previous = current
+    if previous:
+        losses.append(previous.wait_for_metrics().loss)
+    curve = " ".join(f"{loss:.2f}" for loss in losses[:: max(1, steps // 6)])
+    print(f"{name}, {steps} training steps, loss {curve}", flush=True)
 
 
-def exactly(trainer: Trainer, model: Any) -> Trainer:
-    """The same weights, which bfloat16 has rounded, computed with in float32."""
-    exact = trainer_of(model, PACK, {}, torch.float32)
+def make_float32_copy(trainer: Trainer, model: Any) -> Trainer:
+    """Return a trainer that computes with the same, rounded weights in float32."""
+    exact = make_trainer(model, PACK_TOKENS, {}, torch.float32)
     with torch.no_grad():
-        for ours, theirs in zip(exact.policy.parameters(), trainer.policy.parameters()):
-            ours.copy_(theirs)
+        for exact_param, param in zip(exact.policy.parameters(), trainer.policy.parameters()):
+            exact_param.copy_(param)
     return exact
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
+def compute_gradient(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     trainer.forward_backward(Batch.from_packs(0, packs))
     trainer.master_weights.upcast_gradients()
     return torch.cat(
@@ -149,14 +153,14 @@ def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     )
 
 
-def apart(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """As shares of the norm."""
+def relative_distances(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Return the distances relative to the norm."""
     return [float((left - right).norm() / right.norm()) for left, right in pairs]
 
 
 @dataclass(frozen=True)
 class Distances:
-    """Between the gradients of one batch, over its packings."""
+    """Distances between the gradients of one batch in several packings."""
 
     forest_to_flat: list[float]
     flat_to_flat: list[float]
@@ -164,75 +168,96 @@ class Distances:
     flat_to_exact: list[float]
 
 
-def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[AnnotatedTrace]]) -> Distances:
-    """Forests and flat paths are laid out in about as many packs, as a pack's gradients are rounded to bfloat16 before
-    those of several are added up."""
+def measure_distances(
+    trainer: Trainer, exact: Trainer, maker: TraceMaker, groups: list[list[AnnotatedTrace]]
+) -> Distances:
+    """Measure the distances of one batch.
 
-    def runs(forests: list[Forest], flat: bool) -> list[torch.Tensor]:
-        size = sum(map(len, pack_forests(forests, PACK, flat=flat)))
-        mixed = [[forests[number] for number in maker.rng.permutation(len(forests))] for _ in PARTS]
+    Forests and flat paths are packed into about the same number of packs, because the gradient of a pack is rounded to
+    bfloat16 before those of several packs are summed.
+    """
+
+    def compute_gradients(forests: list[Forest], flat: bool) -> list[torch.Tensor]:
+        size = sum(map(len, pack_forests(forests, PACK_TOKENS, flat=flat)))
+        shuffled = [[forests[index] for index in maker.rng.permutation(len(forests))] for _ in PACK_COUNTS]
         return [
-            gradients(trainer, pack_forests(each, size // parts + PATH, flat=flat)) for each, parts in zip(mixed, PARTS)
+            compute_gradient(trainer, pack_forests(order, size // count + PATH_TOKENS, flat=flat))
+            for order, count in zip(shuffled, PACK_COUNTS)
         ]
 
     trees, paths = (
         [build_forest(group) for group in groups],
-        [build_forest([each]) for group in groups for each in group],
+        [build_forest([trace]) for group in groups for trace in group],
     )
-    forests, flat = runs(trees, flat=False), runs(paths, flat=True)
-    truth = [gradients(exact, pack_forests(paths, PACK, flat=True))]
+    forests, flat = compute_gradients(trees, flat=False), compute_gradients(paths, flat=True)
+    exact_gradient = [compute_gradient(exact, pack_forests(paths, PACK_TOKENS, flat=True))]
     return Distances(
-        forest_to_flat=apart(itertools.product(forests, flat)),
-        flat_to_flat=apart(itertools.combinations(flat, 2)),
-        forest_to_exact=apart(itertools.product(forests, truth)),
-        flat_to_exact=apart(itertools.product(flat, truth)),
+        forest_to_flat=relative_distances(itertools.product(forests, flat)),
+        flat_to_flat=relative_distances(itertools.combinations(flat, 2)),
+        forest_to_exact=relative_distances(itertools.product(forests, exact_gradient)),
+        flat_to_exact=relative_distances(itertools.product(flat, exact_gradient)),
     )
 
 
-def agreement(name: str, trainer: Trainer, exact: Trainer, maker: Reader) -> list[Row]:
-    """Of groups, and of trees with forks and several roots, which are cut in small packs. Lengths are those of real
-    rollouts, uneven: paths of whole blocks would be rounded alike in all packings."""
+def compare(name: str, trainer: Trainer, exact: Trainer, maker: TextTraceMaker) -> list[Row]:
+    """Compare groups, and trees with forks and several roots, which small packs split.
+
+    Lengths are uneven, as in real rollouts: paths of whole blocks would be rounded alike in all packings.
+    """
     rows: list[Row] = []
     mean = statistics.mean
-    for kind, make, count in (("groups", maker.uneven, 2), ("trees", maker.wanderer, 6)):
-        found = [distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
-        flat, off = (mean(map(mean, each)) for each in zip(*((it.flat_to_flat, it.flat_to_exact) for it in found)))
-        print(f"{name}, {kind}: of the norm, flat to flat {flat:.5f}, flat to float32 {off:.5f}", flush=True)
-        asked = [
+    for kind, make, count in (("groups", maker.uneven_group, 2), ("trees", maker.random_tree, 6)):
+        batches = [measure_distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
+        flat = mean(mean(batch.flat_to_flat) for batch in batches)
+        exact_distance = mean(mean(batch.flat_to_exact) for batch in batches)
+        print(f"{name}, {kind}: of the norm, flat to flat {flat:.5f}, flat to float32 {exact_distance:.5f}", flush=True)
+        comparisons = [
             (
                 "flat over the furthest flat to flat",
                 1.0,
-                [mean(it.forest_to_flat) / max(it.flat_to_flat) for it in found],
+                [mean(batch.forest_to_flat) / max(batch.flat_to_flat) for batch in batches],
             ),
-            ("flat over flat to flat", None, [mean(it.forest_to_flat) / mean(it.flat_to_flat) for it in found]),
-            ("float32 over flat to float32", 1.03, [mean(it.forest_to_exact) / mean(it.flat_to_exact) for it in found]),
+            (
+                "flat over flat to flat",
+                None,
+                [mean(batch.forest_to_flat) / mean(batch.flat_to_flat) for batch in batches],
+            ),
+            (
+                "float32 over flat to float32",
+                1.03,
+                [mean(batch.forest_to_exact) / mean(batch.flat_to_exact) for batch in batches],
+            ),
         ]
-        for what, target, ratios in asked:
+        for label, target, ratios in comparisons:
             error = statistics.stdev(ratios) / len(ratios) ** 0.5
-            rows.append(Row(f"{name}, {kind}: forest to {what}, ± {error:.3f}", mean(ratios), None, "x", target))
+            rows.append(Row(f"{name}, {kind}: forest to {label}, ± {error:.3f}", mean(ratios), None, "x", target))
             print(f"{rows[-1].name}: {rows[-1].ours:.3f}", flush=True)
     return rows
 
 
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
-    flags.add_argument("--lessons", type=int, default=LESSONS, help="steps a model learns before it is asked")
-    flags.add_argument("--only", choices=list(LEARNERS), help="ask one of the models taught here")
+    flags.add_argument(
+        "--lessons", type=int, default=TRAIN_STEPS, help="training steps of a model before it is measured"
+    )
+    flags.add_argument("--only", choices=list(MODELS), help="measure one of the models trained here")
     args: Any = flags.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
     device = torch.cuda.get_device_name()
     rows: list[Row] = []
-    tiny, text = resolve_model_path("tiny"), docs()
-    teacher = Reader(tiny, lesson(), learning=True)
-    for name in [args.only] if args.only else LEARNERS:
-        trainer = trainer_of(LEARNERS[name], PACK, {"lr": 1e-3, "schedule": {"warmup_steps": 30}})
-        teach(name, trainer, teacher, args.lessons)
-        rows += agreement(name, trainer, exactly(trainer, LEARNERS[name]), Reader(tiny, text))
+    tiny, text = resolve_model_path("tiny"), read_docs()
+    maker = TextTraceMaker(tiny, read_stdlib(), learning=True)
+    for name in [args.only] if args.only else MODELS:
+        trainer = make_trainer(MODELS[name], PACK_TOKENS, {"lr": 1e-3, "schedule": {"warmup_steps": 30}})
+        train(name, trainer, maker, args.lessons)
+        rows += compare(name, trainer, make_float32_copy(trainer, MODELS[name]), TextTraceMaker(tiny, text))
     if args.smollm2:
-        trainer = trainer_of(args.smollm2, PACK, {})
-        rows += agreement("SmolLM2", trainer, exactly(trainer, args.smollm2), Reader(args.smollm2, text))
+        trainer = make_trainer(args.smollm2, PACK_TOKENS, {})
+        rows += compare(
+            "SmolLM2", trainer, make_float32_copy(trainer, args.smollm2), TextTraceMaker(args.smollm2, text)
+        )
     return finish(f"benchmarks/gradients_gpu.py: gradients in bfloat16 on {device}", rows, args)
 
 

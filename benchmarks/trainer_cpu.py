@@ -2,7 +2,7 @@
 
 All sides train the same samples in float32 with the same kind of loss and AdamW. At token ratio 1 (no shared prefix)
 the comparison is with the padded loop and with TRL, each at the fastest of several micro-batch sizes; at ratio 8 the
-forest is held against the same rollouts as flat sequences. `tiny` runs on one thread, SmolLM2-135M on two.
+forest is compared with the same rollouts as flat sequences. `tiny` runs on one thread, SmolLM2-135M on two.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ramify.train import Batch, TrainerConfig, build_trainer, pack_forests
 from ramify.train.distributed import Ranks
 
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
-CPU = Ranks(torch.device("cpu"))
-SIZES = (4, 8, 16)
-GROUP, PATH, RATIO = 16, 512, 8
+SINGLE_RANK = Ranks(torch.device("cpu"))
+MICRO_BATCH_SIZES = (4, 8, 16)
+GROUP_SIZE, PATH_TOKENS, RATIO = 16, 512, 8
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Subject:
         return [str(self.directory), *map(str, (self.threads, self.count, *self.prompt, *self.reply, self.vocabulary))]
 
 
-def sample(name: str, made: Example) -> AnnotatedTrace:
+def build_trace(name: str, example: Example) -> AnnotatedTrace:
     trace = Trace(id=name)
-    trace.add_node(-1, Message("user"), np.array(made.prompt, np.int32))
-    size = len(made.reply)
-    reply = np.array(made.reply, np.int32)
+    trace.add_node(-1, Message("user"), np.array(example.prompt, np.int32))
+    size = len(example.reply)
+    reply = np.array(example.reply, np.int32)
     trace.add_node(0, Message("assistant"), reply, sampled_span=(0, size), logprobs=np.full(size, LOGPROB, np.float32))
-    return AnnotatedTrace(trace, (Annotation(name, 1, advantage=made.advantage),))
+    return AnnotatedTrace(trace, (Annotation(name, 1, advantage=example.advantage),))
 
 
-def padded(subject: Subject) -> Callable[[int], float]:
-    """The loop everybody writes first: pad, run, gather the logprobs, clip the ratio, step."""
+def make_padded_loop(subject: Subject) -> Callable[[int], float]:
+    """Return a step of a plain transformers loop: pad, run, gather the logprobs, clip the ratio, step."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -67,23 +67,23 @@ def padded(subject: Subject) -> Callable[[int], float]:
     )
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
-    made = subject.examples()
-    tokens = sum(len(each.reply) for each in made)
+    samples = subject.examples()
+    tokens = sum(len(example.reply) for example in samples)
 
     def step(size: int) -> float:
         started = time.perf_counter()
         optimizer.zero_grad()
-        for part in micro_batches(made, size):
-            width = max(len(each.prompt) + len(each.reply) for each in part)
-            ids, seen = torch.zeros(len(part), width, dtype=torch.long), torch.zeros(len(part), width)
+        for part in micro_batches(samples, size):
+            width = max(len(example.prompt) + len(example.reply) for example in part)
+            ids, mask = torch.zeros(len(part), width, dtype=torch.long), torch.zeros(len(part), width)
             trained = torch.zeros(len(part), width - 1)
-            for row, each in enumerate(part):
-                length = len(each.prompt) + len(each.reply)
-                ids[row, :length], seen[row, :length] = torch.tensor(each.prompt + each.reply), 1
-                trained[row, len(each.prompt) - 1 : length - 1] = 1
-            logits = model(ids, attention_mask=seen, use_cache=False).logits[:, :-1]
+            for row, example in enumerate(part):
+                length = len(example.prompt) + len(example.reply)
+                ids[row, :length], mask[row, :length] = torch.tensor(example.prompt + example.reply), 1
+                trained[row, len(example.prompt) - 1 : length - 1] = 1
+            logits = model(ids, attention_mask=mask, use_cache=False).logits[:, :-1]
             logprob = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-            ratio, advantage = (logprob - LOGPROB).exp(), torch.tensor([each.advantage for each in part])[:, None]
+            ratio, advantage = (logprob - LOGPROB).exp(), torch.tensor([example.advantage for example in part])[:, None]
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             ((loss * trained).sum() / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -93,7 +93,7 @@ def padded(subject: Subject) -> Callable[[int], float]:
     return step
 
 
-def ours(subject: Subject) -> Callable[[list[Forest]], float]:
+def make_ramify_step(subject: Subject) -> Callable[[list[Forest]], float]:
     settings: Any = {
         "device": "cpu",
         "dtype": "float32",
@@ -101,56 +101,62 @@ def ours(subject: Subject) -> Callable[[list[Forest]], float]:
         "optim": {"lr": 1e-7},
         "pack_tokens": 8192,
     }
-    trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
+    trainer = build_trainer(subject.directory, TrainerConfig(**settings), SINGLE_RANK)
     return lambda packs: trainer.step(Batch.from_packs(0, packs)).seconds
 
 
-def interleaved(*sides: Callable[[], float]) -> list[float]:
-    """Medians of runs that take turns, so that what else the machine does hits all sides alike."""
+def measure_interleaved(*sides: Callable[[], float]) -> list[float]:
+    """Return the median seconds of each side; the sides take turns, so that other load affects all alike."""
     for side in sides:
         side()
     runs = [[side() for side in sides] for _ in range(REPETITIONS)]
     return [statistics.median(column) for column in zip(*runs)]
 
 
-def beside_others(subject: Subject, trl_python: str | None, check: bool) -> list[Row]:
+def compare_with_others(subject: Subject, trl_python: str | None, check: bool) -> list[Row]:
     torch.set_num_threads(subject.threads)
-    made = subject.examples()
-    tokens = sum(len(each.prompt) + len(each.reply) for each in made)
-    packs = pack_forests([build_forest([sample(f"s{number}", each)]) for number, each in enumerate(made)], 8192)
-    step, loop = ours(subject), padded(subject)
-    mine, *others = interleaved(lambda: step(packs), *(lambda size=size: loop(size) for size in SIZES))
-    rate = tokens / mine
+    samples = subject.examples()
+    tokens = sum(len(example.prompt) + len(example.reply) for example in samples)
+    packs = pack_forests(
+        [build_forest([build_trace(f"s{index}", example)]) for index, example in enumerate(samples)], 8192
+    )
+    step, loop = make_ramify_step(subject), make_padded_loop(subject)
+    seconds, *others = measure_interleaved(
+        lambda: step(packs), *(lambda size=size: loop(size) for size in MICRO_BATCH_SIZES)
+    )
+    rate = tokens / seconds
     plain = tokens / min(others)
     rows = [Row(f"{subject.name}: ratio 1, beside a padded loop", rate, plain, "tok/s", plain, at_least=True)]
-    found = competitor(trl_python, "_trl.py", "trl==1.16.0", "--trl-python", check, subject.arguments)
-    if found:
-        theirs = tokens / found["seconds"]
-        rows.append(Row(f"{subject.name}: ratio 1, beside TRL", rate, theirs, "tok/s", theirs, at_least=True))
+    trl = competitor(trl_python, "_trl.py", "trl==1.16.0", "--trl-python", check, subject.arguments)
+    if trl:
+        trl_rate = tokens / trl["seconds"]
+        rows.append(Row(f"{subject.name}: ratio 1, beside TRL", rate, trl_rate, "tok/s", trl_rate, at_least=True))
     return rows
 
 
-def forest_beside_flat(subject: Subject) -> list[Row]:
-    """Groups whose paths have `RATIO` times the tokens of their forest."""
+def compare_forest_with_flat(subject: Subject) -> list[Row]:
+    """Compare forest and flat on groups whose paths have `RATIO` times the tokens of their forest."""
     torch.set_num_threads(subject.threads)
-    prompt = round(GROUP * PATH * (1 - 1 / RATIO) / (GROUP - 1))
+    prompt = round(GROUP_SIZE * PATH_TOKENS * (1 - 1 / RATIO) / (GROUP_SIZE - 1))
     rng = np.random.default_rng(0)
     groups: list[list[AnnotatedTrace]] = []
-    for number in range(6):
+    for index in range(6):
         shared = rng.integers(3, subject.vocabulary, prompt).tolist()
-        replies = [rng.integers(3, subject.vocabulary, PATH - prompt).tolist() for _ in range(GROUP)]
-        groups.append([sample(f"{number}/{i}", Example(shared, reply, 1.0)) for i, reply in enumerate(replies)])
-    together = [build_forest(group) for group in groups]
-    apart = [build_forest([each]) for group in groups for each in group]
-    packs, flat = pack_forests(together, 8192), pack_forests(apart, 8192)
+        replies = [rng.integers(3, subject.vocabulary, PATH_TOKENS - prompt).tolist() for _ in range(GROUP_SIZE)]
+        groups.append([build_trace(f"{index}/{i}", Example(shared, reply, 1.0)) for i, reply in enumerate(replies)])
+    forests = [build_forest(group) for group in groups]
+    chains = [build_forest([trace]) for group in groups for trace in group]
+    packs, flat = pack_forests(forests, 8192), pack_forests(chains, 8192)
     settings: Any = {"device": "cpu", "dtype": "float32", "optim": {"lr": 1e-7}, "pack_tokens": 8192}
-    trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
-    fast, slow = interleaved(*(lambda p=p: trainer.step(Batch.from_packs(0, p)).seconds for p in (packs, flat)))
-    flops = [sum(map(trainer.flops_model.count_flops, each)) for each in (packs, flat)]
+    trainer = build_trainer(subject.directory, TrainerConfig(**settings), SINGLE_RANK)
+    forest_seconds, flat_seconds = measure_interleaved(
+        *(lambda p=p: trainer.step(Batch.from_packs(0, p)).seconds for p in (packs, flat))
+    )
+    flops = [sum(map(trainer.flops_model.count_flops, packed)) for packed in (packs, flat)]
     ratio = flops[1] / flops[0]
-    tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in packs)
-    what = f"{subject.name}: forest over flat at {tokens:.1f} x tokens, {ratio:.2f} x FLOPs"
-    return [Row(what, slow / fast, ratio, "x", 0.85 * ratio, at_least=True)]
+    tokens = sum(pack.num_tokens for pack in flat) / sum(pack.num_tokens for pack in packs)
+    label = f"{subject.name}: forest over flat at {tokens:.1f} x tokens, {ratio:.2f} x FLOPs"
+    return [Row(label, flat_seconds / forest_seconds, ratio, "x", 0.85 * ratio, at_least=True)]
 
 
 def main() -> int:
@@ -160,11 +166,11 @@ def main() -> int:
     tiny = Subject("tiny", TINY, 1, 64, (20, 60), (20, 60), 256)
     rows: list[Row] = []
     if args.only != "smollm2":
-        rows += forest_beside_flat(tiny) + beside_others(tiny, args.trl_python, args.check)
+        rows += compare_forest_with_flat(tiny) + compare_with_others(tiny, args.trl_python, args.check)
     if args.only != "tiny":
         if args.smollm2:
             smollm2 = Subject("SmolLM2", args.smollm2, 2, 16, (40, 90), (20, 60), 49000)
-            rows += beside_others(smollm2, args.trl_python, args.check)
+            rows += compare_with_others(smollm2, args.trl_python, args.check)
         elif args.check:
             print("SmolLM2 (--smollm2) is needed for the comparison")
             return NO_COMPETITOR

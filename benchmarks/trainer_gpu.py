@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _check import NO_COMPETITOR, Row, finish, parser
-from _gpu import GROUP, PACK, PATH, Maker, trainer_of
+from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from torch._dynamo.utils import counters
 from transformers import Qwen3Config
 
@@ -32,9 +32,9 @@ from ramify.train.metrics import StepMetrics
 from ramify.train.trainer import PendingStep
 
 RATIOS = (1, 2, 4, 8, 12)
-TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
-AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
-REST = 0.15  # seconds before a step that is timed by itself
+TURN_TOKENS, FORK_TOKENS = 256, 128  # of a turn on an agent's main line, and of a branch off it
+TREES_PER_PACK = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
+IDLE_SECONDS = 0.15  # seconds before a step that is timed by itself
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936,
@@ -64,52 +64,51 @@ SHAPES = {
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-class Rollouts(Maker):
+class Rollouts(TraceMaker):
     """Groups and agents of a given ratio of tokens, flat over forest."""
 
     def group(self, ratio: float) -> list[AnnotatedTrace]:
-        """Attempts at one prompt whose paths have about `ratio` times the tokens of their forest; packs hold it
-        without a rest."""
+        """Build attempts at one prompt with about `ratio` times the tokens of their forest; groups fill packs."""
         if ratio == 1:
-            return [self.chain(self.ids(PATH // 2), PATH // 2)]
-        size = PACK // round(PACK * ratio / (GROUP * PATH))
-        reply = (size - PATH) // (GROUP - 1)
-        prompt = self.ids(PATH - reply)
-        return [self.chain(prompt, reply) for _ in range(GROUP)]
+            return [self.chain(self.ids(PATH_TOKENS // 2), PATH_TOKENS // 2)]
+        size = PACK_TOKENS // round(PACK_TOKENS * ratio / (GROUP_SIZE * PATH_TOKENS))
+        reply = (size - PATH_TOKENS) // (GROUP_SIZE - 1)
+        prompt = self.ids(PATH_TOKENS - reply)
+        return [self.chain(prompt, reply) for _ in range(GROUP_SIZE)]
 
     def agent(self, ratio: float) -> list[AnnotatedTrace]:
-        """A main line of turns and side branches that fork off it evenly, in trees that fill packs."""
-        size = PACK // AGENTS[ratio]
-        line = TURN * round((size + (size**2 - 8 * FORK * (ratio - 1) * size) ** 0.5) / 2 / TURN)
+        """Build a main line of turns with evenly spaced branches; the trees fill packs exactly."""
+        size = PACK_TOKENS // TREES_PER_PACK[ratio]
+        line = TURN_TOKENS * round((size + (size**2 - 8 * FORK_TOKENS * (ratio - 1) * size) ** 0.5) / 2 / TURN_TOKENS)
         trace = Trace(id=f"t{next(self.names)}")
         turns: list[int] = []
         last = -1
-        for _ in range(line // TURN):
-            trace.add_node(last, Message("user"), self.ids(TURN * 3 // 4))
-            last = self.reply(trace, len(trace.nodes) - 1, TURN // 4)
+        for _ in range(line // TURN_TOKENS):
+            trace.add_node(last, Message("user"), self.ids(TURN_TOKENS * 3 // 4))
+            last = self.reply(trace, len(trace.nodes) - 1, TURN_TOKENS // 4)
             turns.append(last)
-        forks = (size - line) // FORK
-        for number in range(forks):
-            place = turns[round((number + 0.5) / forks * (len(turns) - 1))]
-            trace.add_node(place, Message("tool"), self.ids(FORK // 2))
-            self.reply(trace, len(trace.nodes) - 1, FORK // 2)
-        return [self.sample(trace)]
+        forks = (size - line) // FORK_TOKENS
+        for fork in range(forks):
+            parent = turns[round((fork + 0.5) / forks * (len(turns) - 1))]
+            trace.add_node(parent, Message("tool"), self.ids(FORK_TOKENS // 2))
+            self.reply(trace, len(trace.nodes) - 1, FORK_TOKENS // 2)
+        return [self.annotate(trace)]
 
 
-def both(groups: Sequence[list[AnnotatedTrace]]) -> tuple[list[Forest], list[Forest]]:
-    """The rollouts as forests and as flat paths."""
-    forests = pack_forests([build_forest(group) for group in groups], PACK)
-    return forests, pack_forests([build_forest([each]) for group in groups for each in group], PACK, flat=True)
+def pack_both_ways(groups: Sequence[list[AnnotatedTrace]]) -> tuple[list[Forest], list[Forest]]:
+    """Pack the rollouts as forests and as flat paths."""
+    forests = pack_forests([build_forest(group) for group in groups], PACK_TOKENS)
+    return forests, pack_forests([build_forest([trace]) for group in groups for trace in group], PACK_TOKENS, flat=True)
 
 
-def filled(make: Any, ratio: float, packs: int) -> list[list[AnnotatedTrace]]:
-    """As many groups as fill so many packs when laid out as forests."""
+def fill_packs(make: Any, ratio: float, packs: int) -> list[list[AnnotatedTrace]]:
+    """Build as many groups as fit into `packs` packs as forests."""
     groups: list[list[AnnotatedTrace]] = []
     size = 0
     while True:
         group = make(ratio)
         size += len(build_forest(group))
-        if size > packs * PACK and groups:
+        if size > packs * PACK_TOKENS and groups:
             return groups
         groups.append(group)
 
@@ -117,36 +116,42 @@ def filled(make: Any, ratio: float, packs: int) -> list[list[AnnotatedTrace]]:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def frames() -> int:
+def count_compilations() -> int:
     return counters["frames"]["ok"]
 
 
-def measured(trainer: Trainer, batches: Iterator[list[Forest]], steps: int) -> tuple[StepMetrics, StepMetrics, int]:
-    """The median of so many steps on fresh data, by themselves and in a row, where each is begun while the one before
-    is computed; and how often something was compiled after the first three."""
+def measure(trainer: Trainer, batches: Iterator[list[Forest]], steps: int) -> tuple[StepMetrics, StepMetrics, int]:
+    """Return the median step by itself and in a row, and the number of compilations after the first three steps.
+
+    In a row, each step is started while the one before is computed. Every step has new data.
+    """
     for _ in range(3):
         trainer.step(Batch.from_packs(0, next(batches)))
-    before = frames()
+    before = count_compilations()
     torch.cuda.reset_peak_memory_stats()
     alone: list[StepMetrics] = []
     for _ in range(steps):
         batch = Batch.from_packs(0, next(batches))
-        time.sleep(REST)
+        time.sleep(IDLE_SECONDS)
         alone.append(trainer.step(batch))
-    begun: list[PendingStep] = []
+    pending: list[PendingStep] = []
     for _ in range(steps):
-        begun.append(trainer.start_step(Batch.from_packs(0, next(batches))))
-        if len(begun) > 1:
-            begun[-2].wait_for_metrics()
-    return _middle(alone), _middle([each.wait_for_metrics() for each in begun]), frames() - before
+        pending.append(trainer.start_step(Batch.from_packs(0, next(batches))))
+        if len(pending) > 1:
+            pending[-2].wait_for_metrics()
+    return (
+        _median_step(alone),
+        _median_step([step.wait_for_metrics() for step in pending]),
+        count_compilations() - before,
+    )
 
 
-def _middle(found: list[StepMetrics]) -> StepMetrics:
-    return sorted(found, key=lambda each: each.seconds)[len(found) // 2]
+def _median_step(steps: list[StepMetrics]) -> StepMetrics:
+    return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
-def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
-    """Milliseconds of each part of one step, by events on the device."""
+def measure_parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
+    """Return the milliseconds of each part of one step, measured by events on the device."""
     marks: list[tuple[str, torch.cuda.Event]] = []
 
     def mark(name: str) -> None:
@@ -154,23 +159,23 @@ def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
         event.record()
         marks.append((name, event))
 
-    def entered(*_: Any) -> None:
+    def before_layers(*_: Any) -> None:
         mark("rows")
 
-    def left(module: Any, given: Any, found: Any) -> None:
+    def after_layers(module: Any, args: Any, output: Any) -> None:
         mark("layers")
-        found.last_hidden_state.register_hook(lambda grad: mark("head backward"))
+        output.last_hidden_state.register_hook(lambda grad: mark("head backward"))
 
     decoder = trainer.policy.model.get_decoder()
-    hooks = [decoder.register_forward_pre_hook(entered), decoder.register_forward_hook(left)]
+    hooks = [decoder.register_forward_pre_hook(before_layers), decoder.register_forward_hook(after_layers)]
     torch.cuda.synchronize()
     mark("start")
     trainer.master_weights.zero_grad()
     batch = Batch.from_packs(0, packs)
     for pack in packs:
-        seen = trainer.policy(trainer.prepare_inputs(pack), batch.entry_counts)
+        output = trainer.policy(trainer.prepare_inputs(pack), batch.entry_counts)
         mark("head and loss")
-        seen.loss.backward()
+        output.loss.backward()
         trainer.master_weights.accumulate_gradients()
         mark("layers backward")
     trainer.optimizer_step(0)
@@ -178,27 +183,27 @@ def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
     torch.cuda.synchronize()
     for hook in hooks:
         hook.remove()
-    found: dict[str, float] = {}
+    milliseconds: dict[str, float] = {}
     for (_, before), (name, after) in itertools.pairwise(marks):
-        found[name] = found.get(name, 0.0) + before.elapsed_time(after)
-    return found
+        milliseconds[name] = milliseconds.get(name, 0.0) + before.elapsed_time(after)
+    return milliseconds
 
 
-def shown(title: str, trainer: Trainer, packs: list[Forest], alone: StepMetrics, row: StepMetrics) -> None:
+def print_step(title: str, trainer: Trainer, packs: list[Forest], alone: StepMetrics, row: StepMetrics) -> None:
     memory = torch.cuda.max_memory_allocated() / 2**30
-    timed = ", ".join(f"{name} {ms:.1f}" for name, ms in parts(trainer, packs).items())
-    told = [f"{1e3 * each.seconds:.1f} ms, {each.tokens_per_second / 1e3:.1f}k tok/s" for each in (alone, row)]
-    print(f"{title}: by itself {told[0]}, in a row {told[1]}; {memory:.1f} GiB; ms: {timed}", flush=True)
+    parts = ", ".join(f"{name} {ms:.1f}" for name, ms in measure_parts(trainer, packs).items())
+    speeds = [f"{1e3 * step.seconds:.1f} ms, {step.tokens_per_second / 1e3:.1f}k tok/s" for step in (alone, row)]
+    print(f"{title}: by itself {speeds[0]}, in a row {speeds[1]}; {memory:.1f} GiB; ms: {parts}", flush=True)
 
 
-# -- the questions -------------------------------------------------------------------------------------------------
+# -- comparisons ---------------------------------------------------------------------------------------------------
 
 
-def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
+def utilisation(trainer: Trainer, maker: TraceMaker) -> tuple[list[Row], int]:
     cases = [
-        ("16k tokens, all trained", 16, PATH, PATH - 1, 10, 40.0),
-        ("16k tokens, an eighth trained", 16, PATH, PATH // 8, 10, 46.0),
-        ("64k tokens, all trained", 4, 16 * PATH, 16 * PATH - 1, 4, 40.0),
+        ("16k tokens, all trained", 16, PATH_TOKENS, PATH_TOKENS - 1, 10, 40.0),
+        ("16k tokens, an eighth trained", 16, PATH_TOKENS, PATH_TOKENS // 8, 10, 46.0),
+        ("64k tokens, all trained", 4, 16 * PATH_TOKENS, 16 * PATH_TOKENS - 1, 4, 40.0),
     ]
     rows: list[Row] = []
     compiled = 0
@@ -207,12 +212,12 @@ def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
         def batches(count: int = count, length: int = length, trained: int = trained) -> Iterator[list[Forest]]:
             while True:
                 yield pack_forests(
-                    [build_forest(each) for each in maker.chains(count, length, trained)], count * length
+                    [build_forest(group) for group in maker.chains(count, length, trained)], count * length
                 )
 
-        alone, in_a_row, again = measured(trainer, batches(), steps)
-        compiled += again
-        shown(name, trainer, next(batches()), alone, in_a_row)
+        alone, in_a_row, recompiled = measure(trainer, batches(), steps)
+        compiled += recompiled
+        print_step(name, trainer, next(batches()), alone, in_a_row)
         rows.append(Row(f"MFU, {name}", 100 * (alone.mfu or 0.0), None, "%", target, at_least=True))
         rows.append(Row(f"MFU, {name}, steps in a row", 100 * (in_a_row.mfu or 0.0), None, "%", None))
     return rows, compiled
@@ -223,36 +228,36 @@ def speed_up(trainer: Trainer, maker: Rollouts, packs: int) -> tuple[list[Row], 
     compiled = 0
     for name, make in (("groups of 16", maker.group), ("agents with forks", maker.agent)):
         for ratio in RATIOS:
-            forests, flat = both(filled(make, ratio, packs))
+            forests, flat = pack_both_ways(fill_packs(make, ratio, packs))
             seconds: list[float] = []
-            for each in (forests, flat):
-                trainer.step(Batch.from_packs(0, each))  # every length of row once
-                before = frames()
-                seconds.append(statistics.mean(trainer.step(Batch.from_packs(0, each)).seconds for _ in range(2)))
-                compiled += frames() - before
+            for packed in (forests, flat):
+                trainer.step(Batch.from_packs(0, packed))  # compiles every length
+                before = count_compilations()
+                seconds.append(statistics.mean(trainer.step(Batch.from_packs(0, packed)).seconds for _ in range(2)))
+                compiled += count_compilations() - before
             flops = sum(map(trainer.flops_model.count_flops, flat)) / sum(map(trainer.flops_model.count_flops, forests))
-            tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in forests)
-            what = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
-            rows.append(Row(what, seconds[1] / seconds[0], flops, "x", 0.9 * flops, at_least=True))
-            full = " and ".join(f"{len(each)} packs {_fill(each):.0%} full" for each in (forests, flat))
-            print(f"{what}: {seconds[1] / seconds[0]:.2f} x faster, {full}", flush=True)
+            tokens = sum(pack.num_tokens for pack in flat) / sum(pack.num_tokens for pack in forests)
+            label = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
+            rows.append(Row(label, seconds[1] / seconds[0], flops, "x", 0.9 * flops, at_least=True))
+            full = " and ".join(f"{len(packed)} packs {_fill(packed):.0%} full" for packed in (forests, flat))
+            print(f"{label}: {seconds[1] / seconds[0]:.2f} x faster, {full}", flush=True)
     return rows, compiled
 
 
 def _fill(packs: list[Forest]) -> float:
-    return sum(each.num_tokens for each in packs) / (PACK * len(packs))
+    return sum(pack.num_tokens for pack in packs) / (PACK_TOKENS * len(packs))
 
 
 def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:
-    """What was asked for of MFU and of forest over flat, and whether anything was compiled late."""
+    """Measure MFU, forest over flat, and the compilations after the third step."""
     rows: list[Row] = []
     compiled = 0
     if args.only != "forest":
-        found, again = utilisation(trainer, maker)
-        rows, compiled = rows + found, compiled + again
+        new_rows, recompiled = utilisation(trainer, maker)
+        rows, compiled = rows + new_rows, compiled + recompiled
     if args.only != "mfu":
-        found, again = speed_up(trainer, maker, args.packs)
-        rows, compiled = rows + found, compiled + again
+        new_rows, recompiled = speed_up(trainer, maker, args.packs)
+        rows, compiled = rows + new_rows, compiled + recompiled
     return [*rows, Row("compilations after the third step", float(compiled), None, "", 0.0)]
 
 
@@ -260,7 +265,7 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
     flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     flags.add_argument("--packs", type=int, default=4, help="packs of 16k tokens the forests of a comparison fill")
-    flags.add_argument("--only", choices=["mfu", "forest"], help="ask one of the questions")
+    flags.add_argument("--only", choices=["mfu", "forest"], help="run one of the comparisons")
     args: Any = flags.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
@@ -269,7 +274,7 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FLOPS_FORMULA}")
     print(f"MFU against {PEAK_FLOPS['H200'] / 1e12:.0f} TFLOP/s", flush=True)
     shape = SHAPES[args.shape]
-    rows = speed(trainer_of(shape, 4 * PACK, {"lr": 1e-6}), Rollouts(shape.vocab_size), args)
+    rows = speed(make_trainer(shape, 4 * PACK_TOKENS, {"lr": 1e-6}), Rollouts(shape.vocab_size), args)
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)
 
 
