@@ -117,10 +117,10 @@ def test_the_optimizer_state_is_interchangeable_with_torch():
     second.torch.load_state_dict(deepcopy(first.fused.state_dict()))
     second.fused.load_state_dict(torch_state)
     with torch.no_grad():
-        for name, master in second.master_weights.named_parameters():
+        for name, master in second.masters.named_parameters():
             master.copy_(first.reference[name])
-            second.reference[name].copy_(dict(first.master_weights.named_parameters())[name])
-    second.master_weights.copy_to_model()
+            second.reference[name].copy_(dict(first.masters.named_parameters())[name])
+    second.masters.copy_to_model()
     for step in range(2, 4):
         second.step(step)
         second.check()

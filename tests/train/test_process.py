@@ -277,5 +277,5 @@ def test_an_invalid_address_is_refused(capsys):
 def test_a_trainer_needs_exactly_one_batch_source(capsys, tmp_path):
     assert main(["trainer", "-o", str(tmp_path)]) == 2
     assert main(["trainer", "--flat", "--address", "tcp://127.0.0.1:1"]) == 2
-    assert "--flat goes with --replay" in capsys.readouterr().err
+    assert "--flat requires --replay" in capsys.readouterr().err
     assert main(["trainer", "--address", "tcp://127.0.0.1:1", "-o", str(tmp_path), "--dry-run"]) == 0

@@ -22,8 +22,8 @@ class ExampleOrder:
     def indices_at(self, position: int, batch_size: int) -> list[int]:
         """Return the examples at positions [position, position + batch_size); fewer at the end."""
         stop = min(position + batch_size, len(self))
-        places = (divmod(place, self.num_examples) for place in range(position, stop))
-        return [int(self._get_epoch_order(epoch)[index]) for epoch, index in places]
+        positions = (divmod(i, self.num_examples) for i in range(position, stop))
+        return [int(self._get_epoch_order(epoch)[index]) for epoch, index in positions]
 
     def count_remaining_steps(self, position: int, batch_size: int) -> int:
         """Return the number of steps from `position` to the end."""
