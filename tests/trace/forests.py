@@ -373,7 +373,7 @@ def _tree(rng: Random, size: Size, prompt: Planned) -> tuple[Planned, ...]:
 
 
 def _reply(rng: Random, size: Size, parent: int) -> Planned:
-    """Some scaffold, what was sampled, perhaps some scaffold again."""
+    """Template tokens, sampled tokens, and perhaps template tokens again."""
     lead, sampled, tail = rng.choice([0, 0, 1]), rng.randint(0, size.tokens), rng.choice([0, 0, 1])
     return Planned(
         parent,
@@ -386,7 +386,7 @@ def _reply(rng: Random, size: Size, parent: int) -> Planned:
 
 
 def _context(rng: Random, size: Size, parent: int) -> Planned:
-    """A message nobody sampled: text, sometimes none, sometimes with one or two runs of image placeholders."""
+    """A message that was not sampled: text, sometimes empty, sometimes with one or two image placeholders."""
     tokens, images = list(_tokens(rng, size, rng.randint(0, size.tokens))), list[Run]()
     for _ in range(rng.choice([0, 0, 0, 1, 2]) if size.images else 0):
         start = len(tokens) if images else rng.randint(0, len(tokens))

@@ -267,7 +267,9 @@ class _Writer:
 
     def _remember(self, line: tuple[Piece, ...], opening: list[int], reply: list[int], message: Message) -> None:
         closing = self._ids(0, 1)
-        self._count("open_end" if closing else "closed_end")  # open: the next prompt holds scaffold the reply has not
+        self._count(
+            "open_end" if closing else "closed_end"
+        )  # open: the next prompt has template tokens after the reply
         body = (len(opening), len(opening) + len(reply))
         answered = Piece(message, (*opening, *reply, *closing), body)
         self.lines += [line, (*line, answered)]

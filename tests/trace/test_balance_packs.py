@@ -1,4 +1,4 @@
-"""Balancing packs over ranks: every pack once, equal steps, loads as even as a Karmarkar-Karp partition."""
+"""Assigning packs to ranks: every pack once, equal rounds, loads as even as a Karmarkar-Karp partition."""
 
 import numpy as np
 import pytest

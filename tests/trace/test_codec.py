@@ -1,4 +1,4 @@
-"""The binary form: it says the same after a round trip, shares memory with its bytes, and believes nothing damaged."""
+"""The binary form: lossless round trips, views without copies, and errors for damaged bytes."""
 
 from __future__ import annotations
 

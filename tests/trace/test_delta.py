@@ -1,4 +1,4 @@
-"""Deltas: in order they are the trace; one that is lost, repeated, overtaken or foreign is noticed and harmless."""
+"""Deltas: in order they give the trace; lost, repeated, reordered or foreign ones raise and change nothing."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_invalid_delta_raises_and_leaves_the_trace_unchanged(script: Script, rng
             assert state(reader) == before
             reader.apply(delta)
         else:
-            with contextlib.suppress(TraceCorrupt):  # a message nobody can read
+            with contextlib.suppress(TraceCorrupt):  # a message that cannot be decoded
                 oracle.look_at_everything(reader.trace)
             return
 

@@ -1,4 +1,4 @@
-"""Growing a forest: the merge, the mask, the targets, and what is refused."""
+"""Building a forest: the merge, the attention mask, the targets, and invalid annotations."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cutting a forest to a budget: nothing is lost, torn or without its context."""
+"""Splitting a forest: every target is kept once, with its full context."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The message graph: what the search finds, what is stored, and what is refused without a mark left behind."""
+"""The message graph: prefix matching, storage, and invalid nodes that leave the trace unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON form: all that a person wants to read, nothing that only a trainer wants."""
+"""The JSON view: messages, counts and header, without token ids and arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing trees into rows: nothing lost, nothing invented, padding nobody sees."""
+"""Packing trees: every tree once, nothing else, and padding that no token sees."""
 
 import os
 from collections import Counter

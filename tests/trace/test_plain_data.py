@@ -1,4 +1,4 @@
-"""Plain data: what cannot travel is refused where it is set, by key and type; what can comes back as it was."""
+"""Plain data: invalid values raise when they are set, with key and type; valid ones round-trip."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_invalid_header_field_raises_by_name_when_it_is_set(name: str, value: ob
     ids=["errors", "timing", "object in a list", "bytes in a list", "table in a list"],
 )
 def test_value_changed_in_place_raises_by_name_when_encoded(spoil: Callable[[Trace], object]):
-    """Never bytes that nobody can read: a rollout must not be lost to its last log line."""
+    """Encoding never writes bytes that cannot be decoded, which would lose the whole rollout."""
     trace = Trace(id="t", info={"log": []})
     try:
         spoil(trace)

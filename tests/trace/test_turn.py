@@ -1,4 +1,4 @@
-"""Recording model calls: the path to a reply is what the engine saw, a call id counts once, refusals leave no mark."""
+"""Recording model calls: paths equal prompts, call ids are unique, invalid turns leave the trace unchanged."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_messages_without_tokens_are_recorded_and_matched():
 
 
 def test_message_without_tokens_after_closing_template_tokens_is_matched():
-    """It stands where the scaffold of the reply before it goes, so its node has a token that is not its own."""
+    """Its node holds the closing template token of the previous reply, which is not its own."""
     trace = Trace(id="t")
     builder = TraceBuilder(trace)
     builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))

@@ -12,7 +12,7 @@ import zmq
 
 from ramify.errors import DeadlineExceeded, Failure, PeerLost, PeerRefused, QueueFull, RamifyError, RequestInvalid
 from ramify.wire.address import enable_curve
-from ramify.wire.client_protocol import ClientProtocol, ConnectionState
+from ramify.wire.client_protocol import ClientProtocol
 from ramify.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
@@ -109,11 +109,6 @@ class WireClient:
         await self.close()
 
     # -- status --------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the handshake is done and the server is not lost."""
-        return self._protocol.state is ConnectionState.CONNECTED
 
     @property
     def last_heartbeat(self) -> HeartbeatHeader:
