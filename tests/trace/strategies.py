@@ -267,9 +267,7 @@ class _Writer:
 
     def _remember(self, line: tuple[Piece, ...], opening: list[int], reply: list[int], message: Message) -> None:
         closing = self._ids(0, 1)
-        self._count(
-            "open_end" if closing else "closed_end"
-        )  # open: the next prompt has template tokens after the reply
+        self._count("open_end" if closing else "closed_end")  # open: template tokens follow the reply
         body = (len(opening), len(opening) + len(reply))
         answered = Piece(message, (*opening, *reply, *closing), body)
         self.lines += [line, (*line, answered)]
