@@ -1,6 +1,6 @@
-"""A run of `ramify rl` as a benchmark sees it: started as a process, asked for its rewards, ended when they are enough.
+"""Runs `ramify rl` for a benchmark: starts it, polls its rewards, and stops it when they reach a target.
 
-It is asked at its status address, which costs the run next to nothing; a new interpreter for every question would not.
+Rewards are read from the status address, which costs the run next to nothing.
 """
 
 from __future__ import annotations
@@ -17,84 +17,86 @@ from pathlib import Path
 from ramify.errors import ProviderError
 from ramify.launch.run_queries import connect_if_running, read_metrics
 from ramify.launch.status_client import StatusClient
+from ramify.orchestrate.config import EXIT_RESUMABLE
 
-LOOK = 0.1  # seconds between two questions
-LEAVING = 150.0  # seconds for a last checkpoint
-LEFT = 75
+POLL_INTERVAL = 0.1  # seconds
+STOP_TIMEOUT = 150.0  # seconds for the last checkpoint
 
 
 @dataclass
-class Watched:
-    """What was seen of a run. Seconds count from the start of its process."""
+class RunObservation:
+    """Times and metrics of a run. Seconds count from the start of its process."""
 
     startup: float = 0.0
-    """Until the orchestrator answers: engine and environments are there, sampling begins."""
+    """Seconds until the orchestrator answers: engine and environments are ready, sampling starts."""
     first_step: float = 0.0
-    """Until a first step was trained."""
-    trained: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """When how many steps were trained, at every change."""
-    reached: float | None = None
-    """Until the rewards were enough."""
+    """Seconds until the first step was trained."""
+    step_times: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Seconds and number of trained steps, at every change."""
+    reached_at: float | None = None
+    """Seconds until the rewards reached the target; None if they did not."""
     rewards: list[float] = field(default_factory=list[float])
-    """Of every step, in order."""
-    numbers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """All metrics, by name, in the order of steps."""
+    """Mean reward of every step."""
+    metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Values of every metric, in the order of steps."""
 
 
-def first_window(rewards: Sequence[float], target: float, window: int) -> int | None:
-    """The step at which the mean of `window` steps reaches `target` for the first time, counted from 1."""
+def find_first_window(rewards: Sequence[float], target: float, window: int) -> int | None:
+    """Return the number of steps after which the mean of `window` steps reaches `target`; None if it never does."""
     for end in range(window, len(rewards) + 1):
         if sum(rewards[end - window : end]) / window >= target:
             return end
     return None
 
 
-def ramify(*words: str) -> list[str]:
-    """A command of this interpreter's Ramify."""
-    return [sys.executable, "-m", "ramify", *words]
+def ramify_command(*arguments: str) -> list[str]:
+    """Return the command line of a ramify command."""
+    return [sys.executable, "-m", "ramify", *arguments]
 
 
-def watch(
-    home: Path, config: str, name: str, *, enough: Callable[[list[float]], bool], stop: bool, deadline: float
-) -> Watched:
-    """Run `config` in `home` until it is over or, with `stop`, until the rewards are enough."""
+def observe_run(
+    home: Path, config: str, name: str, *, is_enough: Callable[[list[float]], bool], stop: bool, timeout: float
+) -> RunObservation:
+    """Run `config` in `home` until it ends or, with `stop`, until `is_enough` returns True for its rewards."""
     (home / f"{name}.toml").write_text(config)
-    log, seen, path = home / f"{name}.log", Watched(), home / "outputs" / name
-    started, client = time.monotonic(), None
-    with log.open("w") as said:
-        run = subprocess.Popen(ramify("rl", "@", f"{name}.toml"), cwd=home, stdout=said, stderr=said)
+    log, observation, path = home / f"{name}.log", RunObservation(), home / "outputs" / name
+    started_at, client = time.monotonic(), None
+    with log.open("w") as output:
+        run = subprocess.Popen(ramify_command("rl", "@", f"{name}.toml"), cwd=home, stdout=output, stderr=output)
         try:
-            while run.poll() is None and not (stop and seen.reached is not None):
-                if time.monotonic() - started > deadline:
+            while run.poll() is None and not (stop and observation.reached_at is not None):
+                if time.monotonic() - started_at > timeout:
                     break
                 if client := client or connect_if_running(path):
-                    _look(client, seen, started, enough)
-                time.sleep(LOOK)
+                    _poll(client, observation, started_at, is_enough)
+                time.sleep(POLL_INTERVAL)
             if run.poll() is None:
                 run.send_signal(signal.SIGTERM)
-            code = run.wait(LEAVING)
+            code = run.wait(STOP_TIMEOUT)
         finally:
             run.kill()
             run.wait()
-    if code not in (0, LEFT):
+    if code not in (0, EXIT_RESUMABLE):
         raise SystemExit(f"ramify rl exited with {code}:\n{log.read_text()[-3000:]}")
-    found: dict[str, list[float]] = defaultdict(list)
+    metrics: dict[str, list[float]] = defaultdict(list)
     for metric in read_metrics(path):
-        found[metric.name].append(metric.value)
-    seen.numbers, seen.rewards = dict(found), found["reward/all/mean"]
-    return seen
+        metrics[metric.name].append(metric.value)
+    observation.metrics, observation.rewards = dict(metrics), metrics["reward/all/mean"]
+    return observation
 
 
-def _look(client: StatusClient, seen: Watched, started: float, enough: Callable[[list[float]], bool]) -> None:
+def _poll(
+    client: StatusClient, observation: RunObservation, started_at: float, is_enough: Callable[[list[float]], bool]
+) -> None:
     try:
-        status, passed = client.get("/status"), time.monotonic() - started
+        status, seconds = client.get("/status"), time.monotonic() - started_at
     except ProviderError:
         return
-    seen.startup = seen.startup or passed
-    if status["step"] > (seen.trained[-1][1] if seen.trained else 0):
-        seen.first_step = seen.first_step or passed
-        seen.trained.append((passed, status["step"]))
-    fresh: list[float] = status["reward_history"]
-    seen.rewards = fresh if len(fresh) >= len(seen.rewards) else seen.rewards
-    if seen.reached is None and enough(fresh):
-        seen.reached = passed
+    observation.startup = observation.startup or seconds
+    if status["step"] > (observation.step_times[-1][1] if observation.step_times else 0):
+        observation.first_step = observation.first_step or seconds
+        observation.step_times.append((seconds, status["step"]))
+    rewards: list[float] = status["reward_history"]
+    observation.rewards = rewards if len(rewards) >= len(observation.rewards) else observation.rewards
+    if observation.reached_at is None and is_enough(rewards):
+        observation.reached_at = seconds

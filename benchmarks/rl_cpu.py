@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _check import Row, competitor, finish, parser
-from _loop import Watched, first_window, watch
+from _loop import RunObservation, find_first_window, observe_run
 from _reversing import similarity
 
 from ramify.tasksets import reversal
@@ -32,7 +32,7 @@ STEPS = 1000  # never the reason to end
 GAIN = 1.5
 TRIAL_STEPS = 5
 LIMIT = 240.0
-SAME: dict[str, Any] = {
+SHARED_SETTINGS: dict[str, Any] = {
     "batch_size": 128,
     "group_size": 16,
     "max_tokens": 48,
@@ -90,20 +90,20 @@ def same_reward(texts: list[str]) -> None:
             assert similarity(reply, text[::-1]) == reversal.score_similarity(reply, reversal.reverse(text))
 
 
-def enough(rewards: list[float]) -> bool:
-    return first_window(rewards, TARGET, WINDOW) is not None
+def is_enough(rewards: list[float]) -> bool:
+    return find_first_window(rewards, TARGET, WINDOW) is not None
 
 
-def ours(home: Path, seed: int, limit: float) -> Watched:
+def run_ramify(home: Path, seed: int, limit: float) -> RunObservation:
     name = f"seed{seed}"
-    config = CONFIG.format(name=name, seed=seed, max_steps=STEPS, model=TINY, **SAME)
-    seen = watch(home, config, name, enough=enough, stop=True, deadline=limit)
-    say("Ramify", seed, seen.reached, seen.rewards, limit)
-    return seen
+    config = CONFIG.format(name=name, seed=seed, max_steps=STEPS, model=TINY, **SHARED_SETTINGS)
+    observation = observe_run(home, config, name, is_enough=is_enough, stop=True, timeout=limit)
+    print_result("Ramify", seed, observation.reached_at, observation.rewards, limit)
+    return observation
 
 
-def say(who: str, seed: int, reached: float | None, rewards: list[float], limit: float) -> None:
-    """One line for a run that is over."""
+def print_result(who: str, seed: int, reached: float | None, rewards: list[float], limit: float) -> None:
+    """Print one line about a run that has ended."""
     when = f"not reached within {limit:.0f} s" if reached is None else f"{reached:.1f} s"
     last = statistics.fmean(rewards[-WINDOW:])
     print(f"{who}, seed {seed}: {when}, {len(rewards)} steps, last {WINDOW} of them {last:.3f}", flush=True)
@@ -118,30 +118,32 @@ class Trl:
         self.choices = [(threads, micro) for threads in sorted({cores, 1}, reverse=True) for micro in (128, 32)]
         self.threads, self.micro = self.choices[0]
 
-    def settle(self) -> bool:
-        """Try the settings; whether there is a competitor at all."""
-        found: dict[tuple[int, int], float] = {}
+    def choose_settings(self) -> bool:
+        """Measure the settings and choose the fastest; return False if TRL is not available."""
+        seconds: dict[tuple[int, int], float] = {}
         for choice in self.choices:
             self.threads, self.micro = choice
-            told = self._told(0, TRIAL_STEPS, target=2.0)
-            if told is None:
+            result = self._run(0, TRIAL_STEPS, target=2.0)
+            if result is None:
                 return False
-            found[choice] = (told["sampling"] + told["training"]) / told["steps"]
-        self.threads, self.micro = min(found, key=lambda each: found[each])
-        said = ", ".join(f"{threads} threads, {micro} at once: {s:.2f} s" for (threads, micro), s in found.items())
-        print(f"TRL, a step: {said}", flush=True)
+            seconds[choice] = (result["sampling"] + result["training"]) / result["steps"]
+        self.threads, self.micro = min(seconds, key=lambda choice: seconds[choice])
+        measured = ", ".join(
+            f"{threads} threads, {micro} at once: {s:.2f} s" for (threads, micro), s in seconds.items()
+        )
+        print(f"TRL, a step: {measured}", flush=True)
         return True
 
     def run(self, seed: int) -> dict[str, Any]:
-        """A run to the reward, or to the limit."""
-        told = self._told(seed, STEPS, TARGET)
-        assert told is not None, "settle() found a competitor"
-        say("TRL", seed, told["seconds"], told["rewards"], self.limit)
-        return told
+        """Run until the target reward or the time limit."""
+        result = self._run(seed, STEPS, TARGET)
+        assert result is not None, "choose_settings() found TRL"
+        print_result("TRL", seed, result["seconds"], result["rewards"], self.limit)
+        return result
 
-    def _told(self, seed: int, max_steps: int, target: float) -> dict[str, Any] | None:
-        told = {
-            **SAME,
+    def _run(self, seed: int, max_steps: int, target: float) -> dict[str, Any] | None:
+        settings = {
+            **SHARED_SETTINGS,
             "model": str(TINY),
             "system": reversal.SYSTEM,
             "texts": self.texts,
@@ -155,11 +157,11 @@ class Trl:
             "started": time.time(),
         }
         script = ("_trl_grpo.py", "trl==1.16.0", "--trl-python")
-        return competitor(self.python, *script, self.check, [json.dumps(told)])
+        return competitor(self.python, *script, self.check, [json.dumps(settings)])
 
 
-def rows_of(mine: list[Watched], theirs: list[dict[str, Any]], limit: float) -> list[Row]:
-    """Medians over the seeds, and each seed's time."""
+def build_rows(mine: list[RunObservation], theirs: list[dict[str, Any]], limit: float) -> list[Row]:
+    """Return medians over the seeds, and the time of each seed."""
 
     def middle(values: list[float]) -> float:
         return statistics.median(values)
@@ -167,10 +169,10 @@ def rows_of(mine: list[Watched], theirs: list[dict[str, Any]], limit: float) -> 
     def beside(key: str) -> float | None:
         return middle([each[key] for each in theirs]) if theirs else None
 
-    times = [each.reached or float("inf") for each in mine]
+    times = [each.reached_at or float("inf") for each in mine]
     others: list[float] = [each["seconds"] or limit for each in theirs]
-    steps = [float(first_window(each.rewards, TARGET, WINDOW) or len(each.rewards)) for each in mine]
-    training = [sum(each.numbers["train/seconds"]) for each in mine]
+    steps = [float(find_first_window(each.rewards, TARGET, WINDOW) or len(each.rewards)) for each in mine]
+    training = [sum(each.metrics["train/seconds"]) for each in mine]
     looped = [time - each.startup for time, each in zip(times, mine)]
     rows = [
         Row(f"to a reward of {TARGET}, seed {seed}", time, others[seed] if others else None, "s")
@@ -211,15 +213,15 @@ def main() -> int:
     texts = list(reversal.generate_texts(reversal.ReversalTextsConfig()))
     same_reward(texts)
     trl = Trl(args.trl_python, args.check, texts, args.limit)
-    beside = trl.settle()
-    mine: list[Watched] = []
+    has_trl = trl.choose_settings()
+    mine: list[RunObservation] = []
     theirs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         for seed in range(args.seeds):
-            mine.append(ours(Path(home), seed, args.limit))
-            if beside:
+            mine.append(run_ramify(Path(home), seed, args.limit))
+            if has_trl:
                 theirs.append(trl.run(seed))
-    return finish("benchmarks/rl_cpu.py: reverse-text to a reward, on CPU", rows_of(mine, theirs, args.limit), args)
+    return finish("benchmarks/rl_cpu.py: reverse-text to a reward, on CPU", build_rows(mine, theirs, args.limit), args)
 
 
 if __name__ == "__main__":

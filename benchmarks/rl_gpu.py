@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _check import NO_COMPETITOR, Row, finish, parser
-from _loop import Watched, first_window, ramify, watch
+from _loop import RunObservation, find_first_window, observe_run, ramify_command
 
 from ramify.tasksets import reversal
 
@@ -34,7 +34,7 @@ TOKENS = 100_000  # that the mismatch is measured on
 GIVING_UP = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
 SMI_PERIOD = 0.5
-DEADLINE = 400.0
+TIMEOUT = 400.0
 
 WARM = """
 name = "warm"
@@ -107,46 +107,50 @@ max_turns = 1
 
 
 def warm(home: Path, args: Any) -> tuple[Path, float]:
-    """The model that RL begins with, and how long it took to make."""
+    """Train the model that RL starts with; return its directory and the seconds it took."""
     rng = random.Random(0)
     with (home / "warm.jsonl").open("w") as data:
         for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
-            said = reversal.reverse(text) if rng.random() < args.right else GIVING_UP
-            talk = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(said))]
-            data.write(json.dumps({"messages": [{"role": role, "content": content} for role, content in talk]}) + "\n")
+            reply = reversal.reverse(text) if rng.random() < args.right else GIVING_UP
+            messages = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(reply))]
+            data.write(
+                json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
+            )
     config = WARM.format(steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr)
     (home / "warm.toml").write_text(config)
     started = time.monotonic()
-    done = subprocess.run(ramify("sft", "@", "warm.toml"), cwd=home, capture_output=True, text=True, timeout=DEADLINE)
-    if done.returncode:
-        raise SystemExit(f"ramify sft exited with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    _, _, path = done.stdout.replace("\n", " ").rpartition("the model is ")
-    model = home / "warmed"  # without the manifest, which says that these are a run's weights after so many steps
+    result = subprocess.run(
+        ramify_command("sft", "@", "warm.toml"), cwd=home, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    if result.returncode:
+        raise SystemExit(f"ramify sft exited with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
+    _, _, path = result.stdout.replace("\n", " ").rpartition("the model is ")
+    model = home / "warmed"  # without the manifest, which has the version of a run's weights
     shutil.copytree(home / path.strip(), model, ignore=shutil.ignore_patterns("manifest.json"), dirs_exist_ok=True)
     return model, time.monotonic() - started
 
 
 @contextlib.contextmanager
 def gpu_load() -> Iterator[list[tuple[float, float]]]:
-    """(utilisation in percent, MiB in use) every half second, filled in at the end; empty without a driver."""
-    found: list[tuple[float, float]] = []
+    """Yield a list that is filled at the end with utilization in percent and MiB in use, every half second."""
+    samples: list[tuple[float, float]] = []
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(tempfile.TemporaryFile("w+"))
+        output = stack.enter_context(tempfile.TemporaryFile("w+"))
         try:
-            asking = subprocess.Popen(SMI, stdout=said, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(SMI, stdout=output, stderr=subprocess.DEVNULL)
         except FileNotFoundError:
-            yield found
+            yield samples
             return
         try:
-            yield found
+            yield samples
         finally:
-            asking.terminate()
-            asking.wait()
-            said.seek(0)
-            for line in said.read().splitlines():
+            process.terminate()
+            process.wait()
+            output.seek(0)
+            for line in output.read().splitlines():
                 with contextlib.suppress(ValueError):
-                    share, memory = map(float, line.split(","))
-                    found.append((share, memory))
+                    utilization, memory = map(float, line.split(","))
+                    samples.append((utilization, memory))
 
 
 def learn(home: Path, model: Path, args: Any) -> list[Row]:
@@ -161,27 +165,35 @@ def learn(home: Path, model: Path, args: Any) -> list[Row]:
         lr=args.lr,
     )
     with gpu_load() as load:
-        seen = watch(home, config, "learn", enough=_enough, stop=False, deadline=DEADLINE)
-    print("reward of every step: " + " ".join(f"{each:.2f}" for each in seen.rewards))
-    needed = float(first_window(seen.rewards, TARGET, WINDOW) or "inf")
-    best = max(statistics.fmean(seen.rewards[at : at + WINDOW]) for at in range(max(1, len(seen.rewards) - WINDOW + 1)))
+        observation = observe_run(home, config, "learn", is_enough=_is_enough, stop=False, timeout=TIMEOUT)
+    print("reward of every step: " + " ".join(f"{reward:.2f}" for reward in observation.rewards))
+    needed = float(find_first_window(observation.rewards, TARGET, WINDOW) or "inf")
+    best = max(
+        statistics.fmean(observation.rewards[start : start + WINDOW])
+        for start in range(max(1, len(observation.rewards) - WINDOW + 1))
+    )
     rows = [
-        Row("reward of the first step", seen.rewards[0], None, "", START),
+        Row("reward of the first step", observation.rewards[0], None, "", START),
         Row(f"best mean of {WINDOW} steps", best, None, "", TARGET, at_least=True),
         Row(f"steps to {TARGET}", needed, None, "", STEPS),
-        Row("start-up of ramify rl", seen.startup, None, "s"),
-        Row("to the first trained step", seen.first_step, None, "s"),
+        Row("start-up of ramify rl", observation.startup, None, "s"),
+        Row("to the first trained step", observation.first_step, None, "s"),
     ]
-    return [*rows, *_step(seen), *_share(load, seen), *_mismatch(seen, "of it, trained by the weights that sampled")]
+    return [
+        *rows,
+        *_step_rows(observation),
+        *_gpu_rows(load, observation),
+        *_mismatch_rows(observation, "of it, trained by the weights that sampled"),
+    ]
 
 
-def _enough(rewards: list[float]) -> bool:
-    return first_window(rewards, TARGET, WINDOW) is not None
+def _is_enough(rewards: list[float]) -> bool:
+    return find_first_window(rewards, TARGET, WINDOW) is not None
 
 
-def _step(seen: Watched) -> list[Row]:
-    """A step once everything is compiled: the later half of the run."""
-    later = seen.trained[len(seen.trained) // 2 :]
+def _step_rows(observation: RunObservation) -> list[Row]:
+    """Return the duration of a step and its parts, in the later half of the run, when everything is compiled."""
+    later = observation.step_times[len(observation.step_times) // 2 :]
     if len(later) < 2:
         return []
     wall = (later[-1][0] - later[0][0]) / (later[-1][1] - later[0][1])
@@ -192,10 +204,10 @@ def _step(seen: Watched) -> list[Row]:
     }
     rows = [Row("a step", wall, None, "s")]
     for what, name in names.items():
-        values = seen.numbers.get(name, [])
+        values = observation.metrics.get(name, [])
         if values:
             rows.append(Row(f"  {what}", statistics.median(values[len(values) // 2 :]), None, "s"))
-    busy = statistics.median(seen.numbers["time/train"][len(seen.numbers["time/train"]) // 2 :])
+    busy = statistics.median(observation.metrics["time/train"][len(observation.metrics["time/train"]) // 2 :])
     rows.append(Row("  publishing, and waiting for rollouts", max(0.0, wall - busy), None, "s"))
     for what, name, unit in [
         ("rollouts", "rollouts_per_s", "1/s"),
@@ -205,42 +217,44 @@ def _step(seen: Watched) -> list[Row]:
         ("staleness", "staleness/mean", "steps"),
         ("MFU of training", "train/mfu", ""),
     ]:
-        values = seen.numbers.get(name, [])
+        values = observation.metrics.get(name, [])
         if values:
             rows.append(Row(what, statistics.median(values[len(values) // 2 :]), None, unit))
     return rows
 
 
-def _share(load: list[tuple[float, float]], seen: Watched) -> list[Row]:
-    during = load[int(seen.first_step / SMI_PERIOD) :]
+def _gpu_rows(load: list[tuple[float, float]], observation: RunObservation) -> list[Row]:
+    during = load[int(observation.first_step / SMI_PERIOD) :]
     if not during:
         return []
     return [
-        Row("GPU in use since the first step", statistics.fmean(share for share, _ in during), None, "%"),
+        Row("GPU in use since the first step", statistics.fmean(utilization for utilization, _ in during), None, "%"),
         Row("GPU memory at most", max(memory for _, memory in during) / 1024, None, "GiB"),
     ]
 
 
-def _mismatch(seen: Watched, what: str, age: str = "/reverse/age_0", target: float | None = None) -> list[Row]:
-    """The logprobs of trainer and engine, over all tokens of an age."""
-    counts = seen.numbers.get(f"entries{age}", [])
+def _mismatch_rows(
+    observation: RunObservation, what: str, age: str = "/reverse/age_0", target: float | None = None
+) -> list[Row]:
+    """Return how far the logprobs of trainer and engine are apart, over all tokens of one staleness."""
+    counts = observation.metrics.get(f"entries{age}", [])
     if not counts:
         return []
-    means, largest = seen.numbers[f"mismatch_kl{age}"], seen.numbers[f"max_log_ratio{age}"]
+    means, largest = observation.metrics[f"mismatch_kl{age}"], observation.metrics[f"max_log_ratio{age}"]
     mean = sum(count * kl for count, kl in zip(counts, means)) / sum(counts)
     rows = [
         Row(f"tokens {what}", sum(counts), None, ""),
         Row("  mismatch KL, mean", mean, None, "", target),
         Row("  |log ratio|, largest", max(largest), None, ""),
     ]
-    tails = seen.numbers.get(f"p999_log_ratio{age}")
+    tails = observation.metrics.get(f"p999_log_ratio{age}")
     if tails:
         rows.insert(2, Row("  |log ratio|, 99.9 % (median of steps)", statistics.median(tails), None, ""))
     return rows
 
 
 def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
-    """Sample and train in turns until there are enough tokens."""
+    """Alternate sampling and training until there are enough tokens."""
     config = RL.format(
         name="mismatch",
         steps=args.mismatch_steps,
@@ -251,8 +265,8 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
         off_policy=0,
         lr=args.lr,
     )
-    seen = watch(home, config, "mismatch", enough=lambda _: False, stop=False, deadline=DEADLINE)
-    rows = _mismatch(seen, "in turns", target=MISMATCH)
+    observation = observe_run(home, config, "mismatch", is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+    rows = _mismatch_rows(observation, "in turns", target=MISMATCH)
     needed = TOKENS if args.mismatch_steps >= 10 else None
     tokens = Row("tokens sampled and trained in turns", rows[0].ours, None, "", needed, at_least=True)
     return [tokens, *rows[1:]]
@@ -297,7 +311,7 @@ def main() -> int:
 def _device(args: Any) -> str:
     if args.device == "cpu":
         return "CPU"
-    import torch  # here, so that this process holds nothing of the GPU while it is measured
+    import torch  # imported late, so that this process uses no GPU memory during the measurement
 
     return torch.cuda.get_device_name()
 

@@ -1,9 +1,10 @@
-"""Slow rollouts: are they trained on as often as they are begun, and what does waiting for them cost?
+"""Slow rollouts: whether they are trained on as often as they are issued, and what waiting for them costs.
 
-A real orchestrator; an environment that sleeps, an engine that takes every version, and a trainer that only says that
-it has trained. One task in ten sleeps 20 times the median, and the median is a quarter of a step. The reference is the
-same run with no bound on staleness, where a batch is whatever came back first. Shares are those of the groups that were
-issued before the last `max_off_policy` steps: of the others, some could not have been trained yet.
+The benchmark runs a real orchestrator with an environment that sleeps, an engine that accepts every version, and a
+trainer that only acknowledges its steps. One task in ten sleeps 20 times the median, and the median is a quarter of a
+step. The reference is the same run without a bound on staleness, in which a batch has the groups that finish first.
+Fractions are those of the groups that were issued before the last `max_off_policy` steps: some of the others cannot
+have been trained yet.
 """
 
 import asyncio
@@ -45,47 +46,51 @@ from ramify.train.protocol import (
     RegisterRequest,
     TrainedRequest,
 )
-from ramify.wire import IncomingRequest, WireClient, WireServer
-from ramify.wire import WireMessage as Wired
+from ramify.wire import IncomingRequest, WireClient, WireMessage, WireServer
 
-STEP, MEDIAN, SLOW = 0.8, 0.2, 20  # seconds of a step and of most tasks; how much longer the others take
-GROUPS, ATTEMPTS, TASKS, EVERY = 8, 2, 50, 10  # groups of a batch; one task in EVERY is slow
-OFF_POLICY, UNBOUND = 8, 1000
+STEP_SECONDS, MEDIAN_SECONDS, SLOW_FACTOR = 0.8, 0.2, 20  # of a step, of most tasks, of slow tasks
+GROUPS_PER_BATCH, GROUP_SIZE, NUM_TASKS, SLOW_EVERY = 8, 2, 50, 10  # one task in SLOW_EVERY is slow
+MAX_STALENESS, UNBOUNDED = 8, 1000
 STEPS = 60
-POINTS, THROUGHPUT = 0.02, 0.85
-DEADLINE = 60.0
+MAX_DIFFERENCE, MIN_THROUGHPUT = 0.02, 0.85
+TIMEOUT = 60.0  # seconds
 
 
 def is_slow(task: int) -> bool:
-    return task % EVERY == 0
+    return task % SLOW_EVERY == 0
 
 
-def rollout(ask: RolloutRequest) -> bytes:
-    """An episode of two tokens; whether it is a good one differs from attempt to attempt."""
-    trace = Trace(id=ask.id, attempt=ask.attempt, task=ask.task, rewards={"luck": (float(ask.attempt % 2), 1.0)})
+def build_episode(request: RolloutRequest) -> bytes:
+    """Return an episode of two tokens; its reward alternates between attempts."""
+    trace = Trace(
+        id=request.id,
+        attempt=request.attempt,
+        task=request.task,
+        rewards={"luck": (float(request.attempt % 2), 1.0)},
+    )
     node = trace.add_node(-1, Message("user", "?"), [1, 2, 3])
     reply, runs = Message("assistant", "!"), [VersionRun("tiny", 0, 0, 2)]
-    call = ModelCall(ask.id, finish_reason="stop")
+    call = ModelCall(request.id, finish_reason="stop")
     trace.add_node(
         node, reply, [5, 10, 11], sampled_span=(1, 3), logprobs=[-0.5, -0.5], versions=runs, call=call, trainable=True
     )
     return encode_episode(Episode((trace,)))
 
 
-class Sleeping:
-    """An env server whose rollouts only take their time."""
+class SleepingEnvServer:
+    """An env server whose rollouts only sleep."""
 
-    async def info(self, _: IncomingRequest) -> Wired:
-        return Wired.encode(
+    async def info(self, _: IncomingRequest) -> WireMessage:
+        return WireMessage.encode(
             EnvServerInfo(
-                name="naps",
+                name="sleep",
                 version="",
                 model="tiny",
                 trainable=True,
                 taskset={},
                 harness={},
                 runtime={},
-                rewards={},
+                rewards={"luck": 1.0},
                 group_rewards={},
                 metrics=[],
                 sampling={},
@@ -94,28 +99,28 @@ class Sleeping:
             )
         )
 
-    async def health(self, _: IncomingRequest) -> Wired:
-        return Wired.encode(EnvServerHealth(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
+    async def health(self, _: IncomingRequest) -> WireMessage:
+        return WireMessage.encode(EnvServerHealth(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
 
-    async def tasks(self, request: IncomingRequest) -> Wired:
-        asked = request.decode(TasksRequest)
-        numbers = range(asked.start, min(TASKS, asked.start + asked.count))
+    async def tasks(self, request: IncomingRequest) -> WireMessage:
+        tasks = request.decode(TasksRequest)
+        numbers = range(tasks.start, min(NUM_TASKS, tasks.start + tasks.count))
         page = [TaskItem(str(number), {"prompt": "?", "number": number}) for number in numbers]
-        return Wired.encode(TaskPage(page, asked.start + asked.count >= TASKS))
+        return WireMessage.encode(TaskPage(page, tasks.start + tasks.count >= NUM_TASKS))
 
-    async def run(self, request: IncomingRequest) -> Wired:
-        ask = request.decode(RolloutRequest)
-        around = random.Random(ask.id).uniform(0.8, 1.2)
-        await asyncio.sleep(around * MEDIAN * (SLOW if is_slow(ask.task["number"]) else 1))
-        return Wired.encode(RolloutResponse("w0", 1), rollout(ask))
+    async def run(self, request: IncomingRequest) -> WireMessage:
+        rollout = request.decode(RolloutRequest)
+        jitter = random.Random(rollout.id).uniform(0.8, 1.2)
+        await asyncio.sleep(jitter * MEDIAN_SECONDS * (SLOW_FACTOR if is_slow(rollout.task["number"]) else 1))
+        return WireMessage.encode(RolloutResponse("w0", 1), build_episode(rollout))
 
 
 @contextlib.asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    """Takes every version at once; nobody samples from it."""
+async def serve_engine() -> AsyncIterator[str]:
+    """Serve an engine that accepts every version at once and is never sampled from; yield its URL."""
     version = PolicyVersion("tiny", 0, 0)
 
-    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal version
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while head := (await reader.readuntil(b"\r\n\r\n")).decode().lower():
@@ -128,7 +133,7 @@ async def engine() -> AsyncIterator[str]:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
         writer.close()
 
-    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -136,95 +141,99 @@ async def engine() -> AsyncIterator[str]:
 
 
 async def train(address: str) -> tuple[float, float]:
-    """A trainer that takes `STEP` seconds for every step; when it was given its first batch, and done with its last."""
-    orchestrator = await WireClient(address).start(DEADLINE)
+    """Train in steps of STEP_SECONDS; return the monotonic times of the first batch and of the end."""
+    orchestrator = await WireClient(address).start(TIMEOUT)
 
-    async def say(method: str, said: object) -> Wired:
-        return await orchestrator.call(method, Wired.encode(said), timeout=DEADLINE)
+    async def call(method: str, request: object) -> WireMessage:
+        return await orchestrator.call(method, WireMessage.encode(request), timeout=TIMEOUT)
 
-    welcome = (await say("hello", RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec()))).decode(RegisterReply)
-    who = {"rank": 0, "incarnation": welcome.incarnation}
-    began, step = 0.0, 0
-    while (await say("batch", BatchRequest(**who, step=step))).blobs:
-        began = began or time.monotonic()
-        await asyncio.sleep(STEP)
-        await say("trained", TrainedRequest(**who, step=step, metrics={}))
+    reply = (await call("hello", RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec()))).decode(RegisterReply)
+    identity = {"rank": 0, "incarnation": reply.incarnation}
+    started_at, step = 0.0, 0
+    while (await call("batch", BatchRequest(**identity, step=step))).blobs:
+        started_at = started_at or time.monotonic()
+        await asyncio.sleep(STEP_SECONDS)
+        await call("trained", TrainedRequest(**identity, step=step, metrics={}))
         step += 1
-        await say("published", PublishedRequest(**who, version=("tiny", 0, step), path=f"/versions/{step}"))
-    ended = time.monotonic()
-    await say("checkpoint", CheckpointRequest(**who, step=step))
+        await call("published", PublishedRequest(**identity, version=("tiny", 0, step), path=f"/versions/{step}"))
+    ended_at = time.monotonic()
+    await call("checkpoint", CheckpointRequest(**identity, step=step))
     await orchestrator.close()
-    return began, ended
+    return started_at, ended_at
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A run that is over."""
+class Measurement:
+    """Results of one run; fractions are of slow tasks."""
 
-    rate: float  # steps a second
-    staleness: int  # the oldest group that was trained
-    issued: float  # share of slow tasks
-    trained: float
+    steps_per_second: float
+    max_staleness: int
+    issued_fraction: float
+    trained_fraction: float
 
     @classmethod
-    def of(cls, groups: list[GroupRecord], seconds: float) -> "Measured":
-        early = [group for group in groups if group.version < STEPS - OFF_POLICY]
+    def from_groups(cls, groups: list[GroupRecord], seconds: float) -> "Measurement":
+        early = [group for group in groups if group.version < STEPS - MAX_STALENESS]
         trained = [group for group in groups if group.state is GroupState.TRAINED]
-        oldest = max(group.step - group.version for group in trained if group.step is not None)
-        done = [group for group in early if group.state is GroupState.TRAINED]
-        return cls(STEPS / seconds, oldest, _slow(early), _slow(done))
+        max_staleness = max(group.step - group.version for group in trained if group.step is not None)
+        early_trained = [group for group in early if group.state is GroupState.TRAINED]
+        return cls(STEPS / seconds, max_staleness, _slow_fraction(early), _slow_fraction(early_trained))
 
 
-def _slow(groups: list[GroupRecord]) -> float:
+def _slow_fraction(groups: list[GroupRecord]) -> float:
     return sum(is_slow(group.task_number) for group in groups) / len(groups)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
-async def measure(folder: Path, off_policy: int) -> Measured:
-    naps = Sleeping()
-    handlers = {"info": naps.info, "health": naps.health, "tasks": naps.tasks, "run": naps.run}
-    async with engine() as url, WireServer(handlers, "tcp://127.0.0.1:0", name="naps") as server:
+async def measure(directory: Path, max_staleness: int) -> Measurement:
+    """Run the orchestrator with this bound on staleness."""
+    env = SleepingEnvServer()
+    handlers = {"info": env.info, "health": env.health, "tasks": env.tasks, "run": env.run}
+    async with serve_engine() as url, WireServer(handlers, "tcp://127.0.0.1:0", name="sleep") as server:
         config = RunConfig.model_validate(
             {
-                "name": f"bound-{off_policy}",
-                "output": folder,
+                "name": f"bound-{max_staleness}",
+                "output": directory,
                 "max_steps": STEPS,
                 "inference": {"engine": "external", "base_url": [url]},
-                "train": [{"name": "naps", "taskset": {"id": "naps"}, "address": server.address}],
+                "train": [{"name": "sleep", "taskset": {"id": "sleep"}, "address": server.address}],
                 "orchestrator": {
-                    "batch_size": GROUPS * ATTEMPTS,
-                    "group_size": ATTEMPTS,
-                    "max_off_policy": off_policy,
-                    "max_concurrency": (OFF_POLICY - 1) * GROUPS * ATTEMPTS,
-                    "stall_timeout": DEADLINE,
-                    "address": f"tcp://127.0.0.1:{free_port()}",
+                    "batch_size": GROUPS_PER_BATCH * GROUP_SIZE,
+                    "group_size": GROUP_SIZE,
+                    "max_off_policy": max_staleness,
+                    "max_concurrency": (MAX_STALENESS - 1) * GROUPS_PER_BATCH * GROUP_SIZE,
+                    "stall_timeout": TIMEOUT,
+                    "address": f"tcp://127.0.0.1:{find_free_port()}",
                 },
             }
         )
-        async with asyncio.TaskGroup() as together:
-            together.create_task(Orchestrator(config).run())
-            training = together.create_task(train(config.orchestrator.address))
-        began, ended = training.result()
+        async with asyncio.TaskGroup() as task_group:
+            task_group.create_task(Orchestrator(config).run())
+            training = task_group.create_task(train(config.orchestrator.address))
+        started_at, ended_at = training.result()
     with RunStore.open(config.path, write=False) as store:
-        return Measured.of(Ledger.open_readonly(store).groups(), ended - began)
+        return Measurement.from_groups(Ledger.open_readonly(store).groups(), ended_at - started_at)
 
 
 def main() -> int:
-    args = parser("Slow rollouts: trained on as often as begun, and what that costs").parse_args()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        ours = asyncio.run(measure(Path(folder), OFF_POLICY))
-        free = asyncio.run(measure(Path(folder), UNBOUND))
+    args = parser("Slow rollouts: trained on as often as issued, and what that costs").parse_args()
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+        bounded = asyncio.run(measure(Path(directory), MAX_STALENESS))
+        unbounded = asyncio.run(measure(Path(directory), UNBOUNDED))
+    issued, trained = bounded.issued_fraction, bounded.trained_fraction
+    reference = abs(unbounded.trained_fraction - unbounded.issued_fraction)
+    rate, reference_rate = bounded.steps_per_second, unbounded.steps_per_second
     rows = [
-        Row("issued share of slow tasks", ours.issued, free.issued, ""),
-        Row("trained share of slow tasks", ours.trained, free.trained, ""),
-        Row("difference of the shares", abs(ours.trained - ours.issued), abs(free.trained - free.issued), "", POINTS),
-        Row("steps a second", ours.rate, free.rate, "1/s", THROUGHPUT * free.rate, at_least=True),
-        Row("throughput ratio", ours.rate / free.rate, 1.0, "", THROUGHPUT, at_least=True),
-        Row("staleness, at most", ours.staleness, free.staleness, "steps", OFF_POLICY),
+        Row("issued share of slow tasks", issued, unbounded.issued_fraction, ""),
+        Row("trained share of slow tasks", trained, unbounded.trained_fraction, ""),
+        Row("difference of the shares", abs(trained - issued), reference, "", MAX_DIFFERENCE),
+        Row("steps a second", rate, reference_rate, "1/s", MIN_THROUGHPUT * reference_rate, at_least=True),
+        Row("throughput ratio", rate / reference_rate, 1.0, "", MIN_THROUGHPUT, at_least=True),
+        Row("staleness, at most", bounded.max_staleness, unbounded.max_staleness, "steps", MAX_STALENESS),
     ]
     return finish("Slow tasks, windowed and in arrival order", rows, args)
 
