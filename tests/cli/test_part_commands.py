@@ -119,7 +119,7 @@ def test_env_server_takes_one_source_with_the_limits_of_the_run(file, capsys):
     assert str(picked.log_path(config.output)) == "outputs/whole/logs/env/train/one.log"
     assert config.secret_env is None
     assert main(["env-server", "@", file, "--source", "train/one", "--dry-run"]) == 2
-    assert "say where it answers, with -b URL" in capsys.readouterr().err
+    assert "give its address with -b URL" in capsys.readouterr().err
     assert main(["env-server", "@", file, "--dry-run", "-b", "http://127.0.0.1:8"]) == 2
     assert "source: there are several sources; select one of train/one, train/two, eval/one" in capsys.readouterr().err
 
