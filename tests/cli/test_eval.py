@@ -179,7 +179,7 @@ def test_port_in_use_is_exit_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert main(["eval", ECHO, "-m", "tiny", "--server.port", str(port)]) == 2
-    assert f"server.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+    assert f"server.port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_busy_run_is_exit_1_with_the_error_name(engine, capsys):
@@ -321,7 +321,7 @@ def test_replay_rescores_with_the_current_rewards(engine, capsys):
     assert ["k1.0", "0.250", "1.000"] in lines
     assert ["mean", "0.250", "0.333", "3", "rollouts"] in lines
     assert engine.asked == []
-    assert outcome(Path("outputs/run"))["k1.0"][2] == 0.25  # the run stays as it is
+    assert outcome(Path("outputs/run"))["k1.0"][2] == 0.25  # the run is not changed
 
 
 STATEFUL = """
@@ -350,8 +350,8 @@ class Stateful(rf.Taskset):
         return __VALUE__
 
     @rf.metric
-    def box(self, runtime):
-        return float(runtime.identity is not None)
+    def has_workdir(self, runtime):
+        return float(runtime.workdir is not None)
 """
 
 
@@ -359,8 +359,8 @@ def stateful(other: str = "", value: str = "0.25") -> None:
     Path("stateful.py").write_text(STATEFUL.replace("__OTHER__", other or "pass").replace("__VALUE__", value))
 
 
-def replayed(engine, capsys, other: str = "") -> str:
-    """What `replay` says in a new process, after an eval of one code and an edit of its reward."""
+def eval_and_replay(engine, capsys, other: str = "") -> str:
+    """Return the output of `replay` in a new process, after the reward of an eval was edited."""
     stateful(other)
     assert main(["eval", "stateful.py", "-b", engine.url, "-r", "1", "--name", "run"]) == 0
     stateful(other, "float(state.task == 'k1')")
@@ -370,7 +370,7 @@ def replayed(engine, capsys, other: str = "") -> str:
 
 
 def test_replay_passes_the_saved_state_to_rewards(engine, capsys):
-    lines = [line.split() for line in replayed(engine, capsys).splitlines()]
+    lines = [line.split() for line in eval_and_replay(engine, capsys).splitlines()]
     assert ["k0.0", "0.250", "0.000"] in lines and ["k1.0", "0.250", "1.000"] in lines
 
 
@@ -385,7 +385,7 @@ def test_replay_passes_the_saved_state_to_rewards(engine, capsys):
     ],
 )
 def test_replay_explains_why_a_state_was_not_saved(engine, capsys, other, reason):
-    output = " ".join(replayed(engine, capsys, other).split())  # the table breaks lines
+    output = " ".join(eval_and_replay(engine, capsys, other).split())  # the table breaks lines
     assert output.count(reason) == 2 and "AttributeError" not in output
 
 
@@ -418,10 +418,10 @@ def test_eval_starts_an_engine_for_the_model(capsys):
     assert "is already finished" in capsys.readouterr().out
 
 
-LEASHED = """
+WATCHED = """
 import threading, time
-from ramify.cli.parent_watch import watch
-threading.Thread(target=watch, daemon=True).start()
+from ramify.cli.parent_watch import exit_when_stdin_closes
+threading.Thread(target=exit_when_stdin_closes, daemon=True).start()
 print(0, flush=True)
 time.sleep(600)
 """
@@ -433,14 +433,14 @@ time.sleep(600)
 
 
 def test_engine_exits_when_its_parent_is_killed():
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, LEASHED], stdout=-1, text=True)
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, WATCHED], stdout=-1, text=True)
     pid = max(int(starter.stdout.readline()) for _ in range(2))
     starter.kill()
     starter.communicate(timeout=30)
-    when(lambda: not _runs(pid))
+    when(lambda: not _is_running(pid))
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

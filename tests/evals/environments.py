@@ -1,4 +1,4 @@
-"""A taskset for evals, as a user would write it, in a file."""
+"""Tasksets for evals, in a file, as a user would write them."""
 
 import re
 import time
@@ -11,7 +11,7 @@ import ramify as rf
 class Config(rf.TasksetConfig):
     size: int = 6
     fault: str = ""
-    """What goes wrong with task number 1."""
+    """The fault of task number 1."""
 
 
 class Echo(rf.Taskset):
@@ -44,13 +44,13 @@ class Echo(rf.Taskset):
 
 class BlockingConfig(Config):
     where: str = ""
-    """What never returns: `load`, `setup` or `regex`."""
+    """The code that never returns: `load`, `setup` or `regex`."""
     begun: str = ""
-    """A file that is made when it begins."""
+    """A file that is created when the blocking code starts."""
 
 
 class Blocking(Echo):
-    """The same, with code that blocks for ever, as a download or a pattern can."""
+    """The same, with code that never returns."""
 
     config: BlockingConfig
 
@@ -71,14 +71,14 @@ class Blocking(Echo):
 
 
 class Writing(Echo):
-    """The same, with a file in every box."""
+    """The same, with a file in every work directory."""
 
     async def setup(self, runtime: rf.Runtime) -> None:
         await runtime.write("note.txt", "kept")
 
 
 class Compared(Echo):
-    """The same, and a reward that only all attempts together have."""
+    """The same, with a group reward."""
 
     @rf.group_reward(weight=0.5)
     def rank(self, traces: list[rf.Trace]) -> list[float]:
@@ -86,7 +86,7 @@ class Compared(Echo):
 
 
 class Unrewarded(rf.Taskset):
-    """Tasks that nobody scores."""
+    """Tasks without a reward."""
 
     def load(self) -> Iterator[rf.Task]:
         for number in range(4):

@@ -121,10 +121,12 @@ class Wikispeedia(rf.Taskset):
 
     @rf.stop
     def target_reached(self, task: WalkTask, trace: rf.Trace) -> bool:
+        """Stop at the target."""
         return trace.info["walk"]["path"][-1] == task.target
 
     @rf.stop
     def out_of_turns(self, trace: rf.Trace) -> bool:
+        """Stop after `max_turns` tool calls."""
         return trace.info["walk"]["turns"] >= self.config.max_turns
 
     @rf.reward
@@ -134,10 +136,12 @@ class Wikispeedia(rf.Taskset):
 
     @rf.metric
     def clicks(self, trace: rf.Trace) -> float:
+        """The number of links followed."""
         return float(trace.info["walk"]["clicks"])
 
     @rf.metric
     def shortest(self, task: WalkTask) -> float:
+        """The number of clicks on the shortest path."""
         return float(task.shortest)
 
     @rf.metric

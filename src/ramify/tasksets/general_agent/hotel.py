@@ -20,15 +20,21 @@ NIGHTS = range(1, 8)
 
 
 class Room(BaseModel):
+    """A room and its price per night."""
+
     beds: int
     price: int
 
 
 class Guest(BaseModel):
+    """A guest."""
+
     name: str
 
 
 class Stay(BaseModel):
+    """A stay of one night; `guest` and `room` are keys."""
+
     guest: str
     room: str
     night: int
@@ -95,6 +101,7 @@ class Hotel(World):
         return booked
 
     def make_booking_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to book the cheapest free room with a number of beds."""
         guest, night, beds = rng.choice(list(self.guests)), rng.choice(NIGHTS), rng.randint(1, 3)
         free = [id for id, room in self.free_rooms(night).items() if room["beds"] == beds]
         if not free or self._find_stay(guest, night) is not None:
@@ -111,6 +118,7 @@ class Hotel(World):
         )
 
     def make_cancellation_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to cancel a stay."""
         if not self.stays:
             return None
         id = rng.choice(list(self.stays))
@@ -126,6 +134,7 @@ class Hotel(World):
         )
 
     def make_move_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to move a stay to another free room."""
         if not self.stays:
             return None
         id = rng.choice(list(self.stays))

@@ -22,16 +22,22 @@ LOAN_DAYS = 14  # duration of a loan and of a renewal
 
 
 class Book(BaseModel):
+    """A book; `copies` are on the shelf."""
+
     name: str
     copies: int
 
 
 class LibraryMember(BaseModel):
+    """A member, with the fine that is due."""
+
     name: str
     fine: int
 
 
 class Loan(BaseModel):
+    """A loan, due in `due` days; `member` and `book` are keys."""
+
     member: str
     book: str
     due: int
@@ -120,6 +126,7 @@ class Library(World):
         return "paid"
 
     def make_loan_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to lend a book, after a fine is paid."""
         member, book = rng.choice(list(self.members)), rng.choice(list(self.books))
         if not self.books[book].copies or f"{member}{book}" in self.loans:
             return None
@@ -136,6 +143,7 @@ class Library(World):
         )
 
     def make_return_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to take back all books of a member."""
         if not self.loans:
             return None
         member = self.loans[rng.choice(list(self.loans))].member
@@ -151,6 +159,7 @@ class Library(World):
         )
 
     def make_renewal_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to renew a loan."""
         if not self.loans:
             return None
         loan = self.loans[rng.choice(list(self.loans))]

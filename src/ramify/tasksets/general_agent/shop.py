@@ -36,17 +36,23 @@ PRODUCTS = (
 
 
 class Customer(BaseModel):
+    """A customer."""
+
     name: str
     city: str
 
 
 class ShopProduct(BaseModel):
+    """A product."""
+
     name: str
     price: int
     stock: int
 
 
 class ShopOrder(BaseModel):
+    """An order of one product; `customer` and `product` are keys."""
+
     customer: str
     product: str
     quantity: int
@@ -135,6 +141,7 @@ class Shop(World):
         return "moved"
 
     def make_cancellation_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to cancel an open order."""
         open_orders = [id for id, order in self.orders.items() if order.status == "open"]
         if not open_orders:
             return None
@@ -151,6 +158,7 @@ class Shop(World):
         )
 
     def make_order_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to order the cheapest or a named product."""
         customer = rng.choice(list(self.customers))
         cheapest = rng.random() < 0.5
         product = (
@@ -170,6 +178,7 @@ class Shop(World):
         )
 
     def make_move_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to change a customer's city."""
         customer = rng.choice(list(self.customers))
         city = rng.choice([city for city in CITIES if city != self.customers[customer].city])
         name = self.customers[customer].name

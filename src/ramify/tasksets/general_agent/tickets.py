@@ -34,10 +34,14 @@ Status = Literal["open", "working", "closed"]
 
 
 class Person(BaseModel):
+    """A member of the team."""
+
     name: str
 
 
 class Ticket(BaseModel):
+    """A ticket; `owner` is the key of a person."""
+
     title: str
     urgency: int
     status: Status
@@ -100,6 +104,7 @@ class Tickets(World):
         return "open"
 
     def make_assignment_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to assign the most urgent open ticket."""
         open_tickets = [id for id, ticket in self.tickets.items() if ticket.status == "open"]
         if not open_tickets:
             return None
@@ -116,6 +121,7 @@ class Tickets(World):
         )
 
     def make_handover_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to assign all tickets of one person to another."""
         giver, taker = rng.sample(list(self.people), 2)
         tickets_in_work = self._find_tickets_in_work(giver)
         if not tickets_in_work:
@@ -131,6 +137,7 @@ class Tickets(World):
         )
 
     def make_closing_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to close all tickets of a person."""
         person = rng.choice(list(self.people))
         tickets_in_work = self._find_tickets_in_work(person)
         if not tickets_in_work:
@@ -145,6 +152,7 @@ class Tickets(World):
         )
 
     def make_reopening_goal(self, rng: random.Random) -> WorldGoal | None:
+        """Draw the goal to reopen a ticket."""
         closed_tickets = [id for id, ticket in self.tickets.items() if ticket.status == "closed"]
         if not closed_tickets:
             return None
