@@ -1,4 +1,4 @@
-"""The installed `ramify` command, run as a user runs it."""
+"""Runs the installed `ramify` command."""
 
 import os
 import subprocess

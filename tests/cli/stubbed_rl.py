@@ -1,4 +1,4 @@
-"""`ramify rl` with small programs in place of its processes: `python -m tests.cli.stubbed_rl FOLDER CODE ARGS...`."""
+"""`ramify rl` with small scripts instead of its processes: `python -m tests.cli.stubbed_rl FOLDER CODE ARGS...`."""
 
 import dataclasses
 import sys
@@ -11,9 +11,9 @@ from tests.launch.scripts import RUNS_FOREVER, build_spec
 
 if __name__ == "__main__":
     folder, code, *args = sys.argv[1:]
-    planned = api.build_plan
+    original_build_plan = api.build_plan
     api.build_plan = lambda config: dataclasses.replace(
-        planned(config),
+        original_build_plan(config),
         process_specs=(
             build_spec(Path(folder), "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
             build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),

@@ -1,4 +1,4 @@
-"""`ramify rl --dry-run` refuses what the run would refuse when its processes start."""
+"""`ramify rl --dry-run` refuses what the processes of the run would refuse at start."""
 
 import fcntl
 from pathlib import Path

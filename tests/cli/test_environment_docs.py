@@ -1,4 +1,4 @@
-"""The page that shows how to write an environment, done as a reader would do it."""
+"""The example of docs/write-an-environment.md works as documented."""
 
 import json
 import re

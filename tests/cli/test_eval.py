@@ -1,4 +1,4 @@
-"""`ramify eval` and the commands around a run, as a user types them."""
+"""`ramify eval`, and `show`, `export` and `replay` on its runs."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_raising_reward_shows_file_line_and_message(engine, capsys):
     assert main([*command, "--name", "run"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert f"rollout task-1.0 failed: EnvironmentFault: right: RuntimeError: the judge fell asleep ({FILE}" in output
-    assert output.count(raised) == 2  # when it failed, and in the table at the end
+    assert output.count(raised) == 2  # in the log line and in the report
     assert main(["show", "outputs/run"]) == 0
     assert "1 × EnvironmentFault" in (shown := " ".join(capsys.readouterr().out.split()))
     assert raised in shown
@@ -230,7 +230,7 @@ def test_eval_killed_at_random_times_resumes_to_the_same_result():
     ("number", "ctrl_c"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)]
 )
 def test_signal_stops_cleanly_and_prints_the_resume_command(number, ctrl_c):
-    """SIGTERM too, and where a script has started us in the background, with Ctrl-C ignored."""
+    """The same for SIGTERM, and for a background process of a script, which ignores SIGINT."""
     with run_scripted_engine(delay=0.1) as slow:
         before = signal.signal(signal.SIGINT, ctrl_c)
         try:
@@ -380,12 +380,12 @@ def test_replay_passes_the_saved_state_to_rewards(engine, capsys):
         ("state.world = World()", "`score` uses `state`, which was not saved: state.world is a World"),
         (
             "state.text = 'x' * 2_000_000",
-            "`score` uses `state`, which was not saved: it is larger than 1,000,000 characters",
+            "`score` uses `state`, which was not saved: state is larger than 1,000,000 characters",
         ),
     ],
 )
 def test_replay_explains_why_a_state_was_not_saved(engine, capsys, other, reason):
-    output = " ".join(eval_and_replay(engine, capsys, other).split())  # the table breaks lines
+    output = " ".join(eval_and_replay(engine, capsys, other).split())  # the table wraps lines
     assert output.count(reason) == 2 and "AttributeError" not in output
 
 

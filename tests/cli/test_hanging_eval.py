@@ -1,4 +1,4 @@
-"""`ramify eval` in its own process: code that blocks for ever ends it by name, and so does SIGTERM meanwhile."""
+"""`ramify eval` with code that never returns: it ends with a named failure, or on SIGTERM."""
 
 import signal
 import subprocess
@@ -12,7 +12,7 @@ from tests.evals.scripted_engine import run_scripted_engine
 from tests.launch.scripts import until
 
 BLOCKING = f"{environments.__file__}:Blocking"
-LATE = 60.0  # seconds after which it hangs: every limit below is a second
+TIMEOUT = 60.0  # seconds; the limits that are tested are one second
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def start(engine, folder: Path, where: str, *more: str) -> subprocess.Popen[str]
 
 
 def end(eval: subprocess.Popen[str]) -> tuple[int, str]:
-    """How it ended and what it said."""
+    """Return the exit code and the output."""
     try:
-        output, _ = eval.communicate(timeout=LATE)
+        output, _ = eval.communicate(timeout=TIMEOUT)
     finally:
         eval.kill()
     return eval.returncode, output
@@ -64,9 +64,9 @@ def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
 @pytest.mark.parametrize("where", ["load", "setup"])
 def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     eval = start(engine, tmp_path, where)
-    until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, seconds=LATE)
+    until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, seconds=TIMEOUT)
     eval.send_signal(signal.SIGTERM)
     exit_code, output = end(eval)
     assert exit_code == 130, output
     assert "interrupted; " in output
-    assert ("time.sleep(900)" in output) == (where == "setup")  # a loop that turns ends as always
+    assert ("time.sleep(900)" in output) == (where == "setup")  # a blocked load does not block the loop

@@ -1,4 +1,4 @@
-"""`ramify init`: what it writes works at once, and nothing of the user's is overwritten."""
+"""`ramify init`: the generated package works, and existing files are not overwritten."""
 
 import asyncio
 import subprocess
@@ -31,7 +31,7 @@ def test_generated_package_works_unchanged(tmp_path):
 
 
 def test_rewards_of_tiny_differ_within_a_task(tmp_path):
-    """A group whose rewards are all equal teaches nothing, so a run on it would never make a step."""
+    """A group of equal rewards gives no training signal, so a run would never make a step."""
     assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
     taskset = {"id": f"{tmp_path}/new/letter_count.py"}
     with open_local_model(resolve_model_path("tiny")) as player:

@@ -1,4 +1,4 @@
-"""The `ramify` command: what it shows, and what its exit codes mean."""
+"""The `ramify` command: help, version and exit codes."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.cli.installed_command import COMMAND, ramify_command
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """A command whose body is the given lines of Python."""
+    """Define a command whose body is the given lines of Python."""
 
     def define(*body: str) -> None:
         name = f"scratch_command_{tmp_path.name.replace('-', '_')}"
@@ -118,7 +118,7 @@ def test_missing_ramify_module_keeps_its_traceback(command):
 
 @pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_missing_torch_or_transformers_is_exit_2_with_the_extra(command, capsys, monkeypatch, library):
-    monkeypatch.setitem(sys.modules, library, None)  # Python then says what it says of one that is not installed
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     command(f"import {library}")
     assert app.main(["scratch"]) == 2
     assert capsys.readouterr().err == f"{library} is not installed; pip install 'ramify[local]'\n"

@@ -1,4 +1,4 @@
-"""What the commands say when a command line is wrong, a run is in use, or a run ends early."""
+"""Messages of commands for a wrong command line, a busy run, or a run that ends early."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ def engine():
 
 @contextlib.contextmanager
 def holder(imports: str, held: str):
-    """Another process that holds a run; yields its pid."""
+    """Start another process that holds a run; yield its pid."""
     command = [sys.executable, "-c", HOLDER.format(imports=imports, held=held)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -89,7 +89,7 @@ def holder(imports: str, held: str):
 def test_unknown_flag_suggests_the_nearest(command, message, capsys):
     try:
         assert main(command.split()) == 2
-    except SystemExit as ended:  # as argparse ends a command
+    except SystemExit as ended:  # raised by argparse
         assert ended.code == 2
     assert message in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_busy_run_names_the_writing_process(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux says who holds a lock that others share")
 def test_busy_run_names_a_reading_process(tmp_path):
-    RunStore.open(Path("run")).close()  # this process is the last one that wrote it
+    RunStore.open(Path("run")).close()  # so that this process is the last writer
     with (
         holder("from ramify.store import RunStore", "RunStore.open(Path('run'), write=False)") as pid,
         pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b") as caught,

@@ -1,4 +1,4 @@
-"""`ramify model`: what it lists and shows, and what it refuses to overwrite."""
+"""`ramify model`: list and show."""
 
 import json
 

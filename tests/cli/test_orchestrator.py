@@ -95,7 +95,7 @@ SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launc
     ids=["killed", "terminated"],
 )
 def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, number, code):
-    """One source asks the run's engine and is trained on, the other asks an endpoint that only chats."""
+    """One source uses the run's engine and is trained on, the other uses a chat endpoint."""
     file, name = (home / "run.toml").read_text(), f"ended-{code}"
     (home / "eval.toml").write_text(file + CHAT.format(file=environments.__file__, url=chat))
     path = home / "outputs" / name
@@ -122,7 +122,7 @@ threads = [threading.Thread(target=work, args=word) for word in "ab"]
 
 
 def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path):
-    """`eval at step 0: eval/held-out/avg 0.000step=0 eval/held-out/avg=0`: the log of a run in a container."""
+    """`eval at step 0: eval/held-out/avg 0.000step=0 eval/held-out/avg=0`: once in the log of a run in a container."""
     with (tmp_path / "log").open("w+") as log:
         subprocess.run([sys.executable, "-u", "-c", LINES], stdout=log, check=True, timeout=60)
     lines = (tmp_path / "log").read_text().splitlines()
@@ -148,7 +148,7 @@ def test_status_address_is_recorded_without_a_supervisor(home, capsys):
                 line = process.stdout.readline()
                 assert line, "it ended"
             family += psutil.Process(process.pid).children(recursive=True)
-            assert family == []  # its env server is somebody else's
+            assert family == []  # the env server was started separately
             record = json.loads((home / "outputs" / "run" / "run.json").read_text())
             assert record["status"] == line.split()[-1]
             assert main(["why", str(home / "outputs" / "run")]) == 0

@@ -1,4 +1,4 @@
-"""The part commands read the file of a whole run, and take their part of it."""
+"""The part commands read the config file of a whole run and take their part of it."""
 
 import socket
 from pathlib import Path
@@ -49,7 +49,7 @@ ratio = 3
 name = "one"
 taskset = { id = "reverse-text", split = "eval" }
 """
-ELSEWHERE = "192.0.2.1"  # an address that is nobody's
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: no machine has it
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     outside = ["@", file, "--inference.engine", "vllm"]
     run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
     assert build_serve_config(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
-    assert main(["serve", *outside, "--inference.max_running", "2", "--dry-run"]) == 0  # flags are the part's own
+    assert main(["serve", *outside, "--inference.max_running", "2", "--dry-run"]) == 0  # flags are keys of the part
     assert "max_running" not in capsys.readouterr().err
     several = RUN.replace("max_running = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
     Path("run.toml").write_text(several)
@@ -84,7 +84,7 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
 @pytest.mark.parametrize("table", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
 def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
-    """With the type of the files, what was trained was not what was sampled."""
+    """With the dtype of the checkpoint, engine and trainer once computed in different types."""
     monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
     Path("run.toml").write_text(f"{RUN}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])

@@ -1,4 +1,4 @@
-"""`ramify rl` as a user types it: what is refused, what is planned, how it ends."""
+"""`ramify rl`: invalid configurations, the plan, and how a run ends."""
 
 import json
 import os
@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def blocked(tmp_path):
-    """The environment of a process, and of all it starts, in which the heavy libraries cannot be imported."""
+    """Environment variables under which a process and its children cannot import heavy libraries."""
     folder = tmp_path / "blocked"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKED)
@@ -45,8 +45,8 @@ def blocked(tmp_path):
 
 def test_every_example_has_its_files_and_readme():
     for name in NAMES:
-        found = {path.name for path in (ROOT / "examples" / name).iterdir()}
-        assert {"README.md", "rl.toml", "rl_gpu.toml", "rl_gpu_shared.toml"} <= found
+        files = {path.name for path in (ROOT / "examples" / name).iterdir()}
+        assert {"README.md", "rl.toml", "rl_gpu.toml", "rl_gpu_shared.toml"} <= files
 
 
 def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
@@ -57,15 +57,15 @@ def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     for shown in ("inference: 1 thread", "env/train/reverse", "orchestrator", "trainer", "memory, roughly", "dry run"):
         assert shown in result.stdout
-    found = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
+    files = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
     envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
-    assert found == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
+    assert files == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
 
 
 def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]
     assert main(args) == 0
-    (tmp_path / "reverse-text" / "run.json").touch()  # what a run that has begun has
+    (tmp_path / "reverse-text" / "run.json").touch()  # exists in a run that was started
     files = list((tmp_path / "reverse-text").rglob("*.toml"))
     before = {path: path.read_bytes() for path in files}
     assert main([*args, "--trainer.optim.lr", "0.5"]) == 0
@@ -172,8 +172,8 @@ def test_misspelt_taskset_key_suggests_the_nearest(capsys, tmp_path):
 # -- how it ends -----------------------------------------------------------------------------------------------------
 
 
-def stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
-    """`ramify rl` over small programs, in a process of its own."""
+def start_stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
+    """Start `ramify rl` with small scripts instead of its processes."""
     shutil.copy(ROOT / "examples" / "reverse_text" / "rl.toml", folder)
     args = ["@", str(folder / "rl.toml"), "-o", str(folder), "--max_steps", "5"]
     command = [sys.executable, "-m", "tests.cli.stubbed_rl", str(folder), code, *args]
@@ -181,7 +181,7 @@ def stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
 
 
 def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
-    process = stubbed(tmp_path, RUNS_FOREVER)
+    process = start_stubbed(tmp_path, RUNS_FOREVER)
     until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
@@ -192,7 +192,9 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
 
 
 def test_failure_prints_its_name_and_the_resume_command(tmp_path):
-    out, err = stubbed(tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)").communicate()
+    out, err = start_stubbed(
+        tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)"
+    ).communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
     assert "nothing is finished yet; rerun: ramify rl @" in err
     assert "Traceback" not in out + err

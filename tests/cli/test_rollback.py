@@ -1,4 +1,4 @@
-"""`ramify rollback` ends a run's history at an older checkpoint, and touches nothing if it cannot."""
+"""`ramify rollback` ends a run's history at an older checkpoint, and changes nothing if it cannot."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert audit(ledger, finished=False) == []
         assert store.get_fact(FINISHED_KEY) is None
         assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
-    assert main(["rollback", str(run), "2"]) == 0  # a second time changes nothing more
+    assert main(["rollback", str(run), "2"]) == 0  # idempotent
     with RunStore.open(run, write=False) as store:
         assert Ledger.open_readonly(store).progress().incarnation == 1
 
@@ -67,7 +67,7 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
     ],
 )
 def test_unusable_step_changes_nothing(run, capsys, step, code, reason):
-    save_checkpoint(run, 6)  # made, and never committed
+    save_checkpoint(run, 6)  # saved, but never committed
     assert main(["rollback", str(run), step]) == code
     assert reason in capsys.readouterr().err
     with RunStore.open(run) as store:

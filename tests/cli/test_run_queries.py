@@ -1,4 +1,4 @@
-"""`why`, `metrics` and `plot`: the run is asked while it lives, its files are read afterwards."""
+"""`why`, `metrics` and `plot`: a live run is queried over HTTP, an ended one is read from its files."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run that is over: one group dropped, three steps of metrics."""
+    """An ended run: one group dropped, three steps of metrics."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "outputs" / "run"
 
@@ -51,8 +51,8 @@ def run(tmp_path, monkeypatch):
 
 def test_metrics_of_an_ended_run_are_a_list_of_points(run, capsys):
     assert main(["metrics", "run", "--name", "reward/*", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == [{"step": step, "name": "reward/all/mean", "value": step / 2} for step in range(3)]
+    points = json.loads(capsys.readouterr().out)
+    assert points == [{"step": step, "name": "reward/all/mean", "value": step / 2} for step in range(3)]
 
 
 def test_metrics_prints_a_summary_or_points(run, capsys):
@@ -215,11 +215,11 @@ def test_unwritable_export_is_a_named_failure(run, tmp_path, capsys):
 
 
 def test_why_refuses_sft_and_eval_runs(run, capsys):
-    (run / "config.toml").write_text("[data]\n")  # as `ramify sft` leaves it
+    (run / "config.toml").write_text("[data]\n")  # a run of `ramify sft`
     assert main(["why", "run"]) == 2
     assert "is not an RL run; use 'ramify metrics' for it" in capsys.readouterr().err
-    assert main(["why", "run", "--audit"]) == 0  # its files can be checked all the same
-    (run / "config.toml").write_text("[taskset]\n")  # as `ramify eval` does
+    assert main(["why", "run", "--audit"]) == 0  # its files can be checked
+    (run / "config.toml").write_text("[taskset]\n")  # a run of `ramify eval`
     assert main(["why", "run"]) == 2
     assert "is not an RL run; use 'ramify show' for it" in capsys.readouterr().err
     (run / "config.toml").write_text("[[train]]\n")

@@ -1,4 +1,4 @@
-"""`ramify show`: a page of rollouts, chosen and ordered, without a trace opened; `export` says how far it is."""
+"""`ramify show`: pages of rollouts, filtered and sorted, without reading traces; and the progress of `export`."""
 
 import random
 import re
@@ -16,7 +16,7 @@ HELD_OUT = "eval/held-out"
 
 
 def row(number: int, source: str = "train") -> RolloutRecord:
-    """Rollout `number`: the system failed every tenth, and every seventh ran into its budget."""
+    """Return row `number`: every tenth has a system failure, every seventh exceeded its budget."""
     failure = "EnvironmentFault" if number % 10 == 3 else None
     summary = {
         "stop": "BudgetExceeded" if number % 7 == 0 else "stop",
@@ -37,7 +37,7 @@ random.Random(0).shuffle(REWARDS)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A run with many rollouts whose traces are gone: whoever opens one fails."""
+    """A run with many rollouts whose traces are missing, so that reading one would fail."""
     path = tmp_path_factory.mktemp("run")
     _, traces = rollout()
     with RunStore.open(path) as store:
@@ -64,7 +64,7 @@ def test_first_page_is_shown_with_a_hint(show):
     assert len(ids) == 20
     assert len(output.splitlines()) < 50
     assert "--page 2" in output and "--limit 0" in output
-    assert "1081 counted, 120 failed" in output  # the summary is of all of them
+    assert "1081 counted, 120 failed" in output  # the report covers all rollouts
     following, _ = show("--page", "2")
     both, _ = show("--limit", "40")
     assert ids + following == both
@@ -119,7 +119,7 @@ def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
         store.submit_change(lambda *_: None, rows).result(60)
     assert main(["show", str(tmp_path / "run"), "r11"]) == 0
     assert "reply 11" in capsys.readouterr().out
-    assert main(["show", str(tmp_path / "run"), "r1"]) == 0  # that one, although r10 and r11 begin so
+    assert main(["show", str(tmp_path / "run"), "r1"]) == 0  # an exact id wins over the prefix of r10 and r11
     assert "reply 1\n" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "run"), "r"]) == 2
     assert "matches several rollouts: r0, r1, r10" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Ramify without any of its extras: every page of help and every dry run works without torch and the like."""
+"""Ramify without its extras: every help page and every dry run works."""
 
 import json
 import re
@@ -56,7 +56,7 @@ print(json.dumps(ended))
 
 
 def extras() -> list[str]:
-    """What is installed only with an extra, as it is imported."""
+    """Return the import names of packages that are installed only with an extra."""
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [requirement for name, requirements in found.items() if name != "dev" for requirement in requirements]
     return [re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted]
@@ -64,7 +64,7 @@ def extras() -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """How each command ended, and what it printed, where no extra can be imported."""
+    """Exit code and output of each command in a process that cannot import the extras."""
     folder = tmp_path_factory.mktemp("core")
     (folder / "run.toml").write_text(RUN)
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

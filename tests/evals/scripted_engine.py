@@ -27,12 +27,12 @@ def reply_to(text: str) -> str:
 
 
 class ScriptedEngine(Fake):
-    """One server, serving "tiny"."""
+    """A server of the model "tiny"."""
 
     def __init__(self, *, delay: float = 0.0, owner: str = "ramify") -> None:
         super().__init__()
         self.delay, self.owner = delay, owner
-        self.fail_next = 0  # how many of the next requests to answer with an error
+        self.fail_next = 0  # number of next requests that are answered with an error
 
     def card(self) -> dict[str, Any]:
         return {"id": "tiny", "owned_by": self.owner, "max_model_len": 2048, "version": self.version._asdict()}

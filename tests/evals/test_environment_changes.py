@@ -1,4 +1,4 @@
-"""An eval whose environment has changed since its rollouts were sampled: shown, refused, or recorded."""
+"""Evals whose environment changed after rollouts were sampled: the change is refused, or accepted and recorded."""
 
 import re
 
@@ -35,7 +35,7 @@ def engine():
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """Writes an environment, a file with a module beside it; keywords say what it consists of."""
+    """Return a function that writes an environment next to a module it imports."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "scoring.py").write_text("FULL_MARKS = 1.0\n")
 
@@ -85,7 +85,7 @@ def test_changed_reward_is_refused_and_names_the_file(environment, evaluate, eng
     assert "--fresh" in refused.value.message
     assert "--accept-changes" in refused.value.message
     assert engine.asked == []
-    assert rewards(evaluate(environment())) == [1.0, 1.0]  # brought back, it is the same run again
+    assert rewards(evaluate(environment())) == [1.0, 1.0]  # restored, so the run continues
 
 
 def test_changed_reward_is_refused_when_rollouts_are_missing(environment, evaluate):
@@ -98,7 +98,7 @@ def test_module_next_to_the_environment_is_part_of_it(environment, evaluate, tmp
     path = environment()
     evaluate(path)
     (tmp_path / "scoring.py").write_text("FULL_MARKS = 0.25\n")
-    environment(reward="FULL_MARKS * 1")  # another module, so that its imports are looked at again
+    environment(reward="FULL_MARKS * 1")  # a changed file, so that its imports are read again
     with pytest.raises(EnvironmentChanged, match=r"scoring\.py has changed"):
         evaluate(path)
 
@@ -131,8 +131,8 @@ def test_accepted_change_keeps_rollouts_and_is_recorded(environment, evaluate):
     with RunStore.open(result.path, write=False) as store:
         (event,) = RunLog(store).events("changes accepted")
         assert any("words.py has changed" in line for line in event.fields["changes"])
-    again = evaluate(environment(reward="0.5"), num_tasks=4)
-    assert (again.num_run, rewards(again)) == (0, rewards(result))
+    second = evaluate(environment(reward="0.5"), num_tasks=4)
+    assert (second.num_run, rewards(second)) == (0, rewards(result))
 
 
 def test_report_omits_revisions_without_a_change(environment, evaluate):
@@ -153,7 +153,7 @@ def test_changed_taskset_key_can_be_accepted_but_not_another_model(evaluate, eng
 
 def test_run_without_stored_digests_resumes_with_unrecorded_revision(environment, evaluate):
     path = evaluate(environment()).path
-    with RunStore.open(path) as store:  # as an earlier version has left it
+    with RunStore.open(path) as store:  # as written by an earlier version
 
         def forget(connection):
             connection.execute("DELETE FROM facts WHERE key = 'environments'")

@@ -1,4 +1,4 @@
-"""`rf.evaluate` as Python calls it: in a script and in a running event loop, with a class, an instance or an id."""
+"""`rf.evaluate` in a script and in a running event loop, with a class, an instance or an id."""
 
 import asyncio
 import contextlib

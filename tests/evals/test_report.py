@@ -1,4 +1,4 @@
-"""Which scores the table at the end shows."""
+"""The scores of the report, and the bounds of rewards."""
 
 import math
 
@@ -10,7 +10,7 @@ from ramify.store import RolloutRecord
 
 
 def names(*repetitions: int) -> list[str]:
-    """The scores of tasks with so many rollouts each."""
+    """Return the names of the scores of tasks with these numbers of rollouts."""
     rows = [
         RolloutRecord(id=f"{task}.{number}", task=str(task), repetition=number, reward=1.0, failure=None, summary={})
         for task, count in enumerate(repetitions)
@@ -41,7 +41,7 @@ def test_tasks_of_two_sources_with_the_same_name_are_separate():
 
 
 def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> RolloutRecord:
-    """A rollout whose reward is composed of `parts`: (score, weight) by name."""
+    """Return a rollout whose reward is the weighted sum of `parts`: (score, weight) by name."""
     tables = {
         "rewards": {name: score for name, (score, _) in parts.items()},
         "weights": {name: weight for name, (_, weight) in parts.items()},
@@ -53,7 +53,7 @@ def scored(task: int, number: int, reward: float, *, source: str = "", **parts: 
 
 
 def test_intervals_stay_in_the_range_of_the_rewards():
-    """The table once said 0.939 with an interval up to 1.05, and 0.02 with one from -0.06."""
+    """The table once showed 0.939 with an interval up to 1.05, and 0.02 with one from -0.06."""
     rows = [scored(task, number, 1.0 - (task == number == 0)) for task in range(3) for number in range(2)]
     for name, estimate in compute_scores(rows, threshold=1.0):
         low, high = estimate.interval()

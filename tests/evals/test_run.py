@@ -20,7 +20,7 @@ def engine():
 
 @pytest.fixture
 def configured(engine, tmp_path):
-    """An eval against the scripted engine; keywords are taskset keys or configuration."""
+    """Return a function that configures an eval against the scripted engine."""
 
     def make(cls: str = "Echo", taskset: dict | None = None, **more) -> EvalConfig:
         engine.asked.clear()

@@ -1,4 +1,4 @@
-"""The estimators: exact against enumeration, and intervals that know that repetitions are not tasks."""
+"""Pass rates match enumeration; intervals are clustered by task."""
 
 import itertools
 import math
@@ -50,7 +50,7 @@ def test_repeated_samples_do_not_reduce_the_standard_error():
     assert once.stderr == pytest.approx(0.5 / math.sqrt(3))
 
 
-# (tasks, first parameter of a Beta over the tasks, the second, levels of the reward), with the mean a / (a + b).
+# (number of tasks, a, b, levels of the reward): pass probabilities are drawn from Beta(a, b), with mean a / (a + b).
 COVERAGE = [(40, 1.0, 1.0, 1), (10, 1.0, 1.0, 1), (10, 1.8, 0.2, 1), (20, 1.94, 0.06, 1), (8, 2.4, 0.6, 4)]
 
 

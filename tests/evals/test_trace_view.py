@@ -1,4 +1,4 @@
-"""A trace in the terminal: every message once, forks with their reasons, rewards and counts."""
+"""The tree of a trace: messages, counts, fork reasons, rewards and errors."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The watchdog of `ramify eval` in a process of its own: time in which it is suspended does not count."""
+"""The watchdog of `ramify eval`: time in which the process is suspended does not count."""
 
 import signal
 import subprocess
@@ -41,7 +41,7 @@ def test_suspended_time_does_not_count_as_hanging(tmp_path):
         assert process.stdout is not None and process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGTSTP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-        time.sleep(2.0)  # what is tested is that time passes: twice the limit of the timer
+        time.sleep(2.0)  # longer than the timer, which must not fire
         (tmp_path / "continued").touch()
         process.send_signal(signal.SIGCONT)
         output, _ = process.communicate(timeout=60)

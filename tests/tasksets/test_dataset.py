@@ -121,7 +121,9 @@ def test_parquet_files_and_saved_datasets_are_read(tmp_path):
         pa.ipc.new_stream(file, table.schema) as out,
     ):
         out.write_table(table)
-    (saved / "cache-1f2e3d.arrow").write_bytes((saved / "data-00000-of-00001.arrow").read_bytes())  # what `map` leaves
+    (saved / "cache-1f2e3d.arrow").write_bytes(
+        (saved / "data-00000-of-00001.arrow").read_bytes()
+    )  # written by `Dataset.map`
     expected = [row["question"] for row in ROWS]
     assert load_prompts(make_dataset(data / "train-00000-of-00001.parquet", eval_share=0, **GSM8K)) == expected
     assert load_prompts(make_dataset(tmp_path / "downloaded", part="train", eval_share=0, **GSM8K)) == expected
@@ -177,7 +179,7 @@ def test_num_tasks_takes_the_first_rows(tmp_path):
 def test_csv_and_json_files_are_read(tmp_path, name):
     path = tmp_path / name
     if name == "rows.csv":
-        with path.open("w", newline="", encoding="utf-8-sig") as file:  # with the mark that spreadsheets write
+        with path.open("w", newline="", encoding="utf-8-sig") as file:  # with the byte order mark of spreadsheets
             writer = csv.DictWriter(file, ["question", "answer"])
             writer.writeheader()
             writer.writerows(ROWS)

@@ -61,7 +61,7 @@ def test_extra_change_misses_the_goal():
 
 @pytest.mark.parametrize("domain", WORLDS)
 def test_every_argument_is_in_the_prompt_or_in_tool_results(domain):
-    """Every argument of a known call is in the words, in what a tool answered, or a state of the world by name."""
+    """Every argument of a gold call is in the prompt, in a tool result, or the name of a status."""
     for task in tasks(domain):
         world = build_initial_world(task)
         told = str(task.prompt)

@@ -138,7 +138,7 @@ def test_well_formed_reply():
 
 
 def test_random_letters_and_echoes_score_low():
-    """On sentences, as published: random letters about 0.18, the text itself about 0.22."""
+    """On sentences, as in published results: random letters score about 0.18, the text itself about 0.22."""
     rng = random.Random(0)
     texts = list(generate_texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
     letters = [wrap_in_tags("".join(rng.choice(string.ascii_lowercase) for _ in text)) for text in texts]

@@ -1,4 +1,4 @@
-"""wordle: marks with the right multiplicity, six guesses, one warning."""
+"""wordle: marks of repeated letters, six guesses, one warning."""
 
 import string
 
@@ -15,16 +15,16 @@ LETTERS = st.text("abc", min_size=5, max_size=5)  # few letters, so that they re
 
 
 def marks_by_rules(guess: str, secret: str) -> str:
-    """The slow way: greens take their letters off the secret, then yellows do, from the left."""
-    marks, left = ["X"] * 5, list(secret)
-    for at in range(5):
-        if guess[at] == secret[at]:
-            marks[at] = "G"
-            left.remove(guess[at])
-    for at in range(5):
-        if marks[at] == "X" and guess[at] in left:
-            marks[at] = "Y"
-            left.remove(guess[at])
+    """Compute marks step by step: greens use up letters of the secret, then yellows from the left."""
+    marks, unmatched = ["X"] * 5, list(secret)
+    for index in range(5):
+        if guess[index] == secret[index]:
+            marks[index] = "G"
+            unmatched.remove(guess[index])
+    for index in range(5):
+        if marks[index] == "X" and guess[index] in unmatched:
+            marks[index] = "Y"
+            unmatched.remove(guess[index])
     return "".join(marks)
 
 
