@@ -70,6 +70,7 @@ class Simulation:
         self.started: dict[int, int] = {}  # version at which a group was issued
         self.dispatched: dict[int, list[int]] = {}  # versions at which the attempts of a group were dispatched
         self.pending: dict[int, int] = {}  # attempts of a group without a result
+        self.retries: Counter[QueuedAttempt] = Counter()
         self.dropped: set[int] = set()
         self.batches: dict[int, tuple[int, ...]] = {}
         self.trained: dict[int, int] = {}
@@ -123,8 +124,9 @@ class Simulation:
         self.queue.mark_done(queued.group, queued.attempt)
         if queued.group in self.dropped:
             return
-        if self.rng.random() < self.world.failing and queued.num_retries < 20:
-            self.queue.push(queued.group, queued.attempt, queued.num_retries + 1)
+        if self.rng.random() < self.world.failing and self.retries[queued] < 20:
+            self.retries[queued] += 1
+            self.queue.push(queued.group, queued.attempt, is_retry=True)
             return
         self.pending[queued.group] -= 1
         if self.pending[queued.group]:

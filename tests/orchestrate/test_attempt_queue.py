@@ -24,8 +24,8 @@ def test_attempts_are_popped_in_the_order_of_issue():
 
 def test_retries_are_popped_first():
     queue = filled()
-    queue.push(7, 3, num_retries=1)
-    assert queue.pop(9) == QueuedAttempt(7, 3, num_retries=1)
+    queue.push(7, 3, is_retry=True)
+    assert queue.pop(9) == QueuedAttempt(7, 3)
 
 
 def test_limit_of_attempts_in_flight():

@@ -4,7 +4,8 @@ from ramify.orchestrate.concurrency import CombinedLoad, ConcurrencyLimiter
 
 
 def test_limit_grows_while_it_is_used_up_and_caches_have_room():
-    limiter = ConcurrencyLimiter(4, 64, initial_limit=8)
+    limiter = ConcurrencyLimiter(4, 64)
+    limiter.limit = 8
     assert [limiter.update(CombinedLoad(kv_usage=0.3, queued=0), num_in_flight=limiter.limit) for _ in range(4)] == [
         9,
         10,
@@ -31,7 +32,8 @@ def test_limit_shrinks_when_a_cache_is_full_or_requests_queue():
 def test_limit_converges_to_the_capacity_of_the_engines():
     """An engine whose cache holds 40 rollouts: the limit stays near it, up from below and down from above."""
     for start in (4, 400):
-        limiter, limits = ConcurrencyLimiter(4, 400, start), []
+        limiter, limits = ConcurrencyLimiter(4, 400), []
+        limiter.limit = start
         for _ in range(200):
             used = limiter.limit
             limits.append(limiter.update(CombinedLoad(min(1.0, used / 40), max(0, used - 40)), used))

@@ -129,9 +129,9 @@ class AdmissionControl:
             )
         self.restore_group(group)
 
-    def restore_group(self, group: int, *, is_scored: bool = False) -> None:
+    def restore_group(self, group: int) -> None:
         """Give a slot to a group that an earlier process issued, even if none is free."""
-        insort(self._scored if is_scored else self._unscored, group)
+        insort(self._unscored, group)
 
     def mark_scored(self, group: int) -> None:
         """Make a group available for a batch."""

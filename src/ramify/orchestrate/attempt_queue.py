@@ -6,18 +6,17 @@ from typing import NamedTuple
 
 
 class QueuedAttempt(NamedTuple):
-    """An attempt that waits to be dispatched; `num_retries` counts its earlier tries."""
+    """An attempt to dispatch."""
 
     group: int
     attempt: int
-    num_retries: int = 0
 
 
 class AttemptQueue:
     """Attempts that wait, and those in flight. A state machine without clock or I/O."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[bool, int, int, int]] = []  # heap of (is first try, group, attempt, retries)
+        self._waiting: list[tuple[bool, int, int]] = []  # heap of (is first try, group, attempt)
         self._in_flight: set[tuple[int, int]] = set()
 
     @property
@@ -30,17 +29,17 @@ class AttemptQueue:
         """Number of attempts in the queue."""
         return len(self._waiting)
 
-    def push(self, group: int, attempt: int, num_retries: int = 0) -> None:
+    def push(self, group: int, attempt: int, *, is_retry: bool = False) -> None:
         """Queue an attempt."""
-        heapq.heappush(self._waiting, (not num_retries, group, attempt, num_retries))
+        heapq.heappush(self._waiting, (not is_retry, group, attempt))
 
     def pop(self, limit: int, can_dispatch: Callable[[int], bool] = lambda group: True) -> QueuedAttempt | None:
         """Return the next attempt; None if `limit` are in flight or its group may not be dispatched."""
         if not self._waiting or self.num_in_flight >= limit or not can_dispatch(self._waiting[0][1]):
             return None
-        _, group, attempt, num_retries = heapq.heappop(self._waiting)
+        _, group, attempt = heapq.heappop(self._waiting)
         self._in_flight.add((group, attempt))
-        return QueuedAttempt(group, attempt, num_retries)
+        return QueuedAttempt(group, attempt)
 
     def mark_done(self, group: int, attempt: int) -> None:
         """Record that an attempt is no longer in flight, however it ended."""

@@ -22,9 +22,8 @@ class CombinedLoad:
 class ConcurrencyLimiter:
     """A limit between `min_limit` and `max_limit` that follows the load of the engines."""
 
-    def __init__(self, min_limit: int, max_limit: int, initial_limit: int | None = None) -> None:
-        self.min_limit, self.max_limit = min_limit, max_limit
-        self.limit = min(max_limit, max(min_limit, max_limit if initial_limit is None else initial_limit))
+    def __init__(self, min_limit: int, max_limit: int) -> None:
+        self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
 
     def update(self, load: CombinedLoad, num_in_flight: int) -> int:
         """Adapt the limit to the load that was measured with `num_in_flight` attempts, and return it."""

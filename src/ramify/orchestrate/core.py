@@ -312,7 +312,7 @@ class OrchestratorCore:
         )
         self.admission.restore_group(group.number)
         for pending in tracker.pending_attempts:
-            self.attempt_queue.push(group.number, pending, num_retries=1)
+            self.attempt_queue.push(group.number, pending, is_retry=True)
         if group.state is GroupState.SCORED:
             scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules)
             if scored.batch_group is None or scored.forest is None:  # other filters or another algorithm than before
@@ -329,7 +329,7 @@ class OrchestratorCore:
         message = format_failure(failure)
         if outcome is AttemptOutcome.RETRY:
             await self.ledger.retry_attempt(tracker.number, attempt, message)
-            self.attempt_queue.push(tracker.number, attempt, num_retries=tracker.get_num_tries(attempt) - 1)
+            self.attempt_queue.push(tracker.number, attempt, is_retry=True)
             return GroupProgress.OPEN
         await self.ledger.drop_attempt(tracker.number, attempt, DropReason.FAILED, message)
         if tracker.progress is GroupProgress.TOO_FEW:

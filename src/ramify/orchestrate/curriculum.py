@@ -27,9 +27,6 @@ class TaskPick(NamedTuple):
 class Curriculum(Protocol):
     """Chooses the tasks of one source."""
 
-    has_epochs: bool
-    """Whether every task is chosen exactly once per epoch, which an audit then verifies."""
-
     def next_task(self) -> TaskPick | None:
         """Return the next task; None if there are no more."""
         ...
@@ -93,7 +90,6 @@ class ShuffleCurriculum:
 
     def __init__(self, config: ShuffleConfig, num_tasks: int | None, seed: str) -> None:
         self._config, self._num_tasks, self._seed = config, num_tasks, seed
-        self.has_epochs = num_tasks is not None
         self._epoch = self._position = 0
         self._order = self._draw_order(seed)
 
@@ -129,8 +125,6 @@ class ShuffleCurriculum:
 
 class PoolsCurriculum:
     """Draws tasks from pools of similar difficulty, with the configured frequencies; empty pools are skipped."""
-
-    has_epochs = False
 
     def __init__(self, config: PoolsConfig, num_tasks: int, seed: str) -> None:
         self._config, self._num_tasks, self._seed = config, num_tasks, seed

@@ -78,10 +78,6 @@ class GroupTracker:
         """Traces of all kept attempts, in the order of the attempts."""
         return [trace for attempt in sorted(self.rollouts) for trace in self.rollouts[attempt]]
 
-    def get_num_tries(self, attempt: int) -> int:
-        """Return how often an attempt was tried."""
-        return self._num_tries[attempt]
-
     def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
         """Record the episode of an attempt, unless the system failed it or a reward is missing."""
         failures = [failure for trace in traces for failure in self._list_failures(trace)]
