@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from ramify.dialects.openai_format import parse_arguments
 from ramify.trace import MediaPart, Message
 
 _encode = msgspec.msgpack.Encoder(order="sorted").encode
@@ -44,14 +45,6 @@ def encode_canonical(value: Any) -> bytes:
         return _encode(value)
     except OverflowError:  # an integer of more than 64 bits, which a model may write
         return json.dumps(value, sort_keys=True).encode()
-
-
-def parse_arguments(text: str) -> Any:
-    """Return the parsed arguments of a call, or the text itself if it is not JSON."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text
 
 
 def _canonical_arguments(text: str) -> Any:

@@ -18,9 +18,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from ramify.dialects.base import Dialect, ParsedRequest, get_http_status
+from ramify.dialects.model_call import ModelReply
 from ramify.errors import RamifyError, RequestInvalid, SecretUnknown
-from ramify.gateway.dialects.base import Dialect, ParsedRequest, get_http_status
-from ramify.gateway.model_call import ModelReply
 from ramify.gateway.session import RolloutSession
 
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ramify.gateway.media import URI_LIST_MIME
+from ramify.dialects.media import URI_LIST_MIME
 from ramify.trace import Media, MediaPart, Message
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from ramify.client import ClientSampling, Completion
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
+from ramify.dialects.openai_format import parse_chat_completion, to_openai_messages
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
-from ramify.gateway.openai_format import parse_chat_completion, to_openai_messages
 from ramify.gateway.stop_strings import find_stop, truncate_version_runs
 from ramify.render import ParsedReply, ParseProblem, PrefixBreak, RenderedPrompt, Renderer, TokenHistory, ToolSchema
 from ramify.render.late_system import accepts_late_system, fold_late_system

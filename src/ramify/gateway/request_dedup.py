@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
-from ramify.gateway.model_call import ModelReply, ModelRequest
+from ramify.dialects.model_call import ModelReply, ModelRequest
 
 
 class SharedCall:

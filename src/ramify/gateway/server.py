@@ -15,11 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ramify.dialects.base import get_http_status
+from ramify.dialects.chat import ChatCompletionsDialect
+from ramify.dialects.messages import MessagesDialect
+from ramify.dialects.responses import ResponsesDialect
 from ramify.errors import RamifyError, SecretUnknown
-from ramify.gateway.dialects.base import get_http_status
-from ramify.gateway.dialects.chat import ChatCompletionsDialect
-from ramify.gateway.dialects.messages import MessagesDialect
-from ramify.gateway.dialects.responses import ResponsesDialect
 from ramify.gateway.http_handlers import ReplyHandler, TokenCountHandler
 from ramify.gateway.session import RolloutSession
 from ramify.wire.http_server import HttpServer

@@ -17,13 +17,13 @@ import numpy as np
 
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
+from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, TokensRequired
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
 from ramify.gateway.conversation_trie import ConversationTrie, TrieNode
 from ramify.gateway.main_calls import RecordedCall
-from ramify.gateway.model_call import ModelReply, ModelRequest, ReplyFinishReason
 from ramify.gateway.policy import Policy, PreparedPrompt, SampledReply
 from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall

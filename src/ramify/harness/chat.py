@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
+from ramify.dialects.model_call import ModelReply, ModelRequest
 from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
 from ramify.errors import ConfigInvalid, MalformedCall
-from ramify.gateway.model_call import ModelReply, ModelRequest
 from ramify.harness.base import Harness
 from ramify.harness.config import ChatHarnessConfig
 from ramify.harness.initial_messages import build_initial_messages

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.dialects.media import media_from_url
+from ramify.dialects.openai_format import parse_tool_calls
 from ramify.env import Task
 from ramify.errors import EnvironmentFault, RequestInvalid
-from ramify.gateway.media import media_from_url
-from ramify.gateway.openai_format import parse_tool_calls
 from ramify.trace import Media, MediaPart, Message, TextPart
 
 ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -11,9 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import RamifyError, RequestInvalid
-from ramify.gateway.canonical import parse_arguments
-from ramify.gateway.dialects.base import (
+from ramify.dialects.base import (
     Dialect,
     MessageParser,
     ParsedRequest,
@@ -21,8 +19,10 @@ from ramify.gateway.dialects.base import (
     format_sse,
     get_http_status,
 )
-from ramify.gateway.media import media_from_base64, media_from_url
-from ramify.gateway.model_call import ModelReply
+from ramify.dialects.media import media_from_base64, media_from_url
+from ramify.dialects.model_call import ModelReply
+from ramify.dialects.openai_format import parse_arguments
+from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import Message, ToolCall, Usage
 

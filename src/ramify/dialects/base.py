@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ramify.dialects.media import media_from_url
+from ramify.dialects.model_call import ModelReply, ModelRequest
 from ramify.errors import (
     BudgetExceeded,
     ContextOverflow,
@@ -20,8 +22,6 @@ from ramify.errors import (
     SecretUnknown,
     TemplateRefused,
 )
-from ramify.gateway.media import media_from_url
-from ramify.gateway.model_call import ModelReply, ModelRequest
 from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import msgspec
 
+from ramify.dialects.media import media_to_url
 from ramify.errors import ProviderError
-from ramify.gateway.media import media_to_url
 from ramify.trace import Media, MediaPart, Message, ToolCall, Usage
 
 
@@ -33,6 +33,14 @@ def parse_tool_calls(calls: Any) -> tuple[ToolCall, ...]:
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
         parsed.append(ToolCall(str(call.get("id") or ""), str(call["function"]["name"]), text))
     return tuple(parsed)
+
+
+def parse_arguments(text: str) -> Any:
+    """Return the parsed arguments of a call, or the text itself if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage]:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ramify.errors import RequestInvalid
-from ramify.gateway.dialects.base import (
+from ramify.dialects.base import (
     Dialect,
     MessageParser,
     ParsedRequest,
     build_function_tool,
     format_sse,
 )
-from ramify.gateway.model_call import ModelReply
-from ramify.gateway.openai_format import parse_tool_calls, to_openai_tool_calls
+from ramify.dialects.model_call import ModelReply
+from ramify.dialects.openai_format import parse_tool_calls, to_openai_tool_calls
+from ramify.errors import RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import Usage
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import RamifyError, RequestInvalid
-from ramify.gateway.canonical import parse_arguments
-from ramify.gateway.dialects.base import (
+from ramify.dialects.base import (
     Dialect,
     MessageParser,
     ParsedRequest,
@@ -23,7 +21,9 @@ from ramify.gateway.dialects.base import (
     format_sse,
     get_error_code,
 )
-from ramify.gateway.model_call import ModelReply
+from ramify.dialects.model_call import ModelReply
+from ramify.dialects.openai_format import parse_arguments
+from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import ToolCall, Usage
 
