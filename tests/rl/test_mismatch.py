@@ -69,7 +69,7 @@ def test_swapped_temperatures_raise_mismatch_kl(recording):
             build_trainer(resolve_model_path("tiny"), TrainerConfig(threads=1), ranks)
             .step(batch)
             .to_dict()["mismatch_kl"]
-            for batch in (recording.shares(0)[0], _swap_temperatures(recording.shares(0)[0]))
+            for batch in (recording.read_shares(0)[0], _swap_temperatures(recording.read_shares(0)[0]))
         )
     print(f"as sampled {original:.2e}, swapped {swapped:.2e}")
     assert original < 1e-8
@@ -77,7 +77,7 @@ def test_swapped_temperatures_raise_mismatch_kl(recording):
 
 
 def test_flat_batch_has_the_same_gradient(recording, capsys, tmp_path):
-    for share in recording.directory.glob(f"step_{recording.steps()[-1]:06}.*"):
+    for share in recording.directory.glob(f"step_{recording.list_steps()[-1]:06}.*"):
         shutil.copy(share, tmp_path)
     forest, flat = (replay_gradient_norms(tmp_path, capsys, tmp_path, *flags) for flags in ([], ["--flat"]))
     print(f"gradient norm {forest[0]:.6g} as a forest, {flat[0]:.6g} flat")
