@@ -1,5 +1,6 @@
 from .env import Endpoint as Endpoint
 from .env import Judge as Judge
+from .env import Runtime as Runtime
 from .env import Task as Task
 from .env import Taskset as Taskset
 from .env import TasksetConfig as TasksetConfig
@@ -15,7 +16,6 @@ from .evals import evaluate as evaluate
 from .harness import Harness as Harness
 from .launch import rl as rl
 from .orchestrate.algorithms import Algorithm as Algorithm
-from .runtime import Runtime as Runtime
 from .trace import Branch as Branch
 from .trace import Message as Message
 from .trace import ToolCall as ToolCall

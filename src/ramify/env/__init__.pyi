@@ -13,6 +13,10 @@ from .judge import ReferenceJudge as ReferenceJudge
 from .judge import RubricJudge as RubricJudge
 from .mcp import McpServerConfig as McpServerConfig
 from .mcp import open_mcp_servers as open_mcp_servers
+from .runtime import ExecResult as ExecResult
+from .runtime import Runtime as Runtime
+from .runtime import RuntimeConfig as RuntimeConfig
+from .runtime import RuntimeProcess as RuntimeProcess
 from .task import Task as Task
 from .taskset import Taskset as Taskset
 from .taskset import TasksetConfig as TasksetConfig

@@ -9,7 +9,7 @@ from ramify.env.task import Task
 from ramify.trace import Trace
 
 if TYPE_CHECKING:
-    from ramify.runtime import Runtime
+    from ramify.env.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ PLUGIN_KINDS = {
         },
     ),
     "harness": PluginKind("ramify.harnesses", "ramify.harness:Harness", {"chat": "ramify.harness.chat:ChatHarness"}),
-    "runtime": PluginKind("ramify.runtimes", "ramify.runtime:Runtime", {"local": "ramify.runtime.local:LocalRuntime"}),
+    "runtime": PluginKind(
+        "ramify.runtimes", "ramify.env.runtime:Runtime", {"local": "ramify.runtime.local:LocalRuntime"}
+    ),
     "judge": PluginKind(
         "ramify.judges",
         "ramify.env.judge:Judge",

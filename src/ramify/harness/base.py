@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
+from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSet, User
 from ramify.harness.config import HarnessConfig
-from ramify.runtime import Runtime
 
 if TYPE_CHECKING:
     from ramify.gateway import RolloutSession

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from ramify.client.loop_pacer import LoopPacer
-from ramify.env import Task, Taskset, TasksetHooks, collect_hooks, plugin
+from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.code_digest import compute_code_digests
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
@@ -19,7 +19,6 @@ from ramify.gateway.config import RolloutLimits
 from ramify.gateway.policy import ChatPolicy, Policy
 from ramify.harness import ExternalModelConfig, Harness
 from ramify.rollout.config import SourceConfig
-from ramify.runtime import Runtime, RuntimeConfig
 
 
 @dataclass(slots=True)

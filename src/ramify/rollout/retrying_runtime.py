@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from ramify.env import Task
+from ramify.env import Runtime, RuntimeProcess, Task
+from ramify.env.runtime import CommandLine
 from ramify.errors import RamifyError
-from ramify.runtime import Runtime, RuntimeProcess
-from ramify.runtime.base import CommandLine
 
 T = TypeVar("T")
 MAX_RETRIES = 3

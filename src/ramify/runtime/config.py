@@ -1,23 +1,8 @@
-"""Configuration of runtimes; importable without the runtimes themselves."""
+"""Configuration of the local runtime; importable without the runtime itself."""
 
 from pathlib import Path
 
-from pydantic import Field
-
-from ramify.config import Config
-
-
-class RuntimeConfig(Config):
-    """Configuration common to all runtimes."""
-
-    id: str = "local"
-    """The id that selects the runtime; see `ramify.env.plugin`."""
-    keep: bool = False
-    """Keep the files of a rollout after it ends, for inspection."""
-    max_output: int = Field(default=1 << 20, ge=0)
-    """Bytes kept of a command's standard output, and of its standard error: the first and the last half of that."""
-    env: dict[str, str] = {}
-    """Environment variables for every program."""
+from ramify.env.runtime import RuntimeConfig
 
 
 class LocalRuntimeConfig(RuntimeConfig):

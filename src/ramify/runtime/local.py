@@ -16,16 +16,14 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from ramify.env.runtime import TIMEOUT_EXIT_CODE, CommandLine, ExecResult, Runtime, RuntimeProcess
+from ramify.env.task import Task
 from ramify.errors import ConfigInvalid, SandboxError
-from ramify.runtime.base import TIMEOUT_EXIT_CODE, CommandLine, ExecResult, Runtime, RuntimeProcess
 from ramify.runtime.bounded_output import BoundedOutput
 from ramify.runtime.config import LocalRuntimeConfig
 from ramify.runtime.process_cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
-
-if TYPE_CHECKING:
-    from ramify.env import Task
 
 OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
 REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove
@@ -55,7 +53,7 @@ class LocalRuntime(Runtime):
             self._sandbox_dir = self._create_sandbox()
         return self._sandbox_dir / "work" / self._relative_workdir
 
-    def check_task(self, task: "Task") -> None:
+    def check_task(self, task: Task) -> None:
         if task.image is not None:
             raise ConfigInvalid(
                 f"the task needs the image {task.image!r}, but the local runtime does not support images"
@@ -63,7 +61,7 @@ class LocalRuntime(Runtime):
         if task.workdir is not None and (PurePath(task.workdir).is_absolute() or ".." in PurePath(task.workdir).parts):
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
 
-    async def start(self, task: "Task") -> None:
+    async def start(self, task: Task) -> None:
         self.check_task(task)
         self._relative_workdir = PurePath(task.workdir or "")
 

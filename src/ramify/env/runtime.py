@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ramify.runtime.config import RuntimeConfig
+from pydantic import Field
 
-if TYPE_CHECKING:
-    from ramify.env import Task
+from ramify.config import Config
+from ramify.env.task import Task
 
 TIMEOUT_EXIT_CODE = 124  # as of `timeout(1)`
 NOT_EXECUTABLE_EXIT_CODE = 126  # as of a shell
@@ -23,6 +23,19 @@ NOT_FOUND_EXIT_CODE = 127
 
 CommandLine = Sequence[str] | str
 """A program and its arguments, or a line for `sh -c`."""
+
+
+class RuntimeConfig(Config):
+    """Configuration common to all runtimes."""
+
+    id: str = "local"
+    """The id that selects the runtime; see `ramify.env.plugin`."""
+    keep: bool = False
+    """Keep the files of a rollout after it ends, for inspection."""
+    max_output: int = Field(default=1 << 20, ge=0)
+    """Bytes kept of a command's standard output, and of its standard error: the first and the last half of that."""
+    env: dict[str, str] = {}
+    """Environment variables for every program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +86,11 @@ class Runtime(ABC):
         return self.config.model_dump(mode="json", include={"id"})
 
     @abstractmethod
-    def check_task(self, task: "Task") -> None:
+    def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if the task needs something that this runtime does not support."""
 
     @abstractmethod
-    async def start(self, task: "Task") -> None:
+    async def start(self, task: Task) -> None:
         """Prepare the runtime for a task."""
 
     @abstractmethod
