@@ -7,7 +7,8 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 from ramify.config.base import Config, RunName
 from ramify.config.component import parse_component
 from ramify.config.dump import dry_run, dump_toml, write_toml
-from ramify.config.parser import parse, parse_section, pop_flag, raise_config_invalid
+from ramify.config.parser import parse, parse_section, pop_flag, raise_config_invalid, read_stored_config
+from ramify.config.renamed_keys import stored_keys, update_keys
 
 __all__ = [
     "Config",
@@ -19,5 +20,8 @@ __all__ = [
     "parse_section",
     "pop_flag",
     "raise_config_invalid",
+    "read_stored_config",
+    "stored_keys",
+    "update_keys",
     "write_toml",
 ]

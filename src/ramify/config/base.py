@@ -7,14 +7,16 @@ unless the input sets them.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import PurePath
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.config.schema import annotation_options, is_dict, model_tag_key
+from ramify.config.schema import annotation_options, get_renamed_keys, is_dict, model_tag_key
+from ramify.errors import ConfigInvalid
 
 NONE_LITERAL = "None"  # None in a TOML file, which has no null
 
@@ -31,15 +33,21 @@ RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 
 
 class Config(BaseModel):
-    """A section of the configuration."""
+    """A section of the configuration. What has a new name is listed; see `ramify.config.renamed_keys`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
+    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _merge_over_defaults(cls, data: Any) -> Any:
         if not is_dict(data):
             return data
+        for old, new in get_renamed_keys(cls).items():
+            if old in data:
+                raise ConfigInvalid(f"{cls.__name__}.{old} is now called {new}")
         fields = cls.model_fields
         return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
 

@@ -22,18 +22,18 @@ from ramify.config.arguments import (
     parse_value,
 )
 from ramify.config.base import NONE_LITERAL, merge_tables
+from ramify.config.renamed_keys import KeyUpdate
 from ramify.config.schema import (
     KeyPath,
     child_options,
+    default_at,
     format_key,
     has_key,
     is_container,
     is_dict,
     is_list,
     is_list_type,
-    is_model_type,
     is_tuple,
-    model_tag_key,
     select_variant,
 )
 
@@ -85,6 +85,13 @@ class ConfigLayers:
         container[key[-1]] = value
         self._set_origin(key, flag.text)
 
+    def update_keys(self) -> list[str]:
+        """Give all keys their new names, and return a message for each key that had an old one."""
+        update = KeyUpdate(self.cls, self.data)
+        self.data = update.table
+        origins = {key: self.find_origin(key) for key in update.messages}
+        return [f"{text} ({origins[key]})" if origins[key] else text for key, text in update.messages.items()]
+
     def _record_origins(self, key: KeyPath, value: Any, origin: str) -> None:
         if is_dict(value) and value:
             for name, inner in value.items():
@@ -107,7 +114,7 @@ class ConfigLayers:
                 name, default = _parse_index(key, part, len(node)), None
             else:
                 name = normalize_key(options, part)
-                default = _default_at(default, select_variant(options, node), node, name)
+                default = default_at(default, select_variant(options, node), node, name)
             key, options = (*key, name), child_options(options, name)
             if depth + 1 < len(path):
                 node = _descend(node, key, options, default, part=path[depth + 1])
@@ -144,20 +151,6 @@ def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any,
     if not is_dict(child) and not is_list(child):
         raise ArgumentProblem(f"{format_key(key)}.{part}", f"{format_key(key)} is a value, not a section")
     return child
-
-
-def _default_at(section_default: Any, options: Sequence[Any], table: Any, name: str) -> Any:
-    """Return the default of key `name`: that of the section's default, or else that of the section's class."""
-    if isinstance(section_default, BaseModel):
-        key = model_tag_key(type(section_default))
-        tag = getattr(section_default, key, None)
-        if table.get(key, tag) == tag:
-            return getattr(section_default, name, None)
-    for option in options:
-        field = option.model_fields.get(name) if is_model_type(option) else None
-        if field is not None and not field.default_factory_takes_validated_data:
-            return field.get_default(call_default_factory=True, validated_data=None)
-    return None
 
 
 def _copy_list(default: Any) -> list[Any]:

@@ -6,6 +6,7 @@ parser than the standard one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
@@ -51,6 +52,7 @@ def build_config(
     base: Mapping[str, Any] | None = None,
     *,
     command_flags: Sequence[str] = (),
+    accept_old_keys: bool = False,
 ) -> C:
     """Return the configuration from files and flags over the table `base`. Raises ConfigInvalid."""
     layers = ConfigLayers(cls, base)
@@ -63,6 +65,8 @@ def build_config(
         raise_config_invalid([(problem.key, problem.reason) for problem in argument_problems + bad_files])
     argument_problems += _apply_each(layers.add_flag, flags)
     problems = [(problem.key, problem.reason) for problem in argument_problems]
+    old_keys = layers.update_keys()
+    problems += [] if accept_old_keys else [("", message) for message in old_keys]
     try:
         config: C = _pydantic_cli(cls, args=[], default=_RawTable.model_validate(layers.data))
     except pydantic_config.ConfigFileError as error:
@@ -76,6 +80,11 @@ def build_config(
     return config
 
 
+def read_stored_config(cls: type[C], path: Path) -> C:
+    """Return the configuration that a run stored, perhaps with the keys of an earlier version. Raises ConfigInvalid."""
+    return build_config(cls, [FileArgument((), str(path))], accept_old_keys=True)
+
+
 def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     """Return the section `cls` from a table whose keys the surrounding schema does not know, such as a plugin's.
 
@@ -84,10 +93,14 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     fields: Any = {key: (cls, ...)}
     wrapper: type[Config] = create_model("_Wrapper", __base__=Config, **fields)
     layers = ConfigLayers(wrapper, {key: table})
+    problems = [("", message) for message in layers.update_keys()]
     try:
-        return getattr(wrapper.model_validate(layers.data), key)
+        section = getattr(wrapper.model_validate(layers.data), key)
     except ValidationError as error:
-        raise_config_invalid(list(explain_errors(error, layers).items()))
+        raise_config_invalid([*problems, *explain_errors(error, layers).items()])
+    if problems:
+        raise_config_invalid(problems)
+    return section
 
 
 def pop_flag(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:

@@ -90,7 +90,7 @@ def child_options(options: Sequence[Any], key: str | int) -> list[Any]:
     children: list[Any] = []
     for option in options:
         if is_model_type(option):
-            field = option.model_fields.get(str(key))
+            field = option.model_fields.get(get_renamed_keys(option).get(str(key), str(key)))
             if field is not None:
                 children += annotation_options(field.annotation)
             elif option.model_config.get("extra") == "allow":
@@ -141,6 +141,34 @@ def union_tag_key(options: Sequence[Any]) -> str:
 def model_tag_key(model: type[BaseModel]) -> str:
     """Return the key whose value identifies this variant of a union."""
     return next((key for key in TAG_KEYS if _literal_values(model, key)), TAG_KEYS[0])
+
+
+def default_at(section_default: Any, options: Sequence[Any], table: Any, name: str) -> Any:
+    """Return the default of key `name`: that of the section's default, or else that of the section's class."""
+    if isinstance(section_default, BaseModel):
+        key = model_tag_key(type(section_default))
+        tag = getattr(section_default, key, None)
+        if table.get(key, tag) == tag:
+            return getattr(section_default, name, None)
+    for option in options:
+        field = option.model_fields.get(name) if is_model_type(option) else None
+        if field is not None and not field.default_factory_takes_validated_data:
+            return field.get_default(call_default_factory=True, validated_data=None)
+    return None
+
+
+def get_renamed_keys(model: type[BaseModel]) -> dict[str, str]:
+    """Return the new name of each old key of a section, its base classes included."""
+    return _merge_class_tables(model, "renamed_keys")
+
+
+def get_renamed_values(model: type[BaseModel]) -> dict[str, dict[str, str]]:
+    """Return the new value of each old value of a section's keys, by the new name of the key."""
+    return _merge_class_tables(model, "renamed_values")
+
+
+def _merge_class_tables(model: type[BaseModel], name: str) -> dict[str, Any]:
+    return {key: value for cls in reversed(model.__mro__) for key, value in vars(cls).get(name, {}).items()}
 
 
 def _model_tags(model: type[BaseModel]) -> tuple[Any, ...]:
