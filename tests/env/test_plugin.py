@@ -54,16 +54,56 @@ def test_file(file, form):
     assert find_plugin_class("taskset", str(file)) is find_plugin_class("taskset", f"{file}:Game")
 
 
-@pytest.mark.parametrize("form", ["game_package.games:Game", "game_package.games.Game"])
-def test_import_path(file, form, monkeypatch):
-    package = file.parent / "game_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    file.rename(package / "games.py")
+@pytest.fixture
+def package(file, monkeypatch):
+    """An importable package with the module `games`."""
+    folder = file.parent / "game_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    file.rename(folder / "games.py")
     monkeypatch.syspath_prepend(file.parent)
-    assert find_plugin_class("taskset", form).__name__ == "Game"
+    yield folder
     for name in [name for name in sys.modules if name.startswith("game_package")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("form", ["game_package.games:Game", "game_package.games.Game"])
+def test_import_path(package, form):
+    assert find_plugin_class("taskset", form).__name__ == "Game"
+
+
+@pytest.mark.parametrize("imports", ["", "from game_package.games import Game"])
+def test_module_path(package, imports):
+    (package / "__init__.py").write_text(imports)
+    taskset = build_plugin("taskset", {"id": "game_package.games", "max_chars": 3})
+    assert [task.prompt for task in taskset.load()] == ["xxx"]
+
+
+def test_module_path_of_a_package_that_exports_its_only_plugin(package):
+    (package / "__init__.py").write_text("import ramify as rf\nfrom game_package.games import Game\n")
+    assert find_plugin_class("taskset", "game_package").__name__ == "Game"
+
+
+def test_module_path_without_exactly_one_plugin_is_refused(package):
+    (package / "two.py").write_text("import ramify as rf\nclass A(rf.Taskset): ...\nclass B(rf.Taskset): ...\n")
+    assert build_error("taskset", {"id": "game_package"}).endswith(
+        "game_package should have one taskset class, it has none; define one in it, or select another module"
+    )
+    assert "game_package.games should have one harness class, it has none; define one" in build_error(
+        "harness", {"id": "game_package.games"}
+    )
+    assert build_error("taskset", {"id": "game_package.two"}).endswith(
+        "game_package.two should have one taskset class, it has A, B; select one as game_package.two:Class"
+    )
+
+
+def test_module_path_that_does_not_exist_is_refused(package):
+    (package / "broken.py").write_text("1 / 0\n")
+    assert "there is no module 'game_pakage'" in build_error("taskset", {"id": "game_pakage.games"})
+    assert "game_package has no game" in build_error("taskset", {"id": "game_package.game"})
+    assert "game_package.broken cannot be imported: ZeroDivisionError" in build_error(
+        "taskset", {"id": "game_package.broken"}
+    )
 
 
 def test_entry_point_of_an_installed_package(file, monkeypatch):

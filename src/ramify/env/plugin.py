@@ -1,9 +1,9 @@
 """Plugins: an id in a configuration becomes a class.
 
 Tasksets, harnesses, runtimes, judges, algorithms and filters are looked up in the same four places: the built-in names,
-the entry points of installed packages, an import path (`package.module:Class`), a file (`my_env.py`, or
-`my_env.py:Class`). A plugin's options are the fields of the config class that annotates its `config` attribute; unknown
-keys are errors. Only the named module is imported.
+the entry points of installed packages, an import path (`package.module:Class`, or `package.module` if it defines one),
+a file (`my_env.py`, or `my_env.py:Class`). A plugin's options are the fields of the config class that annotates its
+`config` attribute; unknown keys are errors. Only the named module is imported.
 """
 
 import difflib
@@ -109,11 +109,13 @@ def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> ty
         return _load_class(config_key, kind, plugin_kind, id)
     if file := _find_similar_file(id):
         return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; did you mean {file}?")])
+    if id.isidentifier() and id not in sys.stdlib_module_names and importlib.util.find_spec(id) is not None:
+        return _load_class(config_key, kind, plugin_kind, id)
     names = sorted({*plugin_kind.builtin_paths, *entry_points.names})
     if close_matches := difflib.get_close_matches(id, names, n=1):
         hint = f"did you mean {close_matches[0]!r}?"
     else:
-        hint = f"expected one of {', '.join(names)}, module:Class or file.py"
+        hint = f"expected one of {', '.join(names)}, a module, module:Class or file.py"
     return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; {hint}")])
 
 
@@ -124,17 +126,18 @@ def _find_similar_file(id: str) -> Path | None:
 
 
 def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path: str) -> type:
-    """Import the class at `module:Class`, `module.Class`, `file.py` or `file.py:Class`."""
+    """Import the class at `module:Class`, `module.Class`, `module`, `file.py` or `file.py:Class`."""
     module_path, _, name = import_path.partition(":")
     if not module_path.endswith(".py") and not name:
-        module_path, _, name = module_path.rpartition(".")
+        module_path, name = _split_import_path(config_key, module_path)
     module = _import_module(config_key, module_path)
     base = plugin_kind.load_base_class()
     candidates = [value for value in vars(module).values() if _is_defined_in(value, module, base)]
     names = [candidate.__name__ for candidate in candidates]
     listed = ", ".join(names) or "none"
     if not name and len(candidates) != 1:
-        text = f"{module_path} should have one {kind} class, it has {listed}; select one as {module_path}:Class"
+        advice = f"select one as {module_path}:Class" if names else "define one in it, or select another module"
+        text = f"{module_path} should have one {kind} class, it has {listed}; {advice}"
         raise_config_invalid([(config_key, text)])
     cls = getattr(module, name, None) if name else candidates[0]
     if cls is None:
@@ -146,8 +149,22 @@ def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path
     return cls
 
 
+def _split_import_path(config_key: str, import_path: str) -> tuple[str, str]:
+    """Return the module and the class in `module.Class`; the class is "" if the path is that of a module."""
+    parent_path, _, name = import_path.rpartition(".")
+    if not parent_path:
+        return import_path, ""
+    parent = _import_module(config_key, parent_path)
+    if isinstance(getattr(parent, name, None), type) or not hasattr(parent, "__path__"):
+        return parent_path, name
+    return (import_path, "") if importlib.util.find_spec(import_path) is not None else (parent_path, name)
+
+
 def _is_defined_in(value: object, module: ModuleType, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
+    """Return whether the value is a subclass of `base` that the module, or a module of the package, defines."""
+    if not (isinstance(value, type) and issubclass(value, base)):
+        return False
+    return value.__module__ == module.__name__ or value.__module__.startswith(f"{module.__name__}.")
 
 
 def _import_module(config_key: str, module_path: str) -> ModuleType:
