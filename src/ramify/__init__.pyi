@@ -1,3 +1,4 @@
+from .config import Config as Config
 from .env import Endpoint as Endpoint
 from .env import Judge as Judge
 from .env import Runtime as Runtime

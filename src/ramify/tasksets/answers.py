@@ -6,7 +6,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import ramify as rf
-from ramify.trace import Branch
 
 BOXED_PREFIX = "\\boxed{"
 MAX_ANSWER_CHARS = 200  # longer answers are not parsed as numbers or by math_verify
@@ -18,12 +17,12 @@ _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"[+-]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")  # no exponents: 1e999999999 would be computed
 
 
-def get_replies(trace: "rf.Trace") -> list[str]:
+def get_replies(trace: rf.Trace) -> list[str]:
     """Return the text of every reply, in order.
 
     Only the path to the newest node is read: a trace holds a reply twice if the chat template rewrites history.
     """
-    messages = Branch(trace, len(trace.nodes) - 1).messages if len(trace.nodes) else []
+    messages = rf.Branch(trace, len(trace.nodes) - 1).messages if len(trace.nodes) else []
     return [message.text for message in messages if message.role == "assistant"]
 
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ramify.trace import Message, ToolCall
+import ramify as rf
 
 
-def build_tool_call_replies(calls: Iterable[tuple[str, dict[str, Any]]]) -> list[Message]:
+def build_tool_call_replies(calls: Iterable[tuple[str, dict[str, Any]]]) -> list[rf.Message]:
     """Return one reply for each call, given as (tool, arguments)."""
     return [
-        Message("assistant", tool_calls=(ToolCall(f"gold{number}", name, json.dumps(arguments)),))
+        rf.Message("assistant", tool_calls=(rf.ToolCall(f"gold{number}", name, json.dumps(arguments)),))
         for number, (name, arguments) in enumerate(calls)
     ]

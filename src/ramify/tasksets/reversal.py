@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config
+import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.splits import Split, assign_split, draw_distinct
 
@@ -22,7 +22,7 @@ TAGGED_PATTERN = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 WORDS_FILE = Path(__file__).with_name("words.txt")
 
 
-class ReversalTextsConfig(Config):
+class ReversalTextsConfig(rf.Config):
     """The lengths and the alphabet of the texts. The defaults are those of the default example."""
 
     split: Split = "train"

@@ -16,7 +16,6 @@ import ramify as rf
 from ramify.tasksets import article_graph
 from ramify.tasksets.gold_replies import build_tool_call_replies
 from ramify.tasksets.splits import draw_distinct
-from ramify.trace import Message
 
 OUT_OF_TURNS = "error: the walk has ended, all turns are used."  # a reply may hold more calls than there are turns left
 SYSTEM = "Go from page to page by their links until you reach the target."
@@ -149,7 +148,7 @@ class Wikispeedia(rf.Taskset):
         """shortest / clicks where the target was reached, else 0."""
         return task.shortest / trace.info["walk"]["clicks"] if self.target_reached(task, trace) else 0.0
 
-    def gold(self, task: WalkTask) -> list[Message]:
+    def gold(self, task: WalkTask) -> list[rf.Message]:
         path = article_graph.find_shortest_path(self.graph, task.source, task.target)
         return build_tool_call_replies(("click_link", {"article": title}) for title in path[1:])
 

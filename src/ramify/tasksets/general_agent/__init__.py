@@ -19,7 +19,6 @@ from ramify.tasksets.general_agent.tickets import Tickets
 from ramify.tasksets.general_agent.world import World, WorldCall, WorldGoal
 from ramify.tasksets.gold_replies import build_tool_call_replies
 from ramify.tasksets.splits import draw_distinct
-from ramify.trace import Message
 
 SYSTEM = "Do what is asked with the tools, in order and nothing more, then say that it is done."
 
@@ -80,10 +79,10 @@ class GeneralAgent(rf.Taskset):
         """1 if the final database is the one that the gold calls produce, else 0."""
         return float(trace.info["database"] == build_goal_world(task).model_dump(mode="json"))
 
-    def gold(self, task: WorldTask) -> list[Message]:
+    def gold(self, task: WorldTask) -> list[rf.Message]:
         return [
             *build_tool_call_replies((call.tool, call.arguments) for call in task.calls),
-            Message("assistant", "Done."),
+            rf.Message("assistant", "Done."),
         ]
 
 
