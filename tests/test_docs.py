@@ -47,7 +47,7 @@ def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> Non
     assert sum(expected is not None for _, expected in blocks) >= 4
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("examples/*/README.md")], ids=str)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/*/README.md")], ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
         if link.startswith("http"):
@@ -64,3 +64,8 @@ def test_the_configuration_page_names_every_key_of_a_source() -> None:
     page = (DOCS / "configuration.md").read_text()
     for source in (TrainSourceConfig, EvalSourceConfig):
         assert [key for key in source.model_fields if f"`{key}`" not in page] == []
+
+
+def test_the_reading_list_has_existing_files_of_at_most_9000_lines() -> None:
+    files = re.findall(r"^\| `([^`]+)` \|", (DOCS / "reading.md").read_text(), re.MULTILINE)
+    assert sum(len((ROOT / "src/ramify" / file).read_text().splitlines()) for file in files) <= 9000
