@@ -14,7 +14,7 @@ from ramify.train.config import LossConfig
 from ramify.train.losses import LOSSES, Entries, LossTerm, ce, load_loss, ref_kl
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "trl.json").read_text())
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 COUNT = 400
 
 
