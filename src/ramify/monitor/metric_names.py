@@ -43,15 +43,15 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "max_log_ratio": "largest |log ratio| between trainer and sampler",
         "p999_log_ratio": "99.9th percentile of |log ratio|, overestimated by at most 20 %",
         "masked": "fraction of entries that the loss masks",
-        "entries/<source>/age_<age>": "entries of one source by staleness; so for the five metrics above",
+        "entries/<source>/age_<age>": "entries of one source by staleness; likewise for the five metrics above",
         "committed": "the committed step, when a checkpoint is made",
     },
-    "The forest": {
+    "Forest": {
         "forest/tokens": "tokens computed",
-        "forest/token_ratio": "flat tokens over forest tokens: what sharing prefixes saves",
-        "forest/padding": "padding tokens in addition",
+        "forest/token_ratio": "flat tokens divided by forest tokens: what sharing prefixes saves",
+        "forest/padding": "padding tokens, which are not in `forest/tokens`",
     },
-    "Flow": {
+    "Staleness and throughput": {
         "staleness/mean": "mean staleness of the groups of the batch, in steps",
         "staleness/max": "maximum staleness of the groups of the batch",
         "rollouts_per_s": "rollouts per second, over the last minute",
