@@ -13,16 +13,11 @@ from typing import Any
 
 import msgspec
 
-from ramify.dialects.base import (
-    Dialect,
-    MessageParser,
-    ParsedRequest,
-    build_function_tool,
-    format_sse,
-    get_error_code,
-)
+from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.chat_format import parse_arguments
+from ramify.dialects.http_format import format_sse, get_error_code
+from ramify.dialects.message_parser import MessageParser, build_function_tool
 from ramify.dialects.model_call import ModelReply
-from ramify.dialects.openai_format import parse_arguments
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import ToolCall, Usage

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.dialects.openai_format import parse_arguments
+from ramify.dialects.chat_format import parse_arguments
 from ramify.trace import MediaPart, Message
 
 _encode = msgspec.msgpack.Encoder(order="sorted").encode

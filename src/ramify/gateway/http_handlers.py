@@ -7,18 +7,17 @@ keepalive, so a call that fails quickly still gets its own HTTP status.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ramify.dialects.base import Dialect, ParsedRequest, get_http_status
+from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.http_format import decode_body, get_http_status
 from ramify.dialects.model_call import ModelReply
 from ramify.errors import RamifyError, RequestInvalid, SecretUnknown
 from ramify.gateway.session import RolloutSession
@@ -128,7 +127,7 @@ class TokenCountHandler:
 async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
     """Parse a request, including the retry headers."""
     try:
-        parsed = dialect.parse_request(_decode_json_object(await http.body()))
+        parsed = dialect.parse_request(decode_body(await http.body(), dict[str, Any]))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
     retry_header = http.headers.get("x-stainless-retry-count", "0")
@@ -141,20 +140,6 @@ async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: Roll
         is_remote=True,
     )
     return replace(parsed, request=request)
-
-
-def _decode_json_object(data: bytes) -> Mapping[str, Any]:
-    """Decode a body. A lone surrogate, which JavaScript may send, becomes a question mark."""
-    try:
-        try:
-            body = msgspec.json.decode(data)
-        except msgspec.DecodeError:
-            body = msgspec.json.decode(json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError, msgspec.DecodeError) as error:
-        raise RequestInvalid(f"the body of the request is not JSON: {error}") from error
-    if not isinstance(body, Mapping):
-        raise RequestInvalid("the body of a request must be a JSON object")
-    return body
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

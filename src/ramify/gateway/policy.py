@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ramify.client import ClientSampling, Completion
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
-from ramify.dialects.openai_format import parse_chat_completion, to_openai_messages
+from ramify.dialects.chat_format import format_message, parse_chat_completion
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
@@ -320,7 +320,9 @@ class ChatPolicy(MessagePolicy):
         clock: StallClock | None = None,
     ) -> SampledReply:
         """Sample from the endpoint. It does not report progress, so `clock` is not used and all time counts."""
-        body: dict[str, Any] = {"model": self.name, "messages": to_openai_messages(prepared.messages, prepared.media)}
+        # endpoints do not accept reasoning
+        messages = [format_message(message, prepared.media, with_reasoning=False) for message in prepared.messages]
+        body: dict[str, Any] = {"model": self.name, "messages": messages}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         optional = {
             "top_k": sampling.top_k,

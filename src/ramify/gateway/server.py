@@ -15,8 +15,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.dialects.base import get_http_status
 from ramify.dialects.chat import ChatCompletionsDialect
+from ramify.dialects.http_format import get_http_status
 from ramify.dialects.messages import MessagesDialect
 from ramify.dialects.responses import ResponsesDialect
 from ramify.errors import RamifyError, SecretUnknown

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.dialects.chat_format import parse_tool_calls
 from ramify.dialects.media import media_from_url
-from ramify.dialects.openai_format import parse_tool_calls
 from ramify.env import Task
 from ramify.errors import EnvironmentFault, RequestInvalid
 from ramify.trace import Media, MediaPart, Message, TextPart

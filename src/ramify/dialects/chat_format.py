@@ -1,0 +1,142 @@
+"""The format of OpenAI's Chat Completions: messages, tool calls, tools and token counts, in both directions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from ramify.dialects.media import media_to_url
+from ramify.dialects.message_parser import MessageParser, build_function_tool
+from ramify.errors import ProviderError, RequestInvalid
+from ramify.render import ToolSchema
+from ramify.trace import Media, MediaPart, Message, ToolCall, Usage
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLE_ALIASES = {"developer": "system", "function": "tool"}
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def parse_messages(messages: Iterable[Mapping[str, Any]]) -> MessageParser:
+    """Parse the messages of a request. Raises RequestInvalid for an unknown role."""
+    parser = MessageParser()
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise RequestInvalid(f"messages.{index}.role: expected one of {', '.join(ROLES)}, got {role!r}")
+        parser.add_message(
+            ROLE_ALIASES.get(role, role),
+            message.get("content"),
+            reasoning=_parse_reasoning(message),
+            tool_calls=parse_tool_calls(message.get("tool_calls")),
+            tool_call_id=message.get("tool_call_id"),
+        )
+    return parser
+
+
+def parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
+    """Parse an entry of `tools`; None if it is no function."""
+    if tool.get("type", "function") != "function":
+        return None
+    function = tool["function"]
+    return build_function_tool(function["name"], function.get("description"), function.get("parameters"))
+
+
+def parse_tool_calls(calls: Any) -> tuple[ToolCall, ...]:
+    """Parse the tool calls of an assistant message; arguments that are an object become JSON text."""
+    parsed: list[ToolCall] = []
+    for call in calls or ():
+        arguments = call["function"].get("arguments") or "{}"
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        parsed.append(ToolCall(str(call.get("id") or ""), str(call["function"]["name"]), text))
+    return tuple(parsed)
+
+
+def parse_arguments(text: str) -> Any:
+    """Return the parsed arguments of a call, or the text itself if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _parse_reasoning(message: Mapping[str, Any]) -> str | None:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning if isinstance(reasoning, str) else None
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+def format_envelope(response_id: str, object_type: str, model: str) -> dict[str, Any]:
+    """Format the fields with which a response, or an event of a stream, begins."""
+    return {"id": response_id, "object": object_type, "created": int(time.time()), "model": model}
+
+
+def format_usage(usage: Usage) -> dict[str, Any]:
+    """Format the `usage` field."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def format_message(
+    message: Message, media: Mapping[str, Media] | None = None, *, with_reasoning: bool = True
+) -> dict[str, Any]:
+    """Format a message; the content is null if there are only tool calls. `media` has its images, by hash."""
+    content = _format_content(message, media or {})
+    fields: dict[str, Any] = {"role": message.role, "content": None if message.tool_calls and not content else content}
+    if with_reasoning and message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = format_tool_calls(message.tool_calls)
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def format_tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Format the tool calls of an assistant message."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
+def _format_content(message: Message, media: Mapping[str, Media]) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str) or not any(isinstance(part, MediaPart) for part in message.content):
+        return message.text
+    parts: list[dict[str, Any]] = []
+    for part in message.content:
+        if isinstance(part, MediaPart):
+            parts.append({"type": "image_url", "image_url": {"url": media_to_url(media[part.hash])}})
+        else:
+            parts.append({"type": "text", "text": cast(Any, part).text})
+    return parts
+
+
+# -- the other side: responses of a chat endpoint ----------------------------------------------------------------------
+
+
+def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage]:
+    """Parse the response of a chat endpoint: message, finish reason and token usage. Raises ProviderError."""
+    try:
+        completion = msgspec.json.decode(data)
+        choice = completion["choices"][0]
+        reply, token_counts = choice["message"], completion.get("usage") or {}
+        calls = parse_tool_calls(reply.get("tool_calls"))
+        message = Message("assistant", reply.get("content") or "", _parse_reasoning(reply), calls)
+        cached = (token_counts.get("prompt_tokens_details") or {}).get("cached_tokens")
+        counts = [token_counts.get("prompt_tokens"), token_counts.get("completion_tokens"), cached]
+        usage = Usage(*(int(count or 0) for count in counts))
+        finish = "length" if choice.get("finish_reason") == "length" else "stop"
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        excerpt = data[:200].decode("utf-8", "replace")
+        raise ProviderError(f"{server} sent an unexpected response ({error!r}): {excerpt}") from error
+    return message, finish, usage
