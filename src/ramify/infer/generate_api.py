@@ -12,24 +12,25 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from ramify.dialects.chat_format import format_usage
+from ramify.dialects.http_format import SSE_DONE, decode_body, format_sse
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.request import RequestOutput
-from ramify.infer.request_bodies import GenerateBody, parse_body
+from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
-    SSE_DONE,
     SampleRequest,
     build_error_body,
-    format_sse_event,
     gather_results,
     merge_streams,
     submit_all,
 )
+from ramify.trace import Usage
 
 
 async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Response:
     """Respond to one request."""
-    body = parse_body(await http.body(), GenerateBody)
+    body = decode_body(await http.body(), GenerateBody)
     params = body.sampling_params
     if params.stop_strings:
         raise RequestInvalid("stop: this endpoint has no tokenizer; give stop_token_ids")
@@ -63,7 +64,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     if params.prompt_logprobs is not None:
         response["prompt_logprobs"] = format_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
     num_sampled = sum(len(result.token_ids) for result in results)
-    response["usage"] = format_usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens)
+    response["usage"] = format_usage(Usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens))
     return Response(msgspec.json.encode(response), media_type="application/json")
 
 
@@ -98,22 +99,12 @@ def format_prompt_logprobs(token_ids: list[int], logprobs: list[float | None]) -
     ]
 
 
-def format_usage(num_prompt_tokens: int, num_sampled_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return the `usage` field."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_sampled_tokens,
-        "total_tokens": num_prompt_tokens + num_sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }
-
-
 async def _stream_events(request_id: str, streams: list[RequestStream], body: GenerateBody) -> AsyncIterator[bytes]:
     with_logprobs = body.sampling_params.logprobs is not None
     try:
         async for index, output in merge_streams(streams):
             choice = format_choice(index, output, with_logprobs=with_logprobs)
-            yield format_sse_event({"request_id": request_id, "choices": [choice]})
+            yield format_sse({"request_id": request_id, "choices": [choice]})
     except RamifyError as error:  # the status is sent already, so the error is an event
-        yield format_sse_event(build_error_body(error))
+        yield format_sse(build_error_body(error))
     yield SSE_DONE

@@ -4,7 +4,6 @@ Both do the same work: prompts become sample requests, each sample's tokens beco
 response is built once, or streamed while it grows. An endpoint only reads its own fields and chooses the formatter.
 """
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,14 +13,16 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from ramify.dialects.chat_format import format_envelope, format_usage
+from ramify.dialects.http_format import SSE_DONE, decode_body, format_sse
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
-from ramify.infer.generate_api import format_prompt_logprobs, format_usage
+from ramify.infer.generate_api import format_prompt_logprobs
 from ramify.infer.prompts import encode_prompts, render_chat
 from ramify.infer.request import RequestOutput
-from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody, parse_body
+from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody
 from ramify.infer.response_formatters import (
     ChatFormatter,
     CompletionFormatter,
@@ -31,16 +32,15 @@ from ramify.infer.response_formatters import (
     StreamedSample,
 )
 from ramify.infer.streaming import (
-    SSE_DONE,
     SampleRequest,
     build_error_body,
     cancel_on_disconnect,
-    format_sse_event,
     gather_results,
     merge_streams,
     submit_all,
 )
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
+from ramify.trace import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ async def create_completion(
     http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
 ) -> Response:
     """Continue text or token ids."""
-    body = parse_body(await http.body(), CompletionBody)
+    body = decode_body(await http.body(), CompletionBody)
     prompts = await encode_prompts(body.prompt, engine, renderer)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     only_prompt = body.echo and max_tokens == 0  # the engine samples at least one token; it is left out of the answer
@@ -110,7 +110,7 @@ async def create_chat_completion(
     http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
 ) -> Response:
     """Generate the next assistant turn of a conversation."""
-    body = parse_body(await http.body(), ChatBody)
+    body = decode_body(await http.body(), ChatBody)
     if renderer is None:
         raise RequestInvalid("this server has no renderer for its model, so it cannot chat; send token ids instead")
     if body.tool_choice not in (None, "auto", "none"):
@@ -178,7 +178,7 @@ async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout:
             sample.append(result)
     choices = await offload(call.is_large, call.format_choices)
     response = {
-        **_build_envelope(call, call.formatter.object_type),
+        **format_envelope(call.id, call.formatter.object_type, call.model),
         "choices": choices,
         "usage": _count_usage(call, streams),
     }
@@ -197,7 +197,7 @@ async def _collect_until_stop(streams: list[RequestStream], samples: list[Stream
 
 
 async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> AsyncIterator[bytes]:
-    envelope = _build_envelope(call, call.formatter.chunk_object_type)
+    envelope = format_envelope(call.id, call.formatter.chunk_object_type, call.model)
     try:
         async for index, output in merge_streams(streams):
             sample = call.samples[index]
@@ -208,25 +208,22 @@ async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> Asyn
                 streams[index].cancel()
             is_large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
             choice = await offload(is_large, call.format_delta, index, new_text, output)
-            yield format_sse_event({**envelope, "choices": [choice]})
+            yield format_sse({**envelope, "choices": [choice]})
         if call.body.wants_usage:
-            yield format_sse_event({**envelope, "choices": [], "usage": _count_usage(call, streams)})
+            yield format_sse({**envelope, "choices": [], "usage": _count_usage(call, streams)})
     except RamifyError as error:  # the status is sent already, so the error is an event
-        yield format_sse_event(build_error_body(error))
+        yield format_sse(build_error_body(error))
     yield SSE_DONE
-
-
-def _build_envelope(call: OpenAICall, object_type: str) -> dict[str, Any]:
-    return {"id": call.id, "object": object_type, "created": int(time.time()), "model": call.model}
 
 
 def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, Any]:
     prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in call.sample_requests}
-    return format_usage(
+    usage = Usage(
         sum(map(len, prompts.values())),
         sum(call.formatter.count_shown_samples(sample) for sample in call.samples),
         max((stream.request.num_cached_tokens for stream in streams), default=0),
     )
+    return format_usage(usage)
 
 
 def _get_stop_token_ids(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:

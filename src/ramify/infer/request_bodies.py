@@ -5,14 +5,13 @@ answer and is not supported is rejected, never ignored.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from ramify.errors import RequestInvalid
 from ramify.infer.request import SamplingParams
 
-B = TypeVar("B")
 CONSTRAINT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -187,16 +186,6 @@ class UpdateWeightsBody(msgspec.Struct):
 
     path: str
     kv: str = "recompute"
-
-
-def parse_body(data: bytes, body_type: type[B]) -> B:
-    """Parse a body as `body_type`. Raises RequestInvalid."""
-    try:
-        return msgspec.json.decode(data or b"{}", type=body_type)
-    except RecursionError as error:
-        raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError names the field
-        raise RequestInvalid(f"the body cannot be used: {error}") from error
 
 
 def _parse_token_id(key: str) -> int:

@@ -22,14 +22,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ramify import __version__
+from ramify.dialects.http_format import decode_body, format_openai_error
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
 from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate
 from ramify.infer.openai_api import create_chat_completion, create_completion
-from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody, parse_body
-from ramify.infer.streaming import ClientDisconnected, build_error_body, get_http_status
+from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody
+from ramify.infer.streaming import ClientDisconnected, build_error_body, get_status
 from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
 from ramify.wire.browser_guard import BrowserGuard
 from ramify.wire.http_server import HttpServer
@@ -74,7 +75,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return PlainTextResponse(engine.format_metrics(), media_type="text/plain; version=0.0.4")
 
     async def pause(http: HttpRequest) -> Response:
-        mode = http.query_params.get("mode") or parse_body(await http.body(), PauseBody).mode
+        mode = http.query_params.get("mode") or decode_body(await http.body(), PauseBody).mode
         if mode != "keep" and mode != "abort":
             raise RequestInvalid(f"mode: expected keep or abort, got {mode!r}")
         await engine.pause(mode)
@@ -85,7 +86,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return JSONResponse({"status": "ok"})
 
     async def update_weights(http: HttpRequest) -> Response:
-        body = parse_body(await http.body(), UpdateWeightsBody)
+        body = decode_body(await http.body(), UpdateWeightsBody)
         if body.kv != "recompute" and body.kv != "keep":
             raise RequestInvalid(f"kv: expected recompute or keep, got {body.kv!r}")
         version = await engine.update_weights(Path(body.path), body.kv)
@@ -123,7 +124,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
 
 
 async def _handle_ramify_error(_: HttpRequest, error: RamifyError) -> Response:
-    status = get_http_status(error)
+    status = get_status(error)
     return JSONResponse(build_error_body(error), status, headers={"Retry-After": "1"} if status == 503 else None)
 
 
@@ -134,17 +135,15 @@ async def _handle_disconnect(_: HttpRequest, __: ClientDisconnected | ClientDisc
 async def _handle_http_exception(http: HttpRequest, error: HTTPException) -> Response:
     """Respond to an unknown path, method or model."""
     error_type = ERROR_TYPES.get(error.status_code, "invalid_request_error")
-    body = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": error_type, "code": error.status_code}
-    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+    body = format_openai_error(f"{http.method} {http.url.path}: {error.detail}", error_type, error.status_code)
+    return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 async def _handle_unexpected(http: HttpRequest, error: Exception) -> Response:
     """Respond to an unexpected exception. Starlette raises it again for the log, and uvicorn closes the connection."""
     reason = f"{type(error).__name__}: {error}; the server's log has the traceback"
     message = f"{http.method} {http.url.path} failed: {reason}"
-    return JSONResponse(
-        {"error": {"message": message, "type": "UnknownFailure", "code": 500}}, 500, {"Connection": "close"}
-    )
+    return JSONResponse(format_openai_error(message, "UnknownFailure", 500), 500, {"Connection": "close"})
 
 
 @contextlib.asynccontextmanager

@@ -10,22 +10,14 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 
-from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RamifyError, RequestInvalid, WeightsRefused
+from ramify.dialects.http_format import format_openai_error, get_error_code, get_http_status
+from ramify.errors import ContextOverflow, RamifyError
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.request import RequestOutput, SamplingParams
 
 T = TypeVar("T")
-HTTP_STATUS: dict[type[RamifyError], int] = {
-    RequestInvalid: 400,
-    ContextOverflow: 400,
-    WeightsRefused: 409,
-    QueueFull: 503,
-    DeadlineExceeded: 504,
-}
-SSE_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +122,12 @@ def cancel_all(streams: Sequence[RequestStream]) -> None:
         stream.cancel()
 
 
-def format_sse_event(data: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def get_http_status(error: RamifyError) -> int:
-    """Return the HTTP status of an error."""
-    return HTTP_STATUS.get(type(error), 500)
-
-
 def build_error_body(error: RamifyError) -> dict[str, Any]:
     """Return the body for an error. Its code is the status, or OpenAI's word for a prompt that is too long."""
-    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else get_http_status(error)
-    return {"error": {"message": error.message, "type": error.name, "code": code}}
+    is_too_long = isinstance(error, ContextOverflow)
+    return format_openai_error(error.message, error.name, get_error_code(error) if is_too_long else get_status(error))
+
+
+def get_status(error: RamifyError) -> int:
+    """Return the HTTP status of an error. A failure of the engine is 500: there is no server behind this one."""
+    return get_http_status(error, retryable_status=500)

@@ -11,17 +11,18 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
 from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.engine import Engine
 from ramify.infer.prompts import encode_text, render_chat
-from ramify.infer.request_bodies import DetokenizeBody, TokenizeBody, parse_body
+from ramify.infer.request_bodies import DetokenizeBody, TokenizeBody
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 
 async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
     """Return the tokens of a text, or of the prompt for a conversation."""
-    body = parse_body(await http.body(), TokenizeBody)
+    body = decode_body(await http.body(), TokenizeBody)
     tokenizer = _require_renderer(renderer)
     if body.add_special_tokens:
         raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
@@ -40,7 +41,7 @@ async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | N
 
 async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Response:
     """Return the text of token ids."""
-    body = parse_body(await http.body(), DetokenizeBody)
+    body = decode_body(await http.body(), DetokenizeBody)
     tokenizer = _require_renderer(renderer)
     if any(not 0 <= token < 2**31 for token in body.tokens):
         raise RequestInvalid("tokens: expected token ids")
