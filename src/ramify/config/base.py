@@ -33,7 +33,11 @@ RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 
 
 class Config(BaseModel):
-    """A section of the configuration. What has a new name is listed; see `ramify.config.renamed_keys`."""
+    """Base class of configuration tables: a pydantic model that refuses unknown keys and infinite numbers.
+
+    - `renamed_keys`: the new name of each key that was renamed, so that an error can suggest it.
+    - `renamed_values`: the same for values, by key.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
 

@@ -27,21 +27,23 @@ INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each furthe
 
 
 class ChatClientConfig(Config):
-    """A model and the endpoint that serves it."""
+    """A model and the OpenAI-compatible endpoint that serves it.
+
+    - `base_url`: the address; it ends in `/v1`.
+    - `model`: the name of the model at the endpoint.
+    - `api_key_env`: the environment variable that holds the API key. None: no key is sent.
+    - `temperature`, `max_tokens`: sampling parameters. None: the defaults of the endpoint.
+    - `timeout`: seconds that a call may take, including its retries.
+    - `retries`: retries after transient failures.
+    """
 
     base_url: str
-    """Ends in `/v1`, as in OpenAI's clients."""
     model: str
     api_key_env: str | None = None
-    """The environment variable that holds the API key. None: no key is sent."""
     temperature: float | None = Field(default=None, ge=0)
-    """None: the default of the endpoint."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of a reply. None: the default of the endpoint."""
     timeout: float = Field(default=120.0, gt=0)
-    """Seconds that a call may take, including its retries."""
     retries: int = Field(default=2, ge=0)
-    """Retries after transient failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class ChatCompletion:
 
 
 class ChatClient:
-    """Sends chat completion requests to one model."""
+    """Sends chat completion requests to one model; `config` describes the model."""
 
     def __init__(self, config: ChatClientConfig, *, api_key: str | None = None) -> None:
         self.config = config

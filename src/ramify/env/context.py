@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an OpenAI or Anthropic client reaches the policy of a rollout. Its calls become branches of the trace."""
+    """Where an OpenAI or Anthropic client reaches the policy of a rollout. Its calls become branches of the trace.
 
-    base_url: str  # ends in /v1
-    api_key: str = field(repr=False)  # the rollout's secret
+    - `base_url`: the address; it ends in `/v1`.
+    - `api_key`: the secret of the rollout.
+    - `model`: the name of the policy.
+    """
+
+    base_url: str
+    api_key: str = field(repr=False)
     model: str
 
 

@@ -40,7 +40,10 @@ def reward(function: F, /) -> F: ...
 @overload
 def reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """Mark a method that returns a score of one rollout. A rollout's reward is the weighted sum of its scores."""
+    """Mark a method that returns a score of one rollout.
+
+    A rollout's reward is the sum of its scores, each multiplied by its `weight`.
+    """
     return _attach_mark(function, HookMark(HookKind.REWARD, weight))
 
 
@@ -49,7 +52,10 @@ def group_reward(function: F, /) -> F: ...
 @overload
 def group_reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """Mark a method that scores all attempts at a task together: it takes `traces` and returns one number for each."""
+    """Mark a method that scores all attempts at a task together: it takes `traces` and returns one number for each.
+
+    Each number is a score of its rollout, which is multiplied by `weight`.
+    """
     return _attach_mark(function, HookMark(HookKind.GROUP_REWARD, weight))
 
 

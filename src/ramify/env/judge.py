@@ -51,14 +51,21 @@ Explain briefly, then end with one JSON object that gives each criterion, by its
 
 
 class JudgeConfig(ChatClientConfig):
-    """The model of a judge."""
+    """The model of a judge, with the keys of `ChatClientConfig`.
+
+    - `id`: the id that selects the judge.
+    - `temperature`: the temperature of the judge; 0 unless it is set.
+    """
 
     id: str = "reference"
     temperature: float | None = Field(default=0.0, ge=0)
 
 
 class Judge(ABC):
-    """Scores replies with a model. A subclass builds the prompt and parses the score."""
+    """Scores replies with a model. A subclass implements `build_prompt` and `parse_score`.
+
+    - `config`: the model of the judge, and the options of a subclass.
+    """
 
     config: JudgeConfig
 
@@ -103,9 +110,11 @@ class ReferenceJudge(Judge):
     """Compares a reply with the task's `answer`: the score is 1 if both say the same, else 0."""
 
     def build_prompt(self, task: Task, reply: str) -> str:
+        """Return a prompt with the question, the reference answer and the reply."""
         return REFERENCE_PROMPT.format(question=_format_task(task), answer=task.answer, reply=reply)
 
     def parse_score(self, verdict: str) -> float:
+        """Return 1.0 or 0.0 for the last verdict in the answer."""
         verdicts = VERDICT_PATTERN.findall(verdict)
         if not verdicts:
             raise JudgeError(
@@ -140,16 +149,21 @@ class RubricJudgeConfig(JudgeConfig):
 
 
 class RubricJudge(Judge):
-    """Lets the model score each criterion from 0 to 1; the score is the weighted mean."""
+    """Lets the model score each criterion from 0 to 1; the score is the weighted mean.
+
+    - `config`: the model, and `criteria`, each with `name`, `text` and `weight`.
+    """
 
     config: RubricJudgeConfig
 
     def build_prompt(self, task: Task, reply: str) -> str:
+        """Return a prompt with the task, the reply and all criteria."""
         criteria = "\n".join(f"- {criterion.name}: {criterion.text}" for criterion in self.config.criteria)
         answer = "" if task.answer is None else f"\n\n# Reference answer\n{task.answer}"
         return RUBRIC_PROMPT.format(question=_format_task(task), answer=answer, reply=reply, criteria=criteria)
 
     def parse_score(self, verdict: str) -> float:
+        """Return the weighted mean of the scores in the last JSON object of the answer."""
         scores = _parse_last_json_object(verdict)
         total = 0.0
         for criterion in self.config.criteria:

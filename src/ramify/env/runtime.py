@@ -26,16 +26,18 @@ CommandLine = Sequence[str] | str
 
 
 class RuntimeConfig(Config):
-    """Configuration common to all runtimes."""
+    """Configuration common to all runtimes.
+
+    - `id`: the id that selects the runtime.
+    - `keep`: whether the files of a rollout are kept after it ends, for inspection.
+    - `max_output`: bytes kept of a command's standard output, and of its standard error: the first and the last half.
+    - `env`: environment variables for every program.
+    """
 
     id: str = "local"
-    """The id that selects the runtime; see `ramify.env.plugin`."""
     keep: bool = False
-    """Keep the files of a rollout after it ends, for inspection."""
     max_output: int = Field(default=1 << 20, ge=0)
-    """Bytes kept of a command's standard output, and of its standard error: the first and the last half of that."""
     env: dict[str, str] = {}
-    """Environment variables for every program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,10 @@ class RuntimeProcess(ABC):
 
 
 class Runtime(ABC):
-    """The runtime of one rollout."""
+    """Base class of runtimes: where the programs of one rollout run, and its files.
+
+    - `config`: the options of the runtime.
+    """
 
     config: RuntimeConfig
 

@@ -18,26 +18,28 @@ IDENTITY_DIGITS = 16
 
 
 class Task(BaseModel):
-    """One task. It may have further fields, given as keywords or declared in a subclass."""
+    """One task. It may have further fields, given as keywords or declared in a subclass.
+
+    - `prompt`: the first user message, or the initial messages in OpenAI's format. None: a user speaks first.
+    - `system`: the system message.
+    - `answer`: whatever rewards need to score a reply; it is not shown to the agent.
+    - `key`: the task's identity. None: a digest of all fields.
+    - `image`: the container image of the sandbox, for runtimes that support images.
+    - `workdir`: the directory in which programs start, relative to the rollout's work directory.
+    - `resources`: resources of the sandbox, for runtimes that support them.
+    - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     prompt: str | tuple[dict[str, Any], ...] | None = None
-    """The first user message, or the initial messages in OpenAI's format. None: the simulated user speaks first."""
     system: str | None = None
-    """The system message."""
     answer: Any = None
-    """Whatever rewards need to score a reply; it is not shown to the agent."""
     key: str | None = None
-    """The task's identity. None: a digest of all fields."""
     image: str | None = None
-    """The container image of the sandbox, for runtimes that support images."""
     workdir: str | None = None
-    """The directory in which programs start, relative to the rollout's work directory."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Resources of the sandbox, for runtimes that support them."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds that the agent has for this task; replaces `harness.timeout`."""
 
     @model_validator(mode="before")
     @classmethod

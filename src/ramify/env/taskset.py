@@ -14,20 +14,41 @@ from ramify.env.task import Task
 
 
 class TasksetConfig(Config):
-    """Configuration common to all tasksets. A taskset with more options annotates `config` with a subclass."""
+    """Configuration common to all tasksets. A taskset with more options annotates `config` with a subclass.
+
+    - `id`: the id that selects the taskset.
+    - `split`: which tasks to load, "train" or "eval", for tasksets that distinguish them.
+    """
 
     id: str = ""
-    """The id that selects the taskset; see `ramify.env.plugin`."""
     split: Literal["train", "eval"] = "train"
-    """Which tasks to load, for tasksets that distinguish them."""
 
 
 class Taskset:
-    """Base class of tasksets: `load` yields the tasks, hooks define everything else."""
+    """Base class of tasksets: `load` yields the tasks, hooks define everything else.
+
+    - `config`: the options, as an object of the class that annotates this attribute.
+    - `task_type`: the class of the tasks, used to decode tasks that come from another process.
+
+    A subclass may define these hooks. A hook takes the parameters that it names, out of the fields of `RolloutContext`
+    (`task`, `trace`, `state`, `rng`, `runtime`, `endpoint`), and may be async.
+
+    - `setup`: prepares a rollout before its first turn; `finalize`: ends it after the last turn.
+    - `tools`: returns the functions that the model may call, in addition to the methods with `@tool`.
+    - `user`: returns the `User` that answers the model's replies, or None.
+    - `gold`: returns the replies of a perfect agent: a text, a message, or a list of them.
+    - `validate`: checks a task; it raises, or returns False or a text, if something is wrong. `ramify validate` calls
+      `validate` and `gold`; both may name `task`, `runtime`, `rng` and `state`.
+    - a method with `@reward`: returns a number; the reward of a rollout is the weighted sum.
+    - a method with `@group_reward`: takes `traces`, all attempts at a task, and returns one number for each. It may
+      also name `task` and `rng`.
+    - a method with `@metric`: returns a number that is only reported.
+    - a method with `@stop`: returns whether the rollout is over; it is called after every turn.
+    - a method with `@tool`: a function that the model may call.
+    """
 
     config: TasksetConfig
     task_type: ClassVar[type[Task]] = Task
-    """The class of its tasks, used to decode tasks that come from another process."""
 
     def __init__(self, config: TasksetConfig | None = None) -> None:
         self.config = get_config_class(type(self), TasksetConfig)() if config is None else config

@@ -18,15 +18,18 @@ _RESPOND_PARAMETERS = ("reply", "turn", *CONTEXT_FIELDS)
 
 
 class User:
-    """Base class of simulated users; a subclass implements `respond`."""
+    """Base class of simulated users.
 
-    respond: Any
-    """`def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. It may name the parameters
+    A subclass implements `respond`: `def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. None
+    ends the conversation. It may name the parameters
 
     - `reply`: the text of the agent's last reply; None if the user starts the conversation;
     - `turn`: the number of replies that the user has received, this one included: 0 if the user starts the
       conversation, 1 at the first reply. A reply with tool calls goes to the tools, not to the user;
-    - the fields of `RolloutContext`."""
+    - the fields of `RolloutContext`.
+    """
+
+    respond: Any
 
     async def next_message(self, context: RolloutContext, *, reply: str | None, turn: int) -> Message | None:
         """Return the user's next message, or None to end the conversation."""

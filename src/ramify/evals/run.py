@@ -82,7 +82,7 @@ def evaluate(
     further keys of the table. The call blocks until the eval ends, also inside a running event loop (in a notebook);
     its result may be awaited. With `fresh` the eval starts over; with `keep_workdirs` work directories are not deleted.
     Raises EnvironmentChanged if the environment has changed since the run was started, unless `accept_changes` is set.
-    A `watchdog` may end the process, so only commands should pass one.
+    `display` shows the progress. A `watchdog` may end the process, so only commands should pass one.
     """
     eval_config = read_config(config, settings)
     fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it

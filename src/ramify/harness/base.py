@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 class Harness(ABC):
-    """An agent. One object serves all rollouts of a source, so `run` must keep the state of a rollout in local
-    variables."""
+    """Base class of agents; a subclass implements `run`.
+
+    One object serves all rollouts of a source, so `run` must keep the state of a rollout in local variables.
+
+    - `config`: the options, as an object of the class that annotates this attribute.
+    - `requires_endpoint`: whether the agent calls the model over HTTP, at `context.endpoint`.
+    """
 
     config: HarnessConfig
     requires_endpoint: ClassVar[bool] = False
-    """Whether the agent calls the model over HTTP, at `context.endpoint`."""
 
     def __init__(self, config: HarnessConfig) -> None:
         self.config = config

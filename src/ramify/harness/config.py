@@ -20,16 +20,18 @@ class ExternalModelConfig(Config):
 
 
 class HarnessConfig(Config):
-    """Configuration common to all harnesses."""
+    """Configuration common to all harnesses.
+
+    - `id`: the id that selects the harness.
+    - `timeout`: seconds that the agent has for a task; `task.timeout` overrides it.
+    - `train`: which calls are trained on: "main", those of the agent's conversations about the task, or "all".
+    - `models`: other models by the names under which the agent requests them. Any other name selects the policy.
+    """
 
     id: str = "chat"
-    """The id that selects the harness; see `ramify.env.plugin`."""
     timeout: float = Field(default=AGENT_TIMEOUT, gt=0)
-    """Seconds that the agent has for a task; `task.timeout` overrides it."""
     train: Literal["main", "all"] = "main"
-    """Which calls are trained on: those of the agent's conversations about the task, or all calls of the policy."""
     models: dict[str, ExternalModelConfig] = {}
-    """Other models by the names under which the agent requests them. Any other name selects the policy."""
 
 
 class ChatHarnessConfig(HarnessConfig):

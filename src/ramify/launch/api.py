@@ -30,7 +30,7 @@ def rl(
 
     `config` is a configuration, a table of settings, or a taskset to train on: its class, an instance, or its id; its
     eval split is evaluated. `settings` are further keys of the table. The call blocks until the run ends, also inside a
-    running event loop (in a notebook), and its result may be awaited.
+    running event loop (in a notebook), and its result may be awaited. `display` shows the progress.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     run_config = _build_config(config, settings)

@@ -15,20 +15,26 @@ TokenWeight = float | Float32Array
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Annotation:
-    """The advantage, loss weights (`rl`, `ce`, `ref_kl`) and reference logprobs of tokens `span` of one node.
+    """The advantage, the loss weights and the reference logprobs of tokens of one node.
 
     Each value is one number for the whole span or one per token. A token is trained if one of its weights is not zero;
     only `ce` applies to tokens that the policy did not sample.
+
+    - `trace_id`, `node`: the trace, and the index of the node in it.
+    - `span`: the range [start, stop) of the tokens, relative to the node. None: the sampled tokens.
+    - `advantage`: how much better the tokens were than expected.
+    - `rl`, `ce`, `ref_kl`: the weights of the policy gradient, of the cross entropy and of the KL penalty.
+    - `ref_logprobs`: the logprobs of the tokens under the reference model.
     """
 
     trace_id: str
     node: int
-    span: tuple[int, int] | None = None  # relative to the node; None: the sampled tokens
+    span: tuple[int, int] | None = None
     advantage: TokenWeight = 0.0
     rl: TokenWeight = 1.0
     ce: TokenWeight = 0.0
     ref_kl: TokenWeight = 0.0
-    ref_logprobs: Float32Array | None = None  # of the reference model
+    ref_logprobs: Float32Array | None = None
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -28,7 +28,12 @@ Part = TextPart | MediaPart
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A tool call as the model wrote it: `arguments` is the JSON text, not the parsed value."""
+    """A tool call as the model wrote it.
+
+    - `id`: the id of the call, which the tool message answers.
+    - `name`: the name of the tool.
+    - `arguments`: the arguments as JSON text, not parsed.
+    """
 
     id: str
     name: str
@@ -36,7 +41,14 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
-    """A chat message. `reasoning` is the model's reasoning, `tool_call_id` the call that a tool message answers."""
+    """A chat message.
+
+    - `role`: "system", "user", "assistant" or "tool".
+    - `content`: a text, or a tuple of text parts and media parts.
+    - `reasoning`: the reasoning of the model, if it wrote any.
+    - `tool_calls`: the tool calls of an assistant message.
+    - `tool_call_id`: the id of the call that a tool message answers.
+    """
 
     role: str
     content: str | tuple[Part, ...] = ""

@@ -41,8 +41,7 @@ class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The fields of a trace that describe the rollout as a whole; plain data, readable without the environment.
 
-    `rewards` holds (score, weight) by name, None if the reward function did not run. `stop` is why the rollout ended.
-    `task` is the task in its wire form. Field names are part of the stored format.
+    `Trace` describes the fields. Field names are part of the stored format.
     """
 
     id: str
@@ -76,7 +75,20 @@ _FIELD_TYPES: dict[str, Any] = {
 
 
 class Trace(TraceHeader, kw_only=True, eq=False):
-    """A rollout: the fields of the header, which are checked when they are set, and the message graph."""
+    """A rollout of one agent: a header of plain data, which is checked when it is set, and a tree of messages.
+
+    - `id`: the id of the trace; `episode`, `group`: the ids of the attempt and of its group.
+    - `attempt`: the number of the attempt in its group; `agent`: the name of the agent; `env`: the name of the source.
+    - `task`: the task as plain data.
+    - `rewards`: (score, weight) of each reward by name; None if the reward function did not run.
+    - `metrics`: the metrics by name.
+    - `info`: further values of the environment, by key. They are stored with the trace.
+    - `errors`: the failures of the rollout.
+    - `stop`: why the rollout ended.
+    - `timing`: the seconds spent in each phase.
+    - `harness`, `runtime`, `sampler`: the options with which the rollout ran.
+    - `graph`: the messages and their tokens as columns; `nodes` and `branches` are views of it.
+    """
 
     graph: MessageGraph = msgspec.field(default_factory=MessageGraph)
 
@@ -327,7 +339,11 @@ def _concat_slices(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]
 
 @dataclass(slots=True, frozen=True)
 class Branch:
-    """A view of the path from a root to `leaf`, which may be any node."""
+    """One conversation as the model saw it: the path from a root to the node `leaf`, which may be any node.
+
+    - `trace`: the trace.
+    - `leaf`: the index of the last node of the path.
+    """
 
     trace: Trace
     leaf: int

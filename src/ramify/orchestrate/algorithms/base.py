@@ -18,13 +18,18 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class AlgorithmConfig(Config):
-    """Configuration keys that every algorithm has."""
+    """Configuration common to all algorithms: `id`, which selects the algorithm."""
 
     id: str = "grpo"
 
 
 class Algorithm:
-    """Base class of algorithms. An algorithm is stateless: the same group gives the same annotations."""
+    """Base class of algorithms. A subclass implements `advantages` or `annotate`.
+
+    An algorithm is stateless: the same group gives the same annotations.
+
+    - `config`: the options, as an object of the class that annotates this attribute.
+    """
 
     config: AlgorithmConfig
 

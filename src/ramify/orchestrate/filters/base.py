@@ -10,11 +10,14 @@ from ramify.trace import Annotation, Trace
 
 
 class FilterConfig(Config):
-    """Configuration keys that every filter has."""
+    """Configuration common to all filters.
+
+    - `id`: the id that selects the filter.
+    - `mode`: "monitor" counts the rollouts that the filter fires on, "enforce" also excludes them from training.
+    """
 
     id: str = ""
     mode: Literal["monitor", "enforce"] = "monitor"
-    """`monitor` counts the rollouts it fires on, `enforce` also excludes them from training."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +30,10 @@ class FilterInput:
 
 
 class Filter:
-    """Base class of filters. A filter is stateless."""
+    """Base class of filters. A filter is stateless; a subclass implements `fires`.
+
+    - `config`: the options, as an object of the class that annotates this attribute.
+    """
 
     config: FilterConfig
 

@@ -70,7 +70,7 @@ def sft(
     """Train a model on conversations, or resume such a run. `settings` are further keys of `config`.
 
     `data` may be the path of a file. If `fresh`, the run starts over. The function may be called inside a running event
-    loop (in a notebook), plainly or with `await`, and blocks in both cases.
+    loop (in a notebook), plainly or with `await`, and blocks in both cases. `display` shows the progress.
     """
     if isinstance(config, SftConfig) and not settings:
         checked = config
