@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from ramify.evals.display import LogEvalDisplay, format_duration, format_line, render_page
+from ramify.display import LogDisplay
+from ramify.evals.display import EvalContent, format_line, render_page
 from ramify.evals.progress import EvalProgress
 from ramify.store import RolloutRecord
 
@@ -49,14 +50,13 @@ def test_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
 
 
 def test_log_display_prints_failed_rollouts_and_the_final_state(capsys):
-    display, progress = LogEvalDisplay(), EvalProgress("x", 2)
+    display, progress = LogDisplay(EvalContent()), EvalProgress("x", 2)
     for record in (row(0, 1.0), row(1, None, "ProviderError")):
         progress.finish_rollout(record)
-        display.on_rollout_finished(record, progress)
+        display.refresh(progress)
+    display.refresh(progress)
     lines = capsys.readouterr().out.splitlines()
+    assert lines.pop(0).startswith("x done=1/2 failed=0 ")
     assert lines[0] == "rollout task-1.0 failed: ProviderError: out of cheese"
     assert lines[1].startswith("x done=1/2 failed=1 ")
-
-
-def test_format_duration():
-    assert [format_duration(s) for s in (0.4, 59, 60, 125, 3725)] == ["0s", "59s", "1m00s", "2m05s", "1h02m"]
+    assert len(lines) == 2

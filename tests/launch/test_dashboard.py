@@ -5,8 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from ramify.display import LiveDisplay, LogDisplay
 from ramify.errors import ProviderError
-from ramify.launch.dashboard import LiveRunDisplay, LogRunDisplay, format_status_line, render_dashboard, sparkline
+from ramify.launch.dashboard import RunContent, RunState, format_status_line, render_dashboard, sparkline
 from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running
 from ramify.launch.status_client import StatusClient
@@ -61,12 +62,12 @@ def test_status_line_has_fields():
 
 
 def test_log_display_prints_each_step_and_error_once(capsys):
-    display = LogRunDisplay()
+    display = LogDisplay(RunContent())
     with display:
-        display.refresh(None, PROCESSES)
-        display.refresh(None, PROCESSES)
+        display.refresh(RunState(None, PROCESSES))
+        display.refresh(RunState(None, PROCESSES))
         for step in (7, 7, 8):
-            display.refresh({**STATUS, "step": step}, PROCESSES)
+            display.refresh(RunState({**STATUS, "step": step}, PROCESSES))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "inference ready, trainer waiting"
     assert [line.split()[0] for line in lines[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
@@ -74,9 +75,9 @@ def test_log_display_prints_each_step_and_error_once(capsys):
 
 def test_live_display_draws_on_a_terminal():
     file = io.StringIO()
-    display = LiveRunDisplay(Console(file=file, width=100, force_terminal=True))
+    display = LiveDisplay(RunContent(), Console(file=file, width=100, force_terminal=True))
     with display:
-        display.refresh(STATUS, PROCESSES)
+        display.refresh(RunState(STATUS, PROCESSES))
         display.print_line("trainer was killed by SIGKILL")
     assert "step 7/20" in file.getvalue()
     assert "SIGKILL" in file.getvalue()

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from ramify.display import Display
 from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled
-from ramify.launch.dashboard import NullRunDisplay
 from ramify.launch.execution import execute_plan, lock_run
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.process import ProcessRole
@@ -47,24 +47,24 @@ def build_test_plan(tmp_path, leader: str = "", **more) -> LaunchPlan:
     return dataclasses.replace(build_plan(config, gpus=[]), process_specs=specs)
 
 
-class RecordingDisplay(NullRunDisplay):
+class RecordingDisplay(Display):
     def __init__(self):
         self.lines, self.num_refreshes = [], 0
 
     def print_line(self, line):
         self.lines.append(line)
 
-    def refresh(self, status, processes):
+    def refresh(self, state):
         self.num_refreshes += 1
 
 
 def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     three, four = COMMITS_STEPS.format(steps=3), COMMITS_STEPS.format(steps=4)
-    first = execute_plan(build_test_plan(tmp_path, three), display=NullRunDisplay())
+    first = execute_plan(build_test_plan(tmp_path, three), display=Display())
     assert (first.path, first.outcome, first.did_run) == (tmp_path / "run", RunOutcome.FINISHED, True)
-    assert not execute_plan(build_test_plan(tmp_path, three), display=NullRunDisplay()).did_run
-    assert execute_plan(build_test_plan(tmp_path, four, max_steps=4), display=NullRunDisplay()).did_run
-    assert execute_plan(build_test_plan(tmp_path, three), fresh=True, display=NullRunDisplay()).did_run
+    assert not execute_plan(build_test_plan(tmp_path, three), display=Display()).did_run
+    assert execute_plan(build_test_plan(tmp_path, four, max_steps=4), display=Display()).did_run
+    assert execute_plan(build_test_plan(tmp_path, three), fresh=True, display=Display()).did_run
     assert (tmp_path / "run.old-1").is_dir()
     assert len(pids(tmp_path, "orchestrator")) == 3
 
@@ -73,7 +73,7 @@ def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
     def run(steps: int, epochs: int | None):
         source = {"taskset": {"id": "reverse-text"}, "curriculum": {"type": "shuffle", "epochs": epochs}}
         return execute_plan(
-            build_test_plan(tmp_path, COMMITS_STEPS.format(steps=steps), train=[source]), display=NullRunDisplay()
+            build_test_plan(tmp_path, COMMITS_STEPS.format(steps=steps), train=[source]), display=Display()
         )
 
     assert (run(1, 1).did_run, run(1, 1).did_run) == (True, False)
@@ -87,17 +87,17 @@ def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
 def test_failure_that_ended_a_run_is_recorded(tmp_path):
     leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
     with pytest.raises(NoTrainableGroups):
-        execute_plan(build_test_plan(tmp_path, leader), display=NullRunDisplay())
+        execute_plan(build_test_plan(tmp_path, leader), display=Display())
     with RunStore.open(tmp_path / "run", write=False) as store:
         (event,) = RunLog(store).events("failed")
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 
 def test_different_run_with_the_same_name_is_refused(tmp_path):
-    execute_plan(build_test_plan(tmp_path), display=NullRunDisplay())
+    execute_plan(build_test_plan(tmp_path), display=Display())
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
         other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
-        execute_plan(build_test_plan(tmp_path, **other), display=NullRunDisplay())
+        execute_plan(build_test_plan(tmp_path, **other), display=Display())
 
 
 def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
@@ -106,7 +106,7 @@ def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
         return execute_plan(
             build_test_plan(tmp_path, COMMITS_STEPS.format(steps=3)),
             environments=environments,
-            display=NullRunDisplay(),
+            display=Display(),
             **more,
         )
 
@@ -145,7 +145,7 @@ def test_run_directory_has_one_supervisor(tmp_path):
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(RunBusy, match="in use by another"):
-            execute_plan(build_test_plan(tmp_path), display=NullRunDisplay())
+            execute_plan(build_test_plan(tmp_path), display=Display())
     finally:
         other.communicate()
 
@@ -154,7 +154,7 @@ def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):
     plan = build_test_plan(tmp_path)
     held = RunStore.open(tmp_path / "run")
     threading.Timer(0.3, held.close).start()
-    assert execute_plan(plan, display=NullRunDisplay()).outcome is RunOutcome.FINISHED
+    assert execute_plan(plan, display=Display()).outcome is RunOutcome.FINISHED
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", "print('RunStalled: x'); sys.exit(1)"])
@@ -168,6 +168,6 @@ def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monke
     plan = build_test_plan(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})
     (shared / f"ramify-{'0' * 16}").mkdir()  # of a run that was killed
     with contextlib.suppress(RunStalled):
-        execute_plan(plan, display=NullRunDisplay())
+        execute_plan(plan, display=Display())
     assert list(shared.iterdir()) == []
     assert (tmp_path / "run" / "weights" / "0-000003").exists() == ("exit(0)" in ends)

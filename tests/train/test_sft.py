@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from ramify.cli import main
+from ramify.display import Display
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
@@ -24,7 +25,6 @@ from ramify.train.metrics import StepMetrics
 from ramify.train.sft import run, run_sft
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
-from ramify.train.sft.display import NullSftDisplay
 from ramify.train.sft.example_order import ExampleOrder, split_held_out
 from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import build_sft_plan
@@ -302,14 +302,14 @@ def test_a_killed_run_resumes_exactly(world, lora):
     assert finish(config) == (22, 0)  # a finished run runs no more steps
 
 
-class RecordingDisplay(NullSftDisplay):
+class RecordingDisplay(Display):
     """Records the order in which steps are started and shown."""
 
     def __init__(self, order: list[str]) -> None:
         self.order = order
 
-    def show_step(self, metrics, progress) -> None:
-        self.order.append(f"shown {metrics.step}")
+    def refresh(self, progress) -> None:
+        self.order.append(f"shown {progress.metrics.step}")
 
 
 def test_starting_a_step_before_the_last_one_is_recorded_changes_nothing(world, monkeypatch):
@@ -398,7 +398,7 @@ def test_a_step_that_one_rank_cannot_prepare_fails_on_all_and_pending_steps_are_
     assert [step for step, _ in read_metrics(world / "runs" / "unprepared")["train/loss"]] == [0, 1]
 
 
-class LineDisplay(NullSftDisplay):
+class LineDisplay(Display):
     def __init__(self):
         self.lines = []
 

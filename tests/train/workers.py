@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ramify.display import Display
 from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
 TIMEOUT = 60.0
@@ -40,22 +41,16 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-class PipeDisplay:
+class PipeDisplay(Display):
     """A display that sends every line and the number of finished steps to another process."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def print_line(self, line: str) -> None:
         self.pipe.send(line)
 
-    def show_step(self, metrics, progress) -> None:
+    def refresh(self, progress) -> None:
         self.pipe.send(progress.steps_done)
 
 

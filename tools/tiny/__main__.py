@@ -31,12 +31,13 @@ def _build(options: argparse.Namespace) -> None:
     if options.directory.exists() and not options.force:
         raise ConfigInvalid(f"{options.directory} exists; --force replaces it")
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
+    from ramify.display import choose_display
     from ramify.store import wrap_storage_errors
-    from ramify.train.sft.display import choose_display
+    from ramify.train.sft.display import SftContent
     from tools.tiny.build import build_model
 
     with wrap_storage_errors(options.directory):
-        build_model("tiny", options.directory, seed=options.seed, display=choose_display)
+        build_model("tiny", options.directory, seed=options.seed, display=lambda: choose_display(SftContent()))
 
 
 def _measure(name: str) -> None:

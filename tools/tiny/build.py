@@ -8,15 +8,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ramify.display import Display
 from ramify.train.sft import run_sft
-from ramify.train.sft.display import NullSftDisplay, SftDisplay
+from ramify.train.sft.display import SftDisplay
 from tools.tiny import MODEL_INFO_FILE, RECIPE_VERSION
 from tools.tiny.metrics import measure_model
 from tools.tiny.stages import STAGES, build_sft_config, write_stage_data
 from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 
-def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = NullSftDisplay) -> None:
+def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = Display) -> None:
     """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()

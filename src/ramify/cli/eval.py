@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
 from ramify.config import dry_run, parse, pop_flag
+from ramify.display import choose_display
 from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
 
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     keep, rest = pop_flag(rest, "--keep")
     dry, rest = pop_flag(rest, "--dry-run")
     config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
-    from ramify.evals.display import choose_display  # the rest is loaded here, not for help
+    from ramify.evals.display import EvalContent  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog
 
@@ -76,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
                 fresh=fresh,
                 accept_changes=accept,
                 keep_workdirs=keep,
-                display=choose_display(),
+                display=choose_display(EvalContent()),
                 watchdog=watchdog,
             )
     except KeyboardInterrupt:

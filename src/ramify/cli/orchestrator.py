@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import parse, pop_flag, raise_config_invalid
+from ramify.display import LogDisplay
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
 from ramify.monitor import check_sinks_installed
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
 def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     """Start the orchestrator and the env servers as child processes, and supervise them."""
     from ramify.launch.completion import format_finished
-    from ramify.launch.dashboard import LogRunDisplay
+    from ramify.launch.dashboard import RunContent
     from ramify.launch.execution import execute_plan
     from ramify.launch.plan import build_orchestrator_plan
     from ramify.launch.plugin_check import check_plugin_tables
@@ -60,7 +61,7 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
         print("\n".join(plan.format_lines()))
         return 0
     print(f"trainer address {plan.orchestrator_address}, status {plan.status_address}", flush=True)
-    result = execute_plan(plan, accept_changes=accept, environments=environments, display=LogRunDisplay())
+    result = execute_plan(plan, accept_changes=accept, environments=environments, display=LogDisplay(RunContent()))
     if not result.did_run:
         print(f"{result.path} is already finished ({format_finished(result.steps, config)})")
     return result.outcome.value

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import Config, dry_run, parse, pop_flag
+from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
@@ -52,12 +53,12 @@ def run(argv: Sequence[str]) -> int:
     from ramify.cli.run_lookup import describe_resume
     from ramify.launch.api import rl
     from ramify.launch.completion import format_finished
-    from ramify.launch.dashboard import choose_display  # the rest is loaded here, not for help
+    from ramify.launch.dashboard import RunContent  # the rest is loaded here, not for help
     from ramify.launch.supervisor import RunOutcome
 
     resume_command = format_resume_command("rl", argv)
     try:
-        result = rl(config, fresh=fresh, accept_changes=accept, display=choose_display())
+        result = rl(config, fresh=fresh, accept_changes=accept, display=choose_display(RunContent()))
     except (CheckpointRefused, ConfigInvalid, RunBusy, RunDamaged):  # a rerun would fail too
         raise
     except RamifyError:

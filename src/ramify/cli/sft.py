@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ramify.cli.parser import format_resume_command
 from ramify.config import dry_run, parse, pop_flag
+from ramify.display import choose_display
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
 
@@ -36,12 +37,12 @@ def run(argv: Sequence[str]) -> int:
         plan = build_sft_plan(config)
         dry_run(config, plan.path, describe_plan(plan, config))
         return 0
-    from ramify.train.sft.display import choose_display  # torch is loaded here, not for help
+    from ramify.train.sft.display import SftContent  # torch is loaded here, not for help
     from ramify.train.sft.run import run_sft
 
     resume_command = format_resume_command("sft", argv)
     try:
-        result = run_sft(config, fresh=fresh, display=choose_display())
+        result = run_sft(config, fresh=fresh, display=choose_display(SftContent()))
     except StorageFull as error:
         raise StorageFull(f"{error.message}; resume with: {resume_command}") from error
     if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, only the first prints

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ramify.config import write_toml
+from ramify.display import choose_api_display, open_display
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
-from ramify.evals.display import REFRESH_INTERVAL, EvalDisplay, NullEvalDisplay, choose_display
+from ramify.evals.display import REFRESH_INTERVAL, EvalContent, EvalDisplay
 from ramify.evals.engine_process import EngineProcess
 from ramify.evals.eval_input import EvalInput, read_config
 from ramify.evals.group_scoring import score_pending_groups
@@ -23,7 +24,7 @@ from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import build_row, flatten_row
 from ramify.evals.watchdog import Watchdog
-from ramify.interactive import AwaitableResult, is_interactive, run_coroutine
+from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.rollout import Environment
 from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
 from ramify.store.environments import (
@@ -87,7 +88,7 @@ def evaluate(
     eval_config = read_config(config, settings)
     fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it
     if display is None:
-        display = choose_display() if is_interactive() else NullEvalDisplay()
+        display = choose_api_display(EvalContent())
 
     async def run(display: EvalDisplay) -> EvalResult:
         with watchdog.watch() if watchdog is not None else contextlib.nullcontext():
@@ -137,6 +138,10 @@ async def evaluate_async(
         missing_ids = {rollout.id for rollout in missing_rollouts}
         finished_rows = {rollout.id: rows[rollout.id] for rollout in rollouts if rollout.id not in missing_ids}
         progress = EvalProgress(environment.name, len(rollouts), finished_rows)
+
+        async def get_progress() -> EvalProgress:
+            return progress
+
         try:
             if missing_rollouts:
                 async with (
@@ -144,7 +149,10 @@ async def evaluate_async(
                     open_rollout_runner(config, environment, served, path) as run_rollout,
                 ):
                     runner = EvalRunner(config, environment, store, run_rollout, progress, display, revision)
-                    async with _cancel_when_engine_exits(served.engine), _refresh_display(progress, display):
+                    async with (
+                        _cancel_when_engine_exits(served.engine),
+                        open_display(display, get_progress, REFRESH_INTERVAL),
+                    ):
                         await runner.run_all(missing_rollouts)
             await score_pending_groups(environment, store, rollouts, progress.rows)
         finally:
@@ -177,6 +185,8 @@ class EvalRunner:
                     group.create_task(self._run_from_queue(queue), name=f"rollouts {number}")
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            self.display.refresh(self.progress)  # the last rollouts
 
     async def _run_from_queue(self, queue: Iterator[PlannedRollout]) -> None:
         for rollout in queue:
@@ -189,7 +199,6 @@ class EvalRunner:
             row = build_row(self.environment, rollout.task_key, rollout.repetition, traces, self.revision)
             await self.store.add_rollout(row, traces)
             self.progress.finish_rollout(row)
-            self.display.on_rollout_finished(row, self.progress)
 
 
 def find_rollouts_to_run(
@@ -249,23 +258,6 @@ def get_run_path(config: EvalConfig) -> Path:
     """Return the directory of the run."""
     name = config.name or default_run_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
-
-
-@contextlib.asynccontextmanager
-async def _refresh_display(progress: EvalProgress, display: EvalDisplay) -> AsyncIterator[None]:
-    async def refresh_loop() -> None:
-        while True:
-            display.refresh(progress)
-            await asyncio.sleep(REFRESH_INTERVAL)
-
-    with display:
-        refresh_task = asyncio.create_task(refresh_loop(), name="display")
-        try:
-            yield
-        finally:
-            refresh_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await refresh_task
 
 
 @contextlib.asynccontextmanager

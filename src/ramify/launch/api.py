@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.config import parse_section
+from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
-from ramify.interactive import expand_model_name, get_explicit_values, is_interactive
+from ramify.interactive import expand_model_name, get_explicit_values
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.preforked import start_prefork_server
@@ -36,7 +37,7 @@ def rl(
     run_config = _build_config(config, settings)
     plan = build_plan(run_config)
     with start_prefork_server(plan.process_specs) as prefork_client:  # it imports modules during the checks below
-        from ramify.launch.dashboard import NullRunDisplay, choose_display
+        from ramify.launch.dashboard import RunContent
         from ramify.launch.execution import execute_plan
 
         return execute_plan(
@@ -44,7 +45,7 @@ def rl(
             fresh=fresh,
             accept_changes=accept_changes,
             environments=check_plugin_tables(run_config),
-            display=display or (choose_display() if is_interactive() else NullRunDisplay()),
+            display=display or choose_api_display(RunContent()),
             prefork_client=prefork_client,
         )
 

@@ -1,21 +1,20 @@
-"""Displays of a running run: a live dashboard in a terminal, lines everywhere else.
+"""What the display of a run shows: a live dashboard in a terminal, lines everywhere else.
 
 Both show the status of the run (the reply of `/status`) and the processes that the supervisor has. The status may be
 missing: a run that is starting has no orchestrator yet.
 """
 
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ramify.display import Display, make_grid
 from ramify.durations import format_duration
 from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import ProcessStatus
@@ -29,94 +28,53 @@ BAR_WIDTH = 40  # of the progress bar and the reward curve
 Status = dict[str, Any]
 
 
-class RunDisplay(Protocol):
-    """A display of a run, used as a context manager."""
+class RunState(NamedTuple):
+    """What is known of a run: its status, None if the orchestrator does not answer, and its processes."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def print_line(self, line: str) -> None:
-        """Print a message of the supervisor."""
-        ...
-
-    def refresh(self, status: Status | None, processes: Sequence[ProcessStatus]) -> None:
-        """Show the current state; `status` is None if the orchestrator does not answer."""
-        ...
+    status: Status | None
+    processes: Sequence[ProcessStatus]
 
 
-def choose_display() -> RunDisplay:
-    """Return the live dashboard if stdout is a terminal, else a display that prints lines."""
-    return LiveRunDisplay() if sys.stdout.isatty() else LogRunDisplay()
+RunDisplay = Display[RunState]
 
 
-class NullRunDisplay:
-    """A display that shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def print_line(self, line: str) -> None: ...
-
-    def refresh(self, status: Status | None, processes: Sequence[ProcessStatus]) -> None: ...
-
-
-class LogRunDisplay(NullRunDisplay):
-    """A display that prints one line per step, one every LINE_INTERVAL seconds in a long step, and new errors."""
+class RunContent:
+    """What a run shows. A log gets a line per step, one every LINE_INTERVAL seconds in a long step, and new errors."""
 
     def __init__(self) -> None:
         self._last_step, self._next_line_time, self._last_error_time = -1, 0.0, 0.0
         self._last_states: list[str] = []
         self._last_error_line = ""
 
-    def print_line(self, line: str) -> None:
-        print(line, flush=True)
-
-    def refresh(self, status: Status | None, processes: Sequence[ProcessStatus]) -> None:
+    def format_lines(self, state: RunState) -> Iterator[str]:
+        """Yield what is new since the last call."""
+        status = state.status
         if status is None:
-            self._print_startup(processes)
+            yield from self._format_startup(state.processes)
             return
-        self._print_new_errors(status.get("errors") or ())
+        yield from self._format_new_errors(status.get("errors") or ())
         if status.get("step", 0) > self._last_step or time.monotonic() >= self._next_line_time:
             self._last_step, self._next_line_time = status.get("step", 0), time.monotonic() + LINE_INTERVAL
-            self.print_line(format_status_line(status))
+            yield format_status_line(status)
 
-    def _print_startup(self, processes: Sequence[ProcessStatus]) -> None:
+    def render_page(self, state: RunState) -> RenderableType:
+        """Return the dashboard."""
+        return render_dashboard(state.status, state.processes)
+
+    def _format_startup(self, processes: Sequence[ProcessStatus]) -> Iterator[str]:
         states = [f"{process.name} {process.state.value}" for process in processes]
         if states != self._last_states and all(process.state is not ProcessState.ENDED for process in processes):
-            self.print_line(", ".join(states))
+            yield ", ".join(states)
         self._last_states = states
 
-    def _print_new_errors(self, errors: Sequence[Status]) -> None:
-        """Print new errors; consecutive identical errors are printed once."""
+    def _format_new_errors(self, errors: Sequence[Status]) -> Iterator[str]:
+        """Yield new errors; consecutive identical errors are printed once."""
         for error in errors:
             line = f"{error['name']}: {error['message']}"
             if error["time"] > self._last_error_time and line != self._last_error_line:
-                self.print_line(line)
+                yield line
                 self._last_error_line = line
             self._last_error_time = max(self._last_error_time, error["time"])
-
-
-class LiveRunDisplay(NullRunDisplay):
-    """A dashboard that is redrawn in place."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def print_line(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False)
-
-    def refresh(self, status: Status | None, processes: Sequence[ProcessStatus]) -> None:
-        self._live.update(render_dashboard(status, processes), refresh=True)
 
 
 def format_status_line(status: Status) -> str:
@@ -147,7 +105,7 @@ def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) 
         parts += [_build_header(status), Text(), _build_stats(status)]
     status = status or {}
     waits: dict[str, Any] = dict(status.get("processes") or {})
-    rows = _make_grid("process", "state", "pid", "restarts", "doing")
+    rows = make_grid("process", "state", "pid", "restarts", "doing")
     for process in processes:
         name, state = process.name, process.state.value
         style = {"ready": "green", "starting": "yellow"}.get(state, "red" if process.restarts else "dim")
@@ -157,7 +115,7 @@ def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) 
         rows.add_row(Text(f"  {name}", "dim"), "", "", "", Text(str(wait), overflow="ellipsis"))
     parts += [Text(), rows]
     if errors := list(status.get("errors") or ())[-MAX_ERRORS:]:
-        table = _make_grid("last errors", "")
+        table = make_grid("last errors", "")
         for error in errors:
             table.add_row(Text(error["name"], "red"), Text(str(error["message"]).splitlines()[0], overflow="ellipsis"))
         parts += [Text(), table]
@@ -177,7 +135,7 @@ def sparkline(values: Sequence[float], width: int = BAR_WIDTH) -> str:
 
 
 def _build_header(status: Status) -> Table:
-    header = _make_grid()
+    header = make_grid()
     step, steps = status.get("step", 0), status.get("max_steps") or 1
     time_left = "" if status.get("eta_s") is None else f"{format_duration(status['eta_s'])} left"
     bar = ProgressBar(total=steps, completed=min(step, steps), width=BAR_WIDTH)
@@ -186,7 +144,7 @@ def _build_header(status: Status) -> Table:
 
 
 def _build_stats(status: Status) -> Table:
-    stats = _make_grid()
+    stats = make_grid()
     history = [value for value in status.get("reward_history") or () if value is not None]
     stats.add_row("reward", f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
     for name, value in _latest_eval_means(status):
@@ -216,10 +174,3 @@ def _format_number(value: Any, format_spec: str) -> str:
 
 def _format_ratio(pair: Sequence[int] | None) -> str:
     return "none yet" if not pair else f"{pair[0]}/{pair[1]}"
-
-
-def _make_grid(*titles: str) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    if titles:
-        table.add_row(*(Text(title, style="dim") for title in titles))
-    return table

@@ -1,19 +1,19 @@
 """Executes a launch plan: locks the run directory, supervises and displays the processes, records that it finished."""
 
-import asyncio
 import contextlib
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, RunBusy
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.completion import get_finished_steps, mark_finished
-from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
+from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.preforked import PreforkClient
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
@@ -96,28 +96,17 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: Pref
             on_change=record.write,
             prefork_client=prefork_client,
         )
-        async with _refresh_display(supervisor, StatusClient(plan.status_address, timeout=2.0), display):
-            return await supervisor.run()
+        client = StatusClient(plan.status_address, timeout=2.0)
 
-
-@contextlib.asynccontextmanager
-async def _refresh_display(supervisor: Supervisor, client: StatusClient, display: RunDisplay) -> AsyncIterator[None]:
-    async def poll_status() -> None:
-        while True:
+        async def get_state() -> RunState:
             try:
                 status = await client.get_async()
             except ProviderError:
                 status = None
-            display.refresh(status, supervisor.get_process_statuses())
-            await asyncio.sleep(REFRESH_INTERVAL)
+            return RunState(status, supervisor.get_process_statuses())
 
-    with display:
-        task = asyncio.create_task(poll_status(), name="dashboard")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with open_display(display, get_state, REFRESH_INTERVAL):
+            return await supervisor.run()
 
 
 @contextlib.contextmanager

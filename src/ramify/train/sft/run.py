@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ramify.config import parse_section, write_toml
+from ramify.display import Display, choose_api_display
 from ramify.errors import RamifyError, StorageFull
-from ramify.interactive import AwaitableResult, expand_model_name, get_explicit_values, is_interactive
+from ramify.interactive import AwaitableResult, expand_model_name, get_explicit_values
 from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
@@ -33,7 +34,7 @@ from ramify.train.policy import PolicyOutput
 from ramify.train.publisher import WeightPublisher
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
-from ramify.train.sft.display import NullSftDisplay, SftDisplay, StepProgress, choose_display
+from ramify.train.sft.display import SftContent, SftDisplay, StepProgress
 from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import SftPlan, build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
@@ -80,8 +81,7 @@ def sft(
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
         checked = parse_section(SftConfig, table, key="sft")
-    default_display = choose_display() if is_interactive() else NullSftDisplay()
-    return run_sft(checked, fresh=fresh, display=display or default_display)
+    return run_sft(checked, fresh=fresh, display=display or choose_api_display(SftContent()))
 
 
 def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
@@ -89,7 +89,7 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
     fetch_model(config.model.name)
     plan = build_sft_plan(config)
     with init_distributed(config.trainer) as ranks, contextlib.ExitStack() as stack:
-        active_display = stack.enter_context(display if display is not None and ranks.is_first else NullSftDisplay())
+        active_display = stack.enter_context(display if display is not None and ranks.is_first else Display())
         store: RunStore | None = None
         with ranks.raise_together():
             if ranks.is_first:
@@ -210,10 +210,10 @@ class _SftRun:
     def _record_step(self, step_batch: _StepBatch, pending: PendingStep, progress: StepProgress) -> None:
         """Wait for a step, then record and show its metrics."""
         metrics = pending.wait_for_metrics()
-        progress.record_step(metrics.seconds)
+        progress.record_step(metrics)
         data = {"data/examples": step_batch.examples_seen, "data/cut_tokens": step_batch.cut_tokens}
         self._write_metrics(metrics.step, {**metrics.to_dict(), **data})
-        self.display.show_step(metrics, progress)
+        self.display.refresh(progress)
 
     @contextlib.contextmanager
     def _record_pending_on_failure(

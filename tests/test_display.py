@@ -1,0 +1,57 @@
+"""Displays of a running command."""
+
+import asyncio
+import io
+
+from rich.console import Console
+from rich.text import Text
+
+from ramify.display import Display, LiveDisplay, LogDisplay, choose_display, open_display
+
+
+class CountContent:
+    """Prints even numbers, and draws every number."""
+
+    def format_lines(self, number):
+        return [f"number={number}"] if number % 2 == 0 else []
+
+    def render_page(self, number):
+        return Text(f"page {number}")
+
+
+def test_log_display_prints_the_lines_of_its_content(capsys):
+    with choose_display(CountContent()) as display:
+        assert isinstance(display, LogDisplay)
+        for number in range(3):
+            display.refresh(number)
+        display.print_line("[b]end")
+    assert capsys.readouterr().out.splitlines() == ["number=0", "number=2", "[b]end"]
+
+
+def test_live_display_draws_the_page_of_its_content():
+    file = io.StringIO()
+    with LiveDisplay(CountContent(), Console(file=file, width=40, force_terminal=True)) as display:
+        display.refresh(7)
+        display.print_line("[b]message")
+    assert "page 7" in file.getvalue()
+    assert "[b]message" in file.getvalue()
+
+
+def test_open_display_refreshes_until_it_is_left():
+    states, reached = [], asyncio.Event()
+
+    class RecordingDisplay(Display):
+        def refresh(self, state):
+            states.append(state)
+            if state == 3:
+                reached.set()
+
+    async def get_state():
+        return len(states) + 1
+
+    async def run():
+        async with open_display(RecordingDisplay(), get_state, 0.0), asyncio.timeout(30):
+            await reached.wait()
+
+    asyncio.run(run())
+    assert states[:3] == [1, 2, 3]
