@@ -6,7 +6,6 @@ an invalid command line or configuration, 130 interrupted, 141 the reader of the
 (`ramify metrics RUN | head`).
 """
 
-import difflib
 import os
 import select
 import sys
@@ -16,6 +15,7 @@ from importlib import import_module
 
 from ramify import __version__
 from ramify.errors import ConfigInvalid, RamifyError
+from ramify.names import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,7 @@ def _run(argv: list[str]) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        advice = f"did you mean 'ramify {near[0]}'?" if near else "'ramify --help' lists the commands"
+        advice = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     return import_module(COMMANDS[name].module).run(rest)
 

@@ -1,12 +1,12 @@
 """The argument parser of commands without a configuration, and what commands share about their arguments."""
 
 import argparse
-import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from ramify.cli.app import COMMANDS
+from ramify.names import suggest
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,9 +32,7 @@ class CommandParser(argparse.ArgumentParser):
             flag = arg.partition("=")[0]
             if not _is_flag(flag) or _is_known(flag, known):
                 continue
-            nearest = difflib.get_close_matches(flag, known, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else "--help lists the flags"
-            self.error(f"unknown flag {flag}; {advice}")
+            self.error(f"unknown flag {flag}; {suggest(flag, known, '--help lists the flags', '{}')}")
 
 
 def format_resume_command(command: str, argv: Sequence[str]) -> str:

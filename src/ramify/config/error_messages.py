@@ -5,7 +5,6 @@ mapped to its key in the data. The message says what was expected, what was give
 unknown key which one was probably meant.
 """
 
-import difflib
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -26,6 +25,7 @@ from ramify.config.schema import (
     union_tag_key,
     variant_tags,
 )
+from ramify.names import find_similar
 
 MAX_VALUE_CHARS = 80  # of a value in a message
 
@@ -124,11 +124,11 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
     dashes = "--" if _is_flag(key, layers) else ""
     if dashes and not section:
         valid_keys = [*(flag.removeprefix("--") for flag in command_flags), *valid_keys]
-    if similar := difflib.get_close_matches(str(name), valid_keys, n=1, cutoff=0.6):
-        return f"did you mean {dashes}{format_key((*section, similar[0]))}?"
+    if similar := find_similar(str(name), valid_keys):
+        return f"did you mean {dashes}{format_key((*section, similar))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}
-    if similar := difflib.get_close_matches(str(name), elsewhere, n=1, cutoff=0.8):
-        return f"did you mean {dashes}{format_key(elsewhere[similar[0]])}?"
+    if similar := find_similar(str(name), elsewhere, cutoff=0.8):
+        return f"did you mean {dashes}{format_key(elsewhere[similar])}?"
     return f"valid here: {', '.join(valid_keys)}"
 
 

@@ -7,7 +7,6 @@ thread, so that a blocking hook does not delay other rollouts.
 """
 
 import asyncio
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors import ConfigInvalid
+from ramify.names import find_similar
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -86,8 +86,8 @@ def _inspect_signature(
         if parameter.name in available and parameter.kind in _KEYWORD_KINDS:
             injected_parameters.add(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind not in _VARIADIC_KINDS:
-            close_matches = difflib.get_close_matches(parameter.name, available, n=1)
-            hint = f"did you mean {close_matches[0]}? " if close_matches else ""
+            similar = find_similar(parameter.name, available)
+            hint = f"did you mean {similar}? " if similar else ""
             raise ConfigInvalid(
                 f"{owner}.{function.__name__}: unknown parameter {parameter.name!r}; "
                 f"{hint}available parameters: {', '.join(available)}"

@@ -16,6 +16,7 @@ from ramify.config import Config
 from ramify.env.chat_client import EXCERPT_CHARS, ChatClient, ChatClientConfig, add_usage
 from ramify.env.task import Task
 from ramify.errors import JudgeError, ProviderError
+from ramify.names import find_duplicates
 from ramify.trace import Trace
 
 VERDICT_PATTERN = re.compile(r"verdict\W*(correct|incorrect)\b", re.IGNORECASE)
@@ -142,8 +143,7 @@ class RubricJudgeConfig(JudgeConfig):
     @field_validator("criteria")
     @classmethod
     def _criterion_names_must_be_unique(cls, criteria: list[RubricCriterion]) -> list[RubricCriterion]:
-        names = [criterion.name for criterion in criteria]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        if duplicates := find_duplicates(criterion.name for criterion in criteria):
             raise ValueError(f"two criteria have the name {', '.join(map(repr, duplicates))}")
         return criteria
 

@@ -6,7 +6,6 @@ a file (`my_env.py`, or `my_env.py:Class`). A plugin's options are the fields of
 `config` attribute; unknown keys are errors. Only the named module is imported.
 """
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -21,6 +20,7 @@ from typing import Any
 from ramify.config import Config, parse_section, raise_config_invalid
 from ramify.env.plugin_config import get_config_class
 from ramify.errors.origin import describe_exception
+from ramify.names import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,7 @@ def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> ty
     if id.isidentifier() and id not in sys.stdlib_module_names and importlib.util.find_spec(id) is not None:
         return _load_class(config_key, kind, plugin_kind, id)
     names = sorted({*plugin_kind.builtin_paths, *entry_points.names})
-    if close_matches := difflib.get_close_matches(id, names, n=1):
-        hint = f"did you mean {close_matches[0]!r}?"
-    else:
-        hint = f"expected one of {', '.join(names)}, a module, module:Class or file.py"
+    hint = suggest(id, names, f"expected one of {', '.join(names)}, a module, module:Class or file.py")
     return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; {hint}")])
 
 
@@ -141,8 +138,7 @@ def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path
         raise_config_invalid([(config_key, text)])
     cls = getattr(module, name, None) if name else candidates[0]
     if cls is None:
-        close_matches = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close_matches[0]}?" if close_matches else f"its {kind} classes: {listed}"
+        hint = suggest(name, names, f"its {kind} classes: {listed}", "{}")
         raise_config_invalid([(config_key, f"{module_path} has no {name}; {hint}")])
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise_config_invalid([(config_key, f"{import_path} is not a {kind}: it does not derive from {base.__name__}")])

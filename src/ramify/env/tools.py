@@ -6,7 +6,6 @@ an error text. Only `SandboxError` is raised, since no reply of the model can fi
 """
 
 import asyncio
-import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +23,7 @@ from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors import ConfigInvalid, SandboxError
+from ramify.names import find_duplicates, find_similar
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 
 ToolContent = str | tuple[TextPart | MediaPart, ...]
@@ -100,8 +100,7 @@ class ToolSet:
         self.schemas: tuple[dict[str, Any], ...] = tuple(tool.schema for tool in self.tools)
         self._by_name = {tool.name: tool for tool in self.tools}
         if len(self._by_name) < len(self.tools):
-            names = [tool.name for tool in self.tools]
-            duplicates = sorted({name for name in names if names.count(name) > 1})
+            duplicates = find_duplicates(tool.name for tool in self.tools)
             raise ConfigInvalid(
                 f"tools: two have the name {', '.join(map(repr, duplicates))}; names of tools must be unique"
             )
@@ -124,8 +123,8 @@ class ToolSet:
             return await tool.call(context, call.arguments)
         if not self.tools:
             return f"error: there is no tool {call.name!r}; there are no tools at all"
-        close_matches = difflib.get_close_matches(call.name, self._by_name, n=1)
-        hint = f" did you mean {close_matches[0]}?" if close_matches else ""
+        similar = find_similar(call.name, self._by_name)
+        hint = f" did you mean {similar}?" if similar else ""
         return f"error: there is no tool {call.name!r};{hint} the tools are {', '.join(self._by_name)}"
 
     def __len__(self) -> int:

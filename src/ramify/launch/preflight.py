@@ -4,14 +4,13 @@ GPUs and models that are not on this machine are not checked, so that a run for 
 Problems that appear only when the model is loaded are left to the run.
 """
 
-import difflib
-
 from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
 from ramify.launch.execution import lock_run
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
+from ramify.names import find_similar
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
@@ -53,8 +52,7 @@ def _find_model_problems(config: RunConfig) -> list[tuple[str, str]]:
     try:
         directory = resolve_model_path(config.model.name)
     except ModelNotFound as error:
-        is_misspelt = difflib.get_close_matches(config.model.name, PACKAGED_MODELS, n=1)
-        return [("model.name", error.message)] if is_misspelt else []
+        return [("model.name", error.message)] if find_similar(config.model.name, PACKAGED_MODELS) else []
     try:
         load_renderer(directory, config.renderer)
     except RamifyError as error:

@@ -5,7 +5,6 @@ this machine. `fetch_model` downloads an id of the form ORG/NAME that is not in 
 the model call it, dry runs and commands that only use a server do not.
 """
 
-import difflib
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ramify.errors import ModelNotFound
+from ramify.names import suggest
 
 PACKAGED_MODELS = ("tiny",)
 
@@ -66,8 +66,7 @@ def _first_model_directory(name: str, candidates: list[Path]) -> Path:
         if (directory / "config.json").is_file():
             return directory.resolve()
     reasons = "; ".join(f"{path}: {_why_rejected(path)}" for path in candidates)
-    nearest = difflib.get_close_matches(name, PACKAGED_MODELS, n=1)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else "give a directory, or a Hugging Face id ORG/NAME"
+    advice = suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
     if is_hub_id(name):
         advice = f"'ramify model fetch {name}' downloads it"
     raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")

@@ -4,12 +4,12 @@ A reply is a text, a dict in the form of a chat message, or a Message. `gold` re
 reply for each model call, including those with tool calls.
 """
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from ramify.errors import EnvironmentFault
+from ramify.names import suggest
 from ramify.trace import Message, ToolCall
 
 REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
@@ -28,8 +28,7 @@ def _parse_reply(reply: Any, location: str) -> str | Message:
         raise EnvironmentFault(f"{location}: expected a text, a dict or a Message, found a {type(reply).__qualname__}")
     for key in reply:
         if key not in REPLY_KEYS:
-            close_matches = difflib.get_close_matches(str(key), REPLY_KEYS, n=1)
-            hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"a reply has {', '.join(REPLY_KEYS)}"
+            hint = suggest(str(key), REPLY_KEYS, f"a reply has {', '.join(REPLY_KEYS)}")
             raise EnvironmentFault(f"{location}: unknown key {key!r}; {hint}")
     role, content = reply.get("role", "assistant"), reply.get("content")
     if role != "assistant":

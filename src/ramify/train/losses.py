@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.errors import ConfigInvalid
+from ramify.names import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,16 +143,14 @@ def check_loss_options(id: str, function: Any, options: Mapping[str, Any]) -> No
         raise ConfigInvalid(f"loss {id!r} needs the option {missing[0]!r}")
     for name in options:
         if name not in known:
-            similar = get_close_matches(name, known, 1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else f"; it takes {', '.join(known) or 'none'}"
-            raise ConfigInvalid(f"loss {id!r} has no option {name!r}{hint}")
+            hint = suggest(name, known, f"it takes {', '.join(known) or 'none'}")
+            raise ConfigInvalid(f"loss {id!r} has no option {name!r}; {hint}")
 
 
 def _import_loss(id: str) -> Any:
     module, _, name = id.replace(":", ".").rpartition(".")
     if not module:
-        similar = get_close_matches(id, LOSSES, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else f"built in are {', '.join(LOSSES)}"
+        hint = suggest(id, LOSSES, f"built in are {', '.join(LOSSES)}")
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
     try:
         function = getattr(import_module(module), name)
