@@ -5,13 +5,13 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
+from ramify.files import write_atomically
 from ramify.launch.process_configs import build_env_server_config
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.address import check_bind_address
@@ -75,7 +75,8 @@ async def serve(config: EnvServerConfig) -> None:
     if start_task.cancelled():
         return
     if config.address_file is not None:  # before the line: a reader of the line may open the file
-        _write_address_file(config.address_file, server.address)
+        config.address_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(config.address_file, f"{server.address}\n")
     print(f"serving {server.selected.key} at {server.address}", flush=True)
     waits = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(server.wait_unreachable())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -83,14 +84,6 @@ async def serve(config: EnvServerConfig) -> None:
     await server.close(0.0 if unreachable else None)
     if unreachable:
         raise PeerLost("the connection thread of the env server failed")
-
-
-def _write_address_file(path: Path, address: str) -> None:
-    """Write the file atomically, so that a reader never sees a part of the address."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(f"{path.name}.part")
-    partial_path.write_text(f"{address}\n")
-    partial_path.replace(path)
 
 
 def _get_source_flag(args: Sequence[str]) -> str | None:

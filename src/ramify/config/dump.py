@@ -7,8 +7,6 @@ A dry run writes the file too, but only if nothing has run in the directory: the
 started, and restarted processes read them.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from pydantic import BaseModel
 from ramify.config.base import NONE_LITERAL, Config
 from ramify.config.schema import KeyPath, format_key, is_dict, is_list
 from ramify.errors import ConfigInvalid, StorageFailed
+from ramify.files import replace_file, write_and_fsync
 
 DRY_RUN_FILES = {"config.toml", "plan.txt", "configs"}  # all that a dry run writes
 
@@ -30,18 +29,10 @@ def dump_toml(config: Config) -> str:
 
 def write_toml(config: Config, path: Path) -> None:
     """Write the configuration to `path` atomically."""
-    text = dump_toml(config)
+    data = dump_toml(config).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replace_file(path) as partial_path:
+        write_and_fsync(partial_path, data)
 
 
 def dry_run(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify import __version__
+from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
 
 if TYPE_CHECKING:
@@ -41,10 +42,8 @@ class RunRecord:
             process.name: {**asdict(process), "state": process.state.value, "seconds": round(process.seconds, 1)}
             for process in processes
         }
-        temporary = self.file.with_name(f".{RECORD_FILE}.{os.getpid()}")
         with wrap_storage_errors(self.file):
-            temporary.write_text(json.dumps({**self._header, "processes": rows}, indent=2), encoding="utf-8")
-            temporary.replace(self.file)
+            write_atomically(self.file, json.dumps({**self._header, "processes": rows}, indent=2))
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ manifest as well. Every step of a run waits for it twice, so it has to be as fas
 """
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
+from ramify.files import write_and_fsync
 from ramify.trace.version import PolicyVersion
 
 MANIFEST_FILE = "manifest.json"
@@ -93,18 +93,6 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     if _has_tied_embeddings(directory):
         shapes.pop("lm_head.weight", None)
     return shapes
-
-
-def write_and_fsync(path: Path, data: bytes) -> None:
-    """Write a file that is on disk when this returns."""
-    path.write_bytes(data)
-    fsync_file(path)
-
-
-def fsync_file(path: Path) -> None:
-    """Return when the contents of a file are on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def check_same_tensors(directory: Path, actual: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:

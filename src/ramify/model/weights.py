@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.errors import WeightsRefused
+from ramify.files import fsync_path, write_and_fsync
 from ramify.model.manifest import (
     Manifest,
     check_checksum,
     check_same_tensors,
     compute_checksum,
-    fsync_file,
-    write_and_fsync,
 )
 from ramify.trace.version import PolicyVersion
 
@@ -95,7 +94,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
     path.chmod(mode)
-    fsync_file(path)
+    fsync_path(path)
 
 
 def _write_dtype_to_config(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ramify.files import write_atomically
+
 SNAPSHOT_FILE = "status.json"
 
 
@@ -40,10 +42,8 @@ class Snapshot:
 def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:
     """Replace the snapshot of the run at `path`. If the disk cannot be written, the old snapshot stays."""
     snapshot = Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)
-    part = path / f".{SNAPSHOT_FILE}.{os.getpid()}"
     with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
-        part.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
-        part.replace(path / SNAPSHOT_FILE)
+        write_atomically(path / SNAPSHOT_FILE, json.dumps(asdict(snapshot)))
 
 
 def read_snapshot(path: Path) -> Snapshot | None:

@@ -3,8 +3,6 @@
 Records have messages, counts and scores, but no token ids: only the run's own binary form can be trained on.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigInvalid
+from ramify.files import replace_file
 from ramify.store.run_store import RunStore
 from ramify.trace.json_view import to_dict
 
@@ -43,18 +42,10 @@ def export_run(store: RunStore, format: str, path: Path, report_progress: Report
     """
     if format not in EXPORT_FORMATS:
         raise ConfigInvalid(f"--to: expected {' or '.join(EXPORT_FORMATS)}, got {format!r}")
+    write = _write_jsonl if format == "jsonl" else _write_parquet
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(fd)
-    temporary = Path(name)
-    try:
-        write = _write_jsonl if format == "jsonl" else _write_parquet
-        count = write(iter_records(store, report_progress), temporary)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+    with replace_file(path) as partial_path:
+        return write(iter_records(store, report_progress), partial_path)
 
 
 def iter_records(store: RunStore, report_progress: ReportProgress | None = None) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
+from ramify.files import fsync_path
 from ramify.store import rollout_table
 from ramify.store.index import (
     DATABASE_NAME,
@@ -30,7 +31,7 @@ from ramify.store.locks import describe_holders, write_holder
 from ramify.store.migrations import check_version, migrate, migrate_copy
 from ramify.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.store.run_writer import RunWriter, wrap_storage_errors
-from ramify.store.segment_log import SegmentLog, fsync_directory
+from ramify.store.segment_log import SegmentLog
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
 
 LOCK_NAME = "run.lock"
@@ -83,7 +84,7 @@ class RunStore:
                     migrate(reader)
                     reader.executescript(rollout_table.ROLLOUT_TABLES)
                     segments.open(rollout_table.segment_lengths(reader))
-                    fsync_directory(path)
+                    fsync_path(path)
                 return cls(path, lock_fd, segments, reader, write)
             except BaseException as error:
                 if reader is not None:

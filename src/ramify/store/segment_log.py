@@ -14,6 +14,7 @@ from typing import Self
 import zstandard
 
 from ramify.errors import TraceCorrupt
+from ramify.files import fsync_path
 from ramify.store.rollout_table import FrameLocation
 
 FRAME_HEADER = struct.Struct("<II")
@@ -134,7 +135,7 @@ class SegmentLog:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.segment_length = length
         if is_new:
-            fsync_directory(self.folder)
+            fsync_path(self.folder)
 
     def _truncate_tail(self, path: Path, length: int) -> None:
         size = path.stat().st_size
@@ -148,15 +149,6 @@ class SegmentLog:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.seg"
-
-
-def fsync_directory(folder: Path) -> None:
-    """Make new file names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

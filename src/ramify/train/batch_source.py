@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ramify.errors import BatchCorrupt, ConfigInvalid
+from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
@@ -65,10 +66,7 @@ class BatchRecording:
         """
         with wrap_storage_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / FILE_NAME.format(step=step, rank=rank)
-            partial_path = path.with_name(f".{path.name}")
-            partial_path.write_bytes(data)
-            partial_path.replace(path)
+            write_atomically(self.directory / FILE_NAME.format(step=step, rank=rank), data)
             for _, other_rank, other_path in self._list_files(step) if rank == 0 else ():
                 if other_rank >= world_size:  # from an earlier trainer with more ranks, which ran this step before
                     other_path.unlink()

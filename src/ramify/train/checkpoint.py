@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
+from ramify.files import fsync_path
 from ramify.store.run_writer import is_disk_full, to_storage_error
-from ramify.store.segment_log import fsync_directory
 from ramify.train.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
@@ -96,7 +96,7 @@ class CheckpointManager:
                     manifest = CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files)
                     manifest.write(partial_path)
                     partial_path.rename(path)
-                    fsync_directory(self.directory)
+                    fsync_path(self.directory)
         except RamifyError:
             if self.ranks.is_first:
                 shutil.rmtree(partial_path, ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import CheckpointRefused
-from ramify.model.manifest import write_and_fsync
+from ramify.files import write_and_fsync
 
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
 PIECE_BYTES = 16 << 20  # covered by one checksum

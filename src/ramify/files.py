@@ -1,0 +1,41 @@
+"""Files that are either complete or absent, and files that are on disk when a function returns."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; at the end of the block, the file written there replaces `path`.
+
+    If the block raises, `path` is unchanged and nothing is left beside it.
+    """
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial_path
+        partial_path.replace(path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
+    """Write a file that a reader sees either in full or not at all."""
+    with replace_file(path) as partial_path:
+        partial_path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_and_fsync(path: Path, data: bytes) -> None:
+    """Write a file that is on disk when this returns."""
+    path.write_bytes(data)
+    fsync_path(path)
+
+
+def fsync_path(path: Path) -> None:
+    """Return when the contents of a file, or the names in a directory, are on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
