@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
+from ramify.async_calls import cancel_all
 from ramify.interactive import is_interactive
 
 if TYPE_CHECKING:  # rich is loaded only where something is drawn
@@ -110,8 +111,7 @@ async def open_display(
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
 
 
 def make_grid(*titles: str) -> "Table":

@@ -6,13 +6,14 @@ call has a timeout, and cancelling a call closes its connection, so that the ser
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.async_calls import cancel_all, fail_after
 from ramify.client.completion import ClientSampling, Completion
 from ramify.client.config import ClientConfig
 from ramify.client.discovery import detect_engine, sync_weights
@@ -29,7 +30,7 @@ from ramify.client.http_client import (
 )
 from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
-from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
+from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class InferenceClient:
             await self.close()
             raise
         finally:
-            await _cancel_all(joins)
+            await cancel_all(joins)
         self._health_tasks = [
             asyncio.create_task(self._monitor_health(replica), name=f"health of {replica.url}")
             for replica in self._pool.replicas
@@ -86,7 +87,7 @@ class InferenceClient:
 
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
-        await _cancel_all(self._health_tasks)
+        await cancel_all(self._health_tasks)
         self._health_tasks = []
         self._pool.is_closed = True
         for replica in self._pool.replicas:
@@ -156,7 +157,7 @@ class InferenceClient:
         config, num_resent, last_url = self.config, 0, "no server yet"
         busy: set[Replica] = set()
         replica_timeout = config.patience if clock is None else timeout
-        async with self._timeout(timeout, lambda: f"a response of {last_url}"):
+        async with fail_after(timeout, lambda: f"a response of {last_url}"):
             while True:
                 replica = await self._pool.wait_for_replica(session, busy, timeout=replica_timeout)
                 last_url = replica.url
@@ -202,7 +203,7 @@ class InferenceClient:
         loads: list[EngineLoad] = []
         for replica in self._pool.up_replicas:
             with contextlib.suppress(RamifyError, RequestFailed):
-                async with self._timeout(self.config.health_timeout, lambda url=replica.url: f"{url}/metrics"):
+                async with fail_after(self.config.health_timeout, f"{replica.url}/metrics"):
                     loads.append(parse_load((await send_request(replica.http, "GET", "/metrics")).decode()))
         return loads
 
@@ -261,7 +262,7 @@ class InferenceClient:
     ) -> tuple[T] | RamifyError:
         """Return the result of one server in a tuple, or its failure."""
         try:
-            async with self._timeout(self.config.control_deadline, lambda: f"{replica.url} to {operation}"):
+            async with fail_after(self.config.control_deadline, f"{replica.url} to {operation}"):
                 return (await call(replica.require_adapter()),)
         except RequestFailed as error:
             return ProviderError(str(error))
@@ -299,7 +300,7 @@ class InferenceClient:
     async def _check_health(self, replica: Replica) -> None:
         """Check the health of one server once; eject it after enough failures in a row. Raises ProviderError."""
         try:
-            async with self._timeout(self.config.health_timeout, lambda: f"{replica.url}/health"):
+            async with fail_after(self.config.health_timeout, f"{replica.url}/health"):
                 await send_request(replica.http, "GET", "/health")
                 if replica.has_timed_requests:
                     await self._record_progress(replica)
@@ -323,7 +324,7 @@ class InferenceClient:
 
     async def _join_replica(self, replica: Replica) -> None:
         """Detect a server's engine, bring it to the target weights and pause state, and admit it."""
-        timeout = self._timeout(self.config.control_deadline, lambda: f"{replica.url} to join; is it paused?")
+        timeout = fail_after(self.config.control_deadline, f"{replica.url} to join; is it paused?")
         async with timeout, self._control_lock:
             try:
                 adapter = await detect_engine(replica, self._initial_version)
@@ -337,21 +338,3 @@ class InferenceClient:
 
     def _open_connections(self, url: str) -> HttpClient:
         return HttpClient(url, connect_timeout=self.config.connect_timeout, max_connections=self.config.connections)
-
-    @contextlib.asynccontextmanager
-    async def _timeout(self, seconds: float, describe_wait: Callable[[], str]) -> AsyncIterator[None]:
-        """Raise DeadlineExceeded, with a description of the wait, if the block takes longer than `seconds`."""
-        try:
-            async with asyncio.timeout(seconds) as timeout:
-                yield
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise DeadlineExceeded(f"waited {seconds:g} s for {describe_wait()}") from error
-
-
-async def _cancel_all(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

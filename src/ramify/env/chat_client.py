@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
+from ramify.async_calls import retry
 from ramify.config import Config
 from ramify.errors import ConfigInvalid, ProviderError
 from ramify.trace import Trace, Usage
 
 if TYPE_CHECKING:
-    from ramify.client.http_client import HttpClient
+    from ramify.client.http_client import HttpClient, HttpResponse
 
 EXCERPT_CHARS = 300  # of a response, in error messages
 COMPLETIONS_PATH = "/chat/completions"
@@ -87,19 +88,21 @@ class ChatClient:
         from ramify.client.http_client import RequestFailed
 
         url = f"{http.base_url}{COMPLETIONS_PATH}"
-        for retry in range(self.config.retries + 1):
+
+        async def post() -> "HttpResponse":
+            """Return the response; raise ProviderError, which is retryable, for a transient failure."""
             try:
                 response = await http.request("POST", COMPLETIONS_PATH, body)
-                if response.status == 200:
-                    return _parse_completion(url, response.body)
-                problem = f"status {response.status}: {_excerpt(response.body)}"
-                is_transient = response.status in RETRYABLE_STATUS_CODES
             except RequestFailed as error:
-                problem, is_transient = str(error), True
-            if not is_transient or retry == self.config.retries:
-                raise ProviderError(f"{url}: {problem}")
-            await asyncio.sleep(INITIAL_BACKOFF * 2**retry)
-        raise AssertionError("the last retry returns or raises")
+                raise ProviderError(f"{url}: {error}") from error
+            if response.status in RETRYABLE_STATUS_CODES:
+                raise _status_error(url, response)
+            return response
+
+        response = await retry(post, max_retries=self.config.retries, backoff=INITIAL_BACKOFF)
+        if response.status != 200:
+            raise _status_error(url, response)
+        return _parse_completion(url, response.body)
 
 
 def add_usage(trace: Trace, role: str, usage: Usage) -> None:
@@ -117,6 +120,10 @@ def _parse_completion(url: str, content: bytes) -> ChatCompletion:
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise ProviderError(f"{url}: not a chat completion: {_excerpt(content)}") from error
     return ChatCompletion(text or "", parsed_usage)
+
+
+def _status_error(url: str, response: "HttpResponse") -> ProviderError:
+    return ProviderError(f"{url}: status {response.status}: {_excerpt(response.body)}")
 
 
 def _excerpt(content: bytes) -> str:

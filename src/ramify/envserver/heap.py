@@ -8,6 +8,8 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 
+from ramify.async_calls import cancel_all
+
 LARGE_ROLLOUT_BYTES = 4 << 20  # size of an encoded rollout from which the heap is trimmed
 TRIM_DELAY = 1.0  # seconds: the response has to be sent first, and several rollouts may end together
 
@@ -33,8 +35,7 @@ class HeapTrimmer:
     async def close(self) -> None:
         """Cancel a scheduled trim."""
         if self._trim_task is not None:
-            self._trim_task.cancel()
-            await asyncio.gather(self._trim_task, return_exceptions=True)
+            await cancel_all([self._trim_task])
 
     async def _trim_later(self, trim: Callable[[int], int]) -> None:
         await asyncio.sleep(self._delay)

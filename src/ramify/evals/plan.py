@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ramify.async_calls import fail_after
 from ramify.env import Task
 from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
@@ -16,7 +17,6 @@ from ramify.errors.origin import describe_exception
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import make_rollout_id
 from ramify.rollout import Environment
-from ramify.rollout.timeout import fail_after
 from ramify.store import RolloutRecord
 
 

@@ -6,7 +6,6 @@ renderers or endpoints; it only uses the number of tokens of a prompt and the sp
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ramify.async_calls import fail_after
 from ramify.client import ClientSampling, Completion
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
-from ramify.errors import DeadlineExceeded, ProviderError
+from ramify.errors import ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
 from ramify.gateway.stop_strings import find_stop, truncate_version_runs
@@ -334,10 +334,8 @@ class ChatPolicy(MessagePolicy):
         }
         body |= {name: value for name, value in optional.items() if value}
         try:
-            async with asyncio.timeout(timeout):
+            async with fail_after(timeout, f"a response of {self._http.base_url}"):
                 data = await send_request(self._http, "POST", "/chat/completions", body)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"waited {timeout:g} s for a response of {self._http.base_url}") from error
         except (ConnectFailed, ResponseLost) as error:
             raise ProviderError(str(error)) from error
         except ServerBusy as error:

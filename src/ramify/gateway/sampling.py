@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any
 
 from ramify.client import ClientSampling
 from ramify.errors import RequestInvalid
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.config import SamplingConfig
+from ramify.seeds import derive_seed
 
 INT64_LIMIT = 2**63  # the largest integer of servers and traces, plus 1
 SAMPLING_FIELDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
@@ -52,7 +52,7 @@ def derive_call_seed(seed: int | None, position_digest: bytes, sample_index: int
     """Derive the seed of a call from its position and sample index; it is the same in every run."""
     if seed is None:
         return None
-    return int.from_bytes(blake2b(b"%d %d " % (seed, sample_index) + position_digest, digest_size=4).digest()) >> 1
+    return derive_seed(b"%d %d " % (seed, sample_index) + position_digest)
 
 
 def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) -> dict[str, Any]:

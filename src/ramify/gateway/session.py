@@ -7,7 +7,6 @@ recorded before the reply is returned.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,10 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ramify.async_calls import fail_after, retry
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
-from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, TokensRequired
+from ramify.errors import ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
@@ -210,7 +210,7 @@ class RolloutSession:
         start, by_agent = time.time(), self.is_agent_running
         self._start_timer()
         try:
-            async with asyncio.timeout(self.call_timeout) as scope:
+            async with fail_after(self.call_timeout, "a model call"):
                 prepared = self._prepare(policy, position, request)
                 sampling, stop_strings = (
                     self._resolve_sampling(request, position),
@@ -238,10 +238,6 @@ class RolloutSession:
                     return reply
                 finally:
                     self._budget.release(grant)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s") from error
         finally:
             self._stop_timer()
 
@@ -275,23 +271,20 @@ class RolloutSession:
         self, policy: Policy, prepared: PreparedPrompt, sampling: ClientSampling, stop_strings: tuple[str, ...]
     ) -> SampledReply:
         """Sample a reply; retry after failures that may be temporary."""
-        for retry in range(self.max_retries + 1):
-            try:
-                sampled = await policy.sample(
-                    prepared,
-                    sampling,
-                    session=self.trace.id,
-                    timeout=self.call_timeout,
-                    stop_strings=stop_strings,
-                    clock=self.clock,
-                )
-                _check_logprobs_finite(policy, sampled)
-                return sampled
-            except RamifyError as error:
-                if not error.retryable or retry == self.max_retries:
-                    raise
-            await asyncio.sleep(RETRY_BACKOFF * 2**retry)
-        raise AssertionError  # unreachable: the loop returns or raises
+
+        async def sample() -> SampledReply:
+            sampled = await policy.sample(
+                prepared,
+                sampling,
+                session=self.trace.id,
+                timeout=self.call_timeout,
+                stop_strings=stop_strings,
+                clock=self.clock,
+            )
+            _check_logprobs_finite(policy, sampled)
+            return sampled
+
+        return await retry(sample, max_retries=self.max_retries, backoff=RETRY_BACKOFF)
 
     def _record_reply(
         self,

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ramify.async_calls import cancel_all
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_classes
 from ramify.launch.liveness import get_process_state, wait_for_silence
 from ramify.launch.preforked import PreforkClient
@@ -101,10 +102,7 @@ class Supervisor:
             try:
                 return await self._outcome
             finally:
-                tasks = [*process_tasks, *([self._stop_task] if self._stop_task else [])]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
                 await asyncio.gather(*(process.stop() for process in self._processes.values()))
                 self._notify_changed()
 
@@ -153,9 +151,7 @@ class Supervisor:
                 watch_task.result()
             code = await exit_task
         finally:
-            for task in (exit_task, watch_task):
-                task.cancel()
-            await asyncio.gather(exit_task, watch_task, return_exceptions=True)
+            await cancel_all([exit_task, watch_task])
         await process.stop()
         self._notify_changed()
         return code, process

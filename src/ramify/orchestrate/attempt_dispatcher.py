@@ -5,7 +5,6 @@ env server is handled like any other failure of an attempt.
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
 from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
 from ramify.orchestrate.scoring import build_rollout_id
+from ramify.seeds import derive_seed
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord
 from ramify.store.summary import REVISION_KEY, summarize_rollout
@@ -110,7 +110,7 @@ class AttemptDispatcher:
                 id=build_rollout_id(group.number, attempt),
                 group=str(group.number),
                 attempt=attempt,
-                seed=derive_seed(self._seed, group.number),
+                seed=derive_seed(f"{self._seed}:{group.number}"),
                 train=True,
                 max_tries=1,
                 environment_digest=source.environment_digest,
@@ -172,8 +172,3 @@ class AttemptDispatcher:
         for key in [key for key in self._tasks if key[0] == group_number]:
             if self._tasks[key] is not asyncio.current_task():
                 self._tasks[key].cancel()
-
-
-def derive_seed(seed: int, key: int | str) -> int:
-    """Derive the seed of a group from the run's seed; its attempts derive theirs from it."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=4).digest(), "big") >> 1

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, safe_mean
-from ramify.orchestrate.attempt_dispatcher import derive_seed
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import list_system_failures
 from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.seeds import derive_seed
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.run_log import MetricPoint
 from ramify.store.summary import REVISION_KEY, summarize_rollout
@@ -134,7 +134,7 @@ class OnlineEvaluator:
                     id=rollout_id,
                     group=rollout_id,
                     attempt=repetition,
-                    seed=derive_seed(self._seed, seed),
+                    seed=derive_seed(f"{self._seed}:{seed}"),
                     environment_digest=source.environment_digest,
                     timeout=source.get_attempt_timeout(task),
                 )

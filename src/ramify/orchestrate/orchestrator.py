@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+from ramify.async_calls import cancel_all
 from ramify.errors import RamifyError, RunStalled
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
@@ -161,9 +162,7 @@ async def run_unless_stopped(stop_requested: asyncio.Event, work: Coroutine[Any,
             work_task.result()
         return work_task.done()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 def _unwrap_exception_group(error: BaseException) -> BaseException:

@@ -8,13 +8,13 @@ cancellation included, the runtime is stopped and the session closed before the 
 """
 
 import asyncio
-import hashlib
 import random
 import time
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ramify.async_calls import fail_after
 from ramify.env import RolloutContext, Task, ToolSet, User
 from ramify.errors import ConfigInvalid, Failure, RamifyError, TokensRequired, ValueRefused
 from ramify.gateway.main_calls import find_side_calls
@@ -27,7 +27,7 @@ from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.rollout.retrying_runtime import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, score_trace
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
-from ramify.rollout.timeout import fail_after
+from ramify.seeds import derive_seed
 from ramify.trace import Episode, Trace
 from ramify.trace.plain_data import to_plain
 
@@ -110,7 +110,7 @@ class AttemptRunner:
             limits=env.limits,
             models=env.open_models(),
             is_training=train,
-            seed=_derive_seed(seed_text),
+            seed=derive_seed(seed_text),
             call_timeout=self.harness_timeout + source.timeouts.engine_stall,
             max_retries=source.model_retries,
         )
@@ -248,7 +248,3 @@ def _drop_unserializable_info(trace: Trace) -> None:
         except ValueRefused as error:
             del trace.info[key]
             trace.errors.append(Failure.from_exception(error))
-
-
-def _derive_seed(seed_text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(seed_text.encode(), digest_size=4).digest(), "big") >> 1

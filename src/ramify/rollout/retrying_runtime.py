@@ -4,14 +4,13 @@ Each call is retried separately if its error is retryable, so that one moment wi
 rollout of an hour.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from ramify.async_calls import retry
 from ramify.env import Runtime, RuntimeProcess, Task
 from ramify.env.runtime import CommandLine
-from ramify.errors import RamifyError
 
 T = TypeVar("T")
 MAX_RETRIES = 3
@@ -59,11 +58,4 @@ class RetryingRuntime(Runtime):
         await self._with_retries(lambda: self._inner.write(path, data))
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
-        for retry in range(MAX_RETRIES + 1):
-            try:
-                return await call()
-            except RamifyError as error:
-                if not error.retryable or retry == MAX_RETRIES:
-                    raise
-            await asyncio.sleep(self._backoff * 2**retry)
-        raise AssertionError  # the loop returns or raises
+        return await retry(call, max_retries=MAX_RETRIES, backoff=self._backoff)

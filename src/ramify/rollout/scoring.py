@@ -8,11 +8,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ramify.async_calls import fail_after
 from ramify.env import Hook, RolloutContext, Task
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
-from ramify.rollout.timeout import fail_after
 from ramify.trace import Trace
 
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from ramify.async_calls import fail_after
 from ramify.errors import (
-    DeadlineExceeded,
     Failure,
     PeerLost,
     QueueFull,
@@ -205,13 +205,8 @@ class WireServer:
 
     async def _handle(self, request: IncomingRequest) -> WireMessage:
         method = request.header.method
-        try:
-            async with asyncio.timeout(request.timeout) as scope:
-                return await self._handlers[method](request)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded(f"{method} took longer than its timeout of {request.timeout:g} s") from error
+        async with fail_after(request.timeout, method):
+            return await self._handlers[method](request)
 
     def _finish_request(self, key: RequestKey, request: IncomingRequest, task: "asyncio.Task[WireMessage]") -> None:
         del self._tasks[key]
