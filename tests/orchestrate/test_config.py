@@ -114,7 +114,7 @@ def test_keys_without_effect_are_refused(read, key):
 def test_duplicate_source_names_are_refused(read):
     config = read().model_dump()
     config["train"] *= 2
-    with pytest.raises(ValueError, match="two train sources are named 'reverse'"):
+    with pytest.raises(ValueError, match="two sources are named 'reverse'"):
         RunConfig.model_validate(config)
 
 

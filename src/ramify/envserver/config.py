@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from ramify.config import Config, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
-from ramify.rollout.config import SourceConfig
+from ramify.rollout.config import SourceConfig, check_source_names
 from ramify.wire.settings import WireSettings
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:0"
@@ -111,14 +111,7 @@ class EnvServerConfig(Config):
     heartbeat: float = Field(default=1.0, gt=0)
     """Seconds between two heartbeats."""
 
-    @field_validator("train", "eval")
-    @classmethod
-    def _source_names_must_be_unique(cls, sources: list[ServedSourceConfig]) -> list[ServedSourceConfig]:
-        names = [source.source_name for source in sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two sources have the name {name!r}; set a different `name` for one of them")
-        return sources
+    _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
 
     @property
     def wire_settings(self) -> WireSettings:

@@ -17,6 +17,7 @@ from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
+from ramify.rollout.config import check_source_names
 from ramify.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.process_config import WeightsConfig
@@ -230,14 +231,7 @@ class RunConfig(Config):
     launch: LaunchConfig = LaunchConfig()
     monitor: MonitorConfig = MonitorConfig()
 
-    @model_validator(mode="after")
-    def _source_names_must_be_unique(self) -> "RunConfig":
-        for kind, sources in (("train", self.train), ("eval", self.eval)):
-            names = [source.source_name for source in sources]
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"two {kind} sources are named {name!r}; set a unique `name` for each")
-        return self
+    _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
 
     @model_validator(mode="after")
     def _source_seq_len_within_run(self) -> "RunConfig":

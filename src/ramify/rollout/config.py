@@ -1,11 +1,14 @@
 """Configuration of a source of rollouts: the environment, the sampling parameters and the limits of an attempt."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from ramify.config import Config
 from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
+from ramify.names import find_duplicates
+
+S = TypeVar("S", bound="SourceConfig")
 
 
 class TimeoutsConfig(Config):
@@ -72,3 +75,10 @@ class SourceConfig(Config):
     def limits(self) -> RolloutLimits:
         """The limits on turns and tokens of one rollout."""
         return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})
+
+
+def check_source_names(sources: list[S]) -> list[S]:
+    """Return the sources. Raises ValueError if two of them have the same name."""
+    if duplicates := find_duplicates(source.source_name for source in sources):
+        raise ValueError(f"two sources are named {duplicates[0]!r}; set a unique `name` for each")
+    return sources
