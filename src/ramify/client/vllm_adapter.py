@@ -20,7 +20,6 @@ A directory is verified before it is loaded, down to the shapes, because vLLM do
 import asyncio
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_j
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import verify_weights
+from ramify.model.resolve import read_vocab_size
 from ramify.trace import VersionRun
 from ramify.trace.version import PolicyVersion
 
@@ -45,7 +45,7 @@ class VLLMAdapter(EngineAdapter):
     def __init__(self, url: str, http: HttpClient, version: PolicyVersion, *, model_root: str | None) -> None:
         super().__init__(url, http, version)
         self._model_dir = Path(model_root) if model_root and Path(model_root).is_dir() else None
-        self._vocab_size = _read_vocab_size(self._model_dir)
+        self._vocab_size = None if self._model_dir is None else read_vocab_size(self._model_dir)
         self._is_dev_mode = True
 
     async def sync_label(self) -> None:
@@ -150,10 +150,3 @@ class VLLMAdapter(EngineAdapter):
         if size is not None and len(token_ids) and not 0 <= min(token_ids) <= max(token_ids) < size:
             invalid = next(token_id for token_id in token_ids if not 0 <= token_id < size)
             raise RequestInvalid(f"the prompt holds token id {invalid}; the vocabulary is 0 to {size - 1}")
-
-
-def _read_vocab_size(model_dir: Path | None) -> int | None:
-    try:
-        return None if model_dir is None else int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError):
-        return None

@@ -47,6 +47,18 @@ class ChatClientConfig(Config):
     retries: int = Field(default=2, ge=0)
 
 
+def read_api_key(variable: str | None, config_key: str) -> str:
+    """Return the API key in an environment variable; "" if no variable is named.
+
+    Raises ConfigInvalid, with the name of the config key, if the variable is not set.
+    """
+    if variable is None:
+        return ""
+    if not (key := os.environ.get(variable)):
+        raise ConfigInvalid(f"{config_key}: the environment variable {variable} is not set")
+    return key
+
+
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
     """The text of a completion and its token usage."""
@@ -60,10 +72,7 @@ class ChatClient:
 
     def __init__(self, config: ChatClientConfig, *, api_key: str | None = None) -> None:
         self.config = config
-        if config.api_key_env is not None:
-            api_key = os.environ.get(config.api_key_env)
-            if not api_key:
-                raise ConfigInvalid(f"api_key_env: the environment variable {config.api_key_env} is not set")
+        api_key = read_api_key(config.api_key_env, "api_key_env") or api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:

@@ -16,7 +16,7 @@ from ramify.client import InferenceClient
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
-from ramify.model.resolve import resolve_model_path
+from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.render import load_renderer
 from ramify.render.config import RendererConfig
 
@@ -51,7 +51,7 @@ async def connect_policy(
                 load_renderer(path, renderer),
                 model,
                 max_model_len=max_model_len if isinstance(max_model_len, int) else None,
-                vocab_size=_read_vocab_size(path),
+                vocab_size=read_vocab_size(path),
             )
         except (TokensRequired, LogprobMismatch) as error:
             reason = error.message
@@ -66,15 +66,6 @@ async def connect_policy(
     policy = ChatPolicy(f"{urls[0]}/v1", model, api_key)
     stack.push_async_callback(policy.close)
     return policy
-
-
-def _read_vocab_size(path: Path) -> int | None:
-    """Return the vocabulary size in a model's config.json, or None."""
-    try:
-        config = msgspec.json.decode((path / "config.json").read_bytes())
-        return int(config["vocab_size"])
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError):
-        return None
 
 
 def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict[str, Any]]]) -> str | None:

@@ -61,6 +61,14 @@ def _has_weights(directory: Path) -> bool:
     return any(path.is_file() for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
 
 
+def read_vocab_size(model_dir: Path) -> int | None:
+    """Return the vocabulary size in a model's config.json; None if it cannot be read."""
+    try:
+        return int(json.loads((model_dir / "config.json").read_bytes())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _first_model_directory(name: str, candidates: list[Path]) -> Path:
     for directory in candidates:
         if (directory / "config.json").is_file():

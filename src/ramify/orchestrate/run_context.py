@@ -7,7 +7,6 @@ engines <-------------------------- WeightUpdater <-------------------+         
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -19,7 +18,7 @@ from ramify.client.engine_load import EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
 from ramify.infer.inference_client import build_inference_client
-from ramify.model.resolve import resolve_model_path
+from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import RunConfig
@@ -184,7 +183,9 @@ class RunContext:
         self, plugins: RunPlugins, source_specs: Mapping[str, SourceSpec], train: Mapping[str, ConnectedSource]
     ) -> OrchestratorCore:
         config = self.config
-        vocab_size, min_group = _read_vocab_size(config.model.name), config.orchestrator.min_group
+        model_dir, min_group = resolve_model_path(config.model.name), config.orchestrator.min_group
+        if (vocab_size := read_vocab_size(model_dir)) is None:
+            raise TokenizerMismatch(f"{model_dir / 'config.json'} has no vocab_size")
         rules = ScoringRules(vocab_size, config.seq_len, plugins.filters, min_group)
         mix = build_source_mix(config, {name: source.num_tasks for name, source in train.items()})
         limits = config.orchestrator.admission_limits
@@ -212,11 +213,3 @@ class RunContext:
         fields = [f"{name} {value:.3f}" for name, value in values.items() if name.endswith(("/avg", "/exact"))]
         fields += [f"{name} {value:g}" for name, value in values.items() if name.endswith("/missing") and value]
         print(f"eval at step {step}: {', '.join(fields)}", flush=True)
-
-
-def _read_vocab_size(model: str) -> int:
-    path = resolve_model_path(model) / "config.json"
-    try:
-        return int(json.loads(path.read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise TokenizerMismatch(f"{path} has no vocab_size: {error}") from error

@@ -4,7 +4,6 @@ Loading detects all configuration errors before anything starts: an unknown plug
 parameter, a harness that cannot work with the taskset or the runtime.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,12 +11,13 @@ from typing import Any
 
 from ramify.client.loop_pacer import LoopPacer
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
+from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
 from ramify.gateway.config import RolloutLimits
 from ramify.gateway.policy import ChatPolicy, Policy
-from ramify.harness import ExternalModelConfig, Harness
+from ramify.harness import Harness
 from ramify.rollout.config import SourceConfig
 
 
@@ -64,7 +64,7 @@ class Environment:
         )
         harness.check_compatibility(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():
-            _read_api_key(name, model)
+            read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
         return env
 
     async def close(self) -> None:
@@ -132,7 +132,8 @@ class Environment:
         """Return the other models that the harness config names. All rollouts share their connections."""
         for name, model in self.harness.config.models.items():
             if name not in self._model_policies:
-                self._model_policies[name] = ChatPolicy(model.base_url, model.model, _read_api_key(name, model))
+                key = read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
+                self._model_policies[name] = ChatPolicy(model.base_url, model.model, key)
         return dict(self._model_policies)
 
 
@@ -144,12 +145,3 @@ def _build_plugin(kind: str, table: dict[str, Any]) -> Any:
         raise
     except Exception as error:
         raise ConfigInvalid(f"{kind} {table.get('id')} cannot be created: {describe_exception(error)}") from error
-
-
-def _read_api_key(name: str, model: ExternalModelConfig) -> str:
-    if model.api_key_env is None:
-        return ""
-    key = os.environ.get(model.api_key_env)
-    if not key:
-        raise ConfigInvalid(f"harness.models.{name}.api_key_env: the variable {model.api_key_env} is not set")
-    return key
