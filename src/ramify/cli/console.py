@@ -15,6 +15,7 @@ class PipeConsole(Console):
         super().__init__(highlight=False, **options)
 
     def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError; rich would exit."""
         raise BrokenPipeError
 
 

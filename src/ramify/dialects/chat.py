@@ -23,6 +23,7 @@ class ChatCompletionsDialect(Dialect):
     """The dialect of OpenAI's Chat Completions API."""
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """Parse the body of a chat completion request."""
         parser = parse_messages(body["messages"])
         if body.get("n") not in (None, 1):
             raise RequestInvalid("n: expected 1; send the request again for another choice")
@@ -33,12 +34,14 @@ class ChatCompletionsDialect(Dialect):
         return ParsedRequest(request, bool(body.get("stream")), bool(options.get("include_usage")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+        """Return the reply as a `chat.completion` object."""
         message = format_message(reply.message)
         choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
         envelope = format_envelope(f"chatcmpl-{reply.call_id}", "chat.completion", parsed.request.model)
         return {**envelope, "choices": [choice], "usage": format_usage(reply.usage)}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
+        """Yield the reply as `chat.completion.chunk` events."""
         envelope = format_envelope(f"chatcmpl-{reply.call_id}", "chat.completion.chunk", parsed.request.model)
         message = reply.message
 
@@ -60,4 +63,5 @@ class ChatCompletionsDialect(Dialect):
         yield SSE_DONE
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
+        """Return the number of prompt tokens as an object."""
         return {"object": "chat.completion.input_tokens", "input_tokens": num_tokens}

@@ -36,6 +36,7 @@ class MessagesDialect(Dialect):
     keepalive = format_sse({"type": "ping"}, "ping")
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """Parse the body of a request to the Messages API."""
         parser = _BlockParser()
         if body.get("system"):
             system = body["system"]
@@ -54,11 +55,14 @@ class MessagesDialect(Dialect):
         return ParsedRequest(request, bool(body.get("stream")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+        """Return the reply as a `message` object."""
         stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
         usage = _format_usage(reply.usage, reply.usage.completion_tokens)
         return {**_envelope(parsed, reply), "content": _to_blocks(reply.message), **stop, "usage": usage}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
+        """Yield the reply as the events of the Messages API, from `message_start` to `message_stop`."""
+
         def event(event_type: str, **fields: Any) -> bytes:
             return format_sse({"type": event_type, **fields}, event_type)
 
@@ -76,14 +80,17 @@ class MessagesDialect(Dialect):
         yield event("message_stop")
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
+        """Return the number of prompt tokens as an object."""
         return {"input_tokens": num_tokens}
 
     def format_error(self, error: RamifyError) -> dict[str, Any]:
+        """Return the failure as Anthropic's error object."""
         error_type = ERROR_TYPES.get(get_http_status(error), "api_error")
         message = f"{error.name}: {error.message}"
         return {"type": "error", "error": {"type": error_type, "message": message, "name": error.name}}
 
     def format_stream_error(self, error: RamifyError) -> bytes:
+        """Return the failure as an `error` event."""
         return format_sse(self.format_error(error), "error")
 
 

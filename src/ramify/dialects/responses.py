@@ -31,6 +31,7 @@ class ResponsesDialect(Dialect):
     """The dialect of OpenAI's Responses API."""
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """Parse the body of a request to the Responses API."""
         parser = _ItemParser()
         previous_response_id = body.get("previous_response_id")
         if body.get("instructions") and not previous_response_id:
@@ -50,9 +51,11 @@ class ResponsesDialect(Dialect):
         )
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+        """Return the reply as a `response` object."""
         return _build_response(parsed, reply, _to_items(parsed, reply))
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
+        """Yield the reply as the events of the Responses API, numbered from 0."""
         sequence_number = 0
 
         def event(event_type: str, **fields: Any) -> bytes:
@@ -75,9 +78,11 @@ class ResponsesDialect(Dialect):
         yield event(f"response.{final_response['status']}", response=final_response)
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
+        """Return the number of prompt tokens as an object."""
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
     def format_stream_error(self, error: RamifyError) -> bytes:
+        """Return the failure as an `error` event."""
         fields = {"code": get_error_code(error), "message": error.message, "param": None, "sequence_number": 0}
         return format_sse({"type": "error", **fields}, "error")
 

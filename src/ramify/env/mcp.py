@@ -62,6 +62,7 @@ class McpTool(Tool):
         self._connection = connection
 
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Call the tool on its server and return the content of the result."""
         result = await self._connection.call(self.name, arguments)
         parts = [_to_content_part(block) for block in result.content]
         texts = [part for part in parts if isinstance(part, str)]

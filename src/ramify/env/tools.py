@@ -83,6 +83,7 @@ class FunctionTool(Tool):
         super().__init__(unbound.__name__, signature.description, signature.schema)
 
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Call the function with the validated arguments and the fields of the context that it names."""
         signature = self._signature
         kwargs = {name: getattr(context, name) for name in signature.injected} | signature.validate_arguments(arguments)
         if signature.is_async:

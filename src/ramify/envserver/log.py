@@ -59,6 +59,7 @@ class WorkerOutput(asyncio.Protocol):
         return output, write_fd
 
     def data_received(self, data: bytes) -> None:
+        """Write the complete lines of the data to the log."""
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             self._write_line(line)
@@ -67,6 +68,7 @@ class WorkerOutput(asyncio.Protocol):
             self._partial_line = self._partial_line[MAX_LINE_BYTES:]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Write the last line, even if it is incomplete."""
         if self._partial_line:
             self._write_line(self._partial_line)
         self.closed.set()

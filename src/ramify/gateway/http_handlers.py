@@ -35,6 +35,7 @@ class ReplyHandler:
         self._get_session, self._dialect, self._keepalive_interval = get_session, dialect, keepalive_interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request for a reply, whole or as a stream."""
         http = HttpRequest(scope, receive)
         session: RolloutSession | None = None
         try:
@@ -110,6 +111,7 @@ class TokenCountHandler:
         self._get_session, self._dialect = get_session, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request for the number of prompt tokens."""
         http = HttpRequest(scope, receive)
         session: RolloutSession | None = None
         try:

@@ -35,6 +35,7 @@ class ChatHarness(Harness):
         super().__init__(config or ChatHarnessConfig())
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
+        """Raise ConfigInvalid if neither a prompt nor a user can start the conversation."""
         if task.prompt is None and hooks.user is None:
             raise ConfigInvalid(
                 f"task {task.identity} has no prompt, and its taskset has no `user` hook to speak first: "
@@ -49,6 +50,7 @@ class ChatHarness(Harness):
         user: User | None,
         stop_hooks: Sequence[Hook],
     ) -> str:
+        """Call the model, its tools and the user in turn until one of them ends the rollout."""
         async with self._with_mcp_tools(tools) as all_tools:
             return await _ChatLoop(context, session, all_tools, user, stop_hooks, self.config.malformed_limit).run()
 

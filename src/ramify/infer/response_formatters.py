@@ -103,12 +103,14 @@ class CompletionFormatter(ResponseFormatter):
         self.echo, self.only_prompt = echo, only_prompt
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
+        """Return the text of a sample, after its prompt if `echo` is set."""
         prompt = self.decode(sample.prompt_token_ids) if self.echo else ""
         if self.only_prompt:
             return {"text": prompt, "finish_reason": "length"}
         return {"text": prompt + sample.detokenizer.text, "finish_reason": sample.finish_reason}
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
+        """Return the sampled tokens, after those of the prompt if `echo` is set."""
         sampled = ShownTokens([], [], []) if self.only_prompt else super().select_shown_tokens(sample)
         if not self.echo:
             return sampled
@@ -119,14 +121,17 @@ class CompletionFormatter(ResponseFormatter):
         )
 
     def count_shown_samples(self, sample: StreamedSample) -> int:
+        """Return the number of sampled tokens, 0 if only the prompt is shown."""
         return 0 if self.only_prompt else super().count_shown_samples(sample)
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
+        """Return the new text of a sample."""
         return {"text": new_text, "finish_reason": sample.finish_reason}
 
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
     ) -> dict[str, Any]:
+        """Return tokens and logprobs as parallel lists, as the completions API does."""
         return {
             "tokens": [self.decode([token_id]) for token_id in token_ids],
             "token_logprobs": logprobs,
@@ -158,6 +163,7 @@ class ChatFormatter(ResponseFormatter):
         self.renderer, self.prompt, self.has_tools = renderer, prompt, has_tools
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
+        """Return the message of a sample, with its tool calls parsed."""
         message: dict[str, Any] = {"content": sample.detokenizer.text}
         if not sample.detokenizer.stopped:
             message = self.renderer.parse(sample.token_ids, self.prompt)
@@ -166,6 +172,7 @@ class ChatFormatter(ResponseFormatter):
         return {"message": {"role": "assistant", **message}, "finish_reason": finish_reason}
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
+        """Return the new text of a sample as a change of its message. Text with tools is sent when it is complete."""
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if not self.has_tools:
             return {"delta": {**delta, "content": new_text}, "finish_reason": sample.finish_reason}
@@ -180,6 +187,7 @@ class ChatFormatter(ResponseFormatter):
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
     ) -> dict[str, Any]:
+        """Return one entry per token, as the chat API does."""
         return {
             "content": [
                 {

@@ -22,6 +22,7 @@ class TemplateChatRenderer:
         self.max_token_chars = renderer.tokenizer.max_token_chars
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
+        """Render a conversation with the model's chat template. Raises if the messages are invalid."""
         parsed = [_parse_message(index, message) for index, message in enumerate(messages)]
         try:
             rendered = self._renderer.render(parsed, tools or ())
@@ -32,6 +33,7 @@ class TemplateChatRenderer:
         return ChatPrompt(rendered.token_ids.tolist(), rendered)
 
     def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, Any]:
+        """Parse sampled tokens to the fields of an assistant message."""
         assert isinstance(prompt.rendered, RenderedPrompt)
         message = self._renderer.parse(list(token_ids), prompt.rendered).message
         fields: dict[str, Any] = {"content": message.text}
@@ -45,12 +47,15 @@ class TemplateChatRenderer:
         return fields
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
         return self._renderer.tokenizer.encode(text).ids.tolist()
 
     def decode_token(self, token_id: int) -> str:
+        """Return the text of one token, special tokens included."""
         return self._renderer.tokenizer.decode([token_id])
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens without special tokens."""
         return self._renderer.tokenizer.decode(list(token_ids), keep_special_tokens=False)
 
 

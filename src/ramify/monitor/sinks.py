@@ -35,6 +35,7 @@ class ConsoleSink:
         self._print_line = print_line
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the metrics of CONSOLE_METRICS and the mean rewards of evals on one line."""
         names = [
             name for name in values if name in CONSOLE_METRICS or (name.startswith("eval/") and name.endswith("/avg"))
         ]
@@ -42,6 +43,7 @@ class ConsoleSink:
             self._print_line(f"step={step} " + " ".join(f"{name}={values[name]:.4g}" for name in names))
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Print one line per rollout, with its reward and advantage."""
         for sample in samples:
             values = f"reward={_format_value(sample.reward)} advantage={_format_value(sample.advantage)}"
             self._print_line(f"sample step={step} source={sample.source} rollout={sample.rollout} {values}")
@@ -49,7 +51,8 @@ class ConsoleSink:
             for line in text.splitlines():
                 self._print_line(f"  {line}")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: each line is written at once."""
 
 
 class WandbSink:
@@ -73,13 +76,16 @@ class WandbSink:
         self._run.define_metric("*", step_metric=self.STEP_METRIC)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         self._run.log({self.STEP_METRIC: step, **values})
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Log the rollouts of a step as a table."""
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
         self._run.log({self.STEP_METRIC: step, "samples": table})
 
     def close(self) -> None:
+        """Finish the wandb run."""
         self._run.finish()
 
 
@@ -91,13 +97,16 @@ class TrackioSink:
         self._run = self._trackio.init(project=project, name=name, resume="allow", config=dict(config))
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         self._run.log(dict(values), step=step)
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Log the rollouts of a step as a table."""
         table = self._trackio.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
         self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
+        """Finish the trackio run."""
         self._run.finish()
 
 
@@ -114,10 +123,12 @@ class TensorBoardSink:
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(directory))
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step as scalars."""
         self._add_event(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.flush()  # otherwise a killed process loses the points of its last two minutes
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Write the rollouts of a step as a text table."""
         metadata = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
         shape = self._shape(dim=[self._shape.Dim(size=1)])
         values: list[Any] = []
@@ -129,6 +140,7 @@ class TensorBoardSink:
         self._add_event(step, values)
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
     def _add_event(self, step: int, values: list[Any]) -> None:

@@ -94,6 +94,7 @@ class ShuffleCurriculum:
         self._order = self._draw_order(seed)
 
     def next_task(self) -> TaskPick | None:
+        """Return the next task in the order of the epoch; None after the last epoch."""
         if self._num_tasks is None:
             self._position += 1
             return TaskPick(self._position - 1, 0)
@@ -109,6 +110,7 @@ class ShuffleCurriculum:
         """Do nothing: all tasks are equally frequent, whatever their rewards."""
 
     def take_changes(self) -> dict[str, Any]:
+        """Return the position in the order of tasks."""
         return {"at": [self._epoch, self._position], "seed": self._order_seed}
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
@@ -134,6 +136,7 @@ class PoolsCurriculum:
         self._pools: dict[str, list[int]] = {"easy": [], "normal": list(range(num_tasks)), "hard": []}
 
     def next_task(self) -> TaskPick | None:
+        """Draw a task: first its difficulty by the configured shares, then a task of that difficulty."""
         config = self._config
         shares = {"easy": config.easy, "hard": config.hard, "normal": 1 - config.easy - config.hard}
         names = [name for name in shares if self._pools[name]]
@@ -147,6 +150,7 @@ class PoolsCurriculum:
         return TaskPick(rng.choice(self._pools[name]), NO_EPOCH)
 
     def record_reward(self, task: int, reward: float) -> None:
+        """Record the mean reward of a group of the task, and update the task's difficulty."""
         if task >= self._num_tasks:
             return  # the task was removed after its group was issued
         self._set_rewards(task, [*self._rewards.get(task, []), reward][-self._config.recent :])
@@ -161,10 +165,12 @@ class PoolsCurriculum:
         return "easy" if mean > self._config.easy_above else "hard" if mean < self._config.hard_below else "normal"
 
     def take_changes(self) -> dict[str, Any]:
+        """Return what changed since the last call."""
         changes, self._changes = self._changes, {}
         return changes
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
+        """Restore the number of draws and the recorded rewards."""
         self._num_draws = saved_state.get("drawn", 0)
         for key, rewards in saved_state.items():
             if key.startswith("task/") and (task := int(key.removeprefix("task/"))) < self._num_tasks:

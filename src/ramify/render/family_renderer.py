@@ -77,6 +77,7 @@ class FamilyRenderer(Renderer):
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse sampled tokens to a reply with the family's own parser."""
         ids = np.asarray(sampled_ids, np.int32)
         stop = len(ids) - (len(ids) > 0 and int(ids[-1]) in self.stop_ids)
         response = self._renderer.parse_response(

@@ -84,6 +84,7 @@ class TemplateRenderer(Renderer):
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse sampled tokens to a reply."""
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
 
     def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:

@@ -26,19 +26,24 @@ class RetryingRuntime(Runtime):
 
     @property
     def workdir(self) -> Path:
+        """The work directory of the inner runtime."""
         return self._inner.workdir
 
     @property
     def trace_metadata(self) -> dict[str, Any]:
+        """The description of the inner runtime."""
         return self._inner.trace_metadata
 
     def check_task(self, task: Task) -> None:
+        """Check the task with the inner runtime."""
         self._inner.check_task(task)
 
     async def start(self, task: Task) -> None:
+        """Start the inner runtime, with retries."""
         await self._with_retries(lambda: self._inner.start(task))
 
     async def stop(self) -> None:
+        """Stop the inner runtime, with retries."""
         await self._with_retries(self._inner.stop)
 
     async def spawn(
@@ -49,12 +54,15 @@ class RetryingRuntime(Runtime):
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
     ) -> RuntimeProcess:
+        """Start a program in the inner runtime, with retries."""
         return await self._with_retries(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
 
     async def read(self, path: str | PurePath) -> bytes:
+        """Read a file in the inner runtime, with retries."""
         return await self._with_retries(lambda: self._inner.read(path))
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
+        """Write a file in the inner runtime, with retries."""
         await self._with_retries(lambda: self._inner.write(path, data))
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:

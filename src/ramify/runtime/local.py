@@ -47,6 +47,7 @@ class LocalRuntime(Runtime):
 
     @property
     def workdir(self) -> Path:
+        """The work directory, which is created on first use. Raises SandboxError after `stop`."""
         if self._stopped:
             raise SandboxError("the runtime was stopped; it cannot run anything any more")
         if self._sandbox_dir is None:
@@ -54,6 +55,7 @@ class LocalRuntime(Runtime):
         return self._sandbox_dir / "work" / self._relative_workdir
 
     def check_task(self, task: Task) -> None:
+        """Raise ConfigInvalid if the task needs an image or has a work directory outside of the rollout's."""
         if task.image is not None:
             raise ConfigInvalid(
                 f"the task needs the image {task.image!r}, but the local runtime does not support images"
@@ -62,10 +64,12 @@ class LocalRuntime(Runtime):
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
 
     async def start(self, task: Task) -> None:
+        """Check the task and remember its work directory, which is created on first use."""
         self.check_task(task)
         self._relative_workdir = PurePath(task.workdir or "")
 
     async def stop(self) -> None:
+        """Kill all programs and remove the work directory, unless `keep` is set."""
         self._stopped = True
         for process in self._processes:
             process.kill_process_group()
@@ -82,6 +86,7 @@ class LocalRuntime(Runtime):
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
     ) -> "LocalProcess":
+        """Start a program in a process group of its own, with the configured environment variables only."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         workdir = self.workdir
         self._num_spawned += 1
@@ -107,9 +112,11 @@ class LocalRuntime(Runtime):
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
+        """Return the content of a file below the work directory."""
         return await asyncio.to_thread(_read_file, self.workdir / path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
+        """Write a file below the work directory. Raises SandboxError if the machine lacks resources."""
         file_path = self.workdir / path
         try:
             await asyncio.to_thread(_write_file, file_path, data.encode() if isinstance(data, str) else data)
@@ -148,17 +155,21 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
         self._outputs = {1: BoundedOutput(max_output), 2: BoundedOutput(max_output)}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Record the process id."""
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._transport = transport
         self.pid = transport.get_pid()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Keep the output of the program, up to the limit."""
         self._outputs[fd].write(data)
 
     def process_exited(self) -> None:
+        """Record the exit code."""
         self._exited.set_result(self._transport.get_returncode() or 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Record that the pipes of the program are closed."""
         self._pipes_closed.set_result(None)
 
     @property
@@ -179,6 +190,7 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
             kill_process_group(self.pid)
 
     async def wait(self, timeout: float) -> ExecResult:
+        """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
         timed_out = not (await asyncio.wait([self._exited], timeout=timeout))[0]
         if timed_out:
             await self.kill()
@@ -188,6 +200,7 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
         return ExecResult(returncode, self._outputs[1].getvalue(), self._outputs[2].getvalue(), timed_out)
 
     async def kill(self) -> None:
+        """Kill the process group and all processes that carry the program's marker."""
         self.kill_process_group()
         await asyncio.to_thread(kill_marked_processes, self.marker)
         self._transport.close()

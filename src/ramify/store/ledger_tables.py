@@ -56,6 +56,7 @@ class GroupRecord:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> "GroupRecord":
+        """Return the group of a row of the table."""
         number, source, task, epoch, size, incarnation, version, state, step, reason, detail = row
         drop_reason = DropReason(reason) if reason else None
         return cls(
@@ -82,6 +83,7 @@ class AttemptRecord:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> "AttemptRecord":
+        """Return the attempt of a row of the table."""
         number, attempt, tries, state, rollout, reason, detail, notes = row
         drop_reason = DropReason(reason) if reason else None
         return cls(
@@ -100,6 +102,7 @@ class BatchRecord:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> "BatchRecord":
+        """Return the batch of a row of the table."""
         step, members, annotations, counts = row
         return cls(step, tuple(msgspec.msgpack.decode(members)), annotations, msgspec.msgpack.decode(counts))
 

@@ -57,6 +57,7 @@ class NamesUser(rf.User):
     """Sends the names of the next turn, until there are none left."""
 
     def respond(self, task: AlphabetSortTask, trace: rf.Trace) -> str | None:
+        """Ask for the names of the next turn; end the conversation after the last one."""
         turn = len(get_replies(trace))
         return format_request(task.by, turn, task.turns[turn]) if turn < len(task.turns) else None
 
@@ -68,6 +69,7 @@ class AlphabetSort(rf.Taskset):
     task_type = AlphabetSortTask
 
     def load(self) -> Iterator[AlphabetSortTask]:
+        """Draw `num_tasks` distinct tasks of the split."""
         too_few_message = "alphabet-sort: num_tasks is {count}, but only {found} were found; let turns bring more names"
         config = self.config
         return draw_distinct(
@@ -75,6 +77,7 @@ class AlphabetSort(rf.Taskset):
         )
 
     def user(self) -> rf.User:
+        """Return the user, who asks for one sorted list per turn."""
         return NamesUser()
 
     @rf.reward
@@ -88,6 +91,7 @@ class AlphabetSort(rf.Taskset):
         return float(all(score == 1.0 for score in _score_turns(task, trace)))
 
     def gold(self, task: AlphabetSortTask) -> list[str]:
+        """Return the sorted list of each turn."""
         return [
             format_block(get_tag_name(turn), build_expected_lines(task.by, task.turns, turn))
             for turn in range(len(task.turns))

@@ -70,6 +70,7 @@ class Arithmetic(rf.Taskset):
     config: ArithmeticConfig
 
     def load(self) -> Iterator[rf.Task]:
+        """Draw `num_tasks` distinct problems of the split."""
         config = self.config
         too_few_message = (
             "arithmetic: num_tasks is {count}, but only {found} were found; allow more steps or larger numbers"
@@ -86,6 +87,7 @@ class Arithmetic(rf.Taskset):
         return float(answer is not None and is_same_value(answer, task.answer))
 
     def gold(self, task: rf.Task) -> str:
+        """Return the answer in `\\boxed{}`."""
         return f"\\boxed{{{task.answer}}}"
 
 

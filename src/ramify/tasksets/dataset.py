@@ -69,6 +69,7 @@ class Dataset(rf.Taskset):
         self._scorer = SCORERS[config.reward] if config.reward in SCORERS else _load_scorer(config.reward)
 
     def load(self) -> Iterator[rf.Task]:
+        """Return the first `num_tasks` rows of the split as tasks."""
         return islice(self._iter_tasks(), self.config.num_tasks)
 
     @rf.reward

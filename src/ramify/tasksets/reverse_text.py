@@ -16,6 +16,7 @@ class ReverseText(rf.Taskset):
     config: ReverseTextConfig
 
     def load(self) -> Iterator[rf.Task]:
+        """Yield one task per text of the split."""
         for text in reversal.generate_texts(self.config):
             yield rf.Task(prompt=text, system=reversal.SYSTEM, answer=reversal.reverse(text))
 
@@ -35,4 +36,5 @@ class ReverseText(rf.Taskset):
         return float(reversal.is_well_formed(trace.last_reply))
 
     def gold(self, task: rf.Task) -> str:
+        """Return the reversed text in its tags."""
         return reversal.wrap_in_tags(task.answer)

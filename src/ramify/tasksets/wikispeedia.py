@@ -73,6 +73,7 @@ class Wikispeedia(rf.Taskset):
         return article_graph.build_graph(config.num_articles, config.num_topics, config.max_links)
 
     def load(self) -> Iterator[WalkTask]:
+        """Draw `num_tasks` distinct pairs of articles of the split."""
         too_few_message = (
             "wikispeedia: num_tasks is {count}, but only {found} pairs at distances "
             f"{self.config.min_dist} to {self.config.max_dist} were found; widen them or take a larger graph"
@@ -85,6 +86,7 @@ class Wikispeedia(rf.Taskset):
             yield WalkTask(prompt=prompt, system=SYSTEM, source=source, target=target, shortest=shortest)
 
     def setup(self, task: WalkTask, trace: rf.Trace) -> None:
+        """Start the walk at the task's source."""
         trace.info["walk"] = {"path": [task.source], "clicks": 0, "turns": 0}
 
     @rf.tool
@@ -149,6 +151,7 @@ class Wikispeedia(rf.Taskset):
         return task.shortest / trace.info["walk"]["clicks"] if self.target_reached(task, trace) else 0.0
 
     def gold(self, task: WalkTask) -> list[rf.Message]:
+        """Return the clicks of a shortest path."""
         path = article_graph.find_shortest_path(self.graph, task.source, task.target)
         return build_tool_call_replies(("click_link", {"article": title}) for title in path[1:])
 

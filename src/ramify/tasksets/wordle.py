@@ -57,6 +57,7 @@ class WordleUser(rf.User):
     """Answers each guess with its marks."""
 
     def respond(self, task: rf.Task, trace: rf.Trace) -> str | None:
+        """Return the feedback to the last guess; end the conversation when the game is over."""
         game = play_replies(task.answer, get_replies(trace))
         if game.is_over:
             return None
@@ -71,6 +72,7 @@ class Wordle(rf.Taskset):
     config: WordleConfig
 
     def load(self) -> Iterator[rf.Task]:
+        """Yield one task per secret word of the split, in an order set by the seed."""
         config = self.config
         secrets = [word for word in load_words() if assign_split(word) == config.split]
         random.Random(f"wordle {config.split} {config.seed}").shuffle(secrets)
@@ -80,6 +82,7 @@ class Wordle(rf.Taskset):
             yield rf.Task(prompt=FIRST_MESSAGE, system=SYSTEM, answer=secret)
 
     def user(self) -> rf.User:
+        """Return the user, who answers each guess with feedback."""
         return WordleUser()
 
     @rf.reward
@@ -93,6 +96,7 @@ class Wordle(rf.Taskset):
         return float(len(play_replies(task.answer, get_replies(trace)).guesses))
 
     def gold(self, task: rf.Task) -> list[str]:
+        """Return a guess of the secret word."""
         return [f"[{task.answer}]"]
 
 

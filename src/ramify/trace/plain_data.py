@@ -85,10 +85,12 @@ class CheckedDict(dict[str, Any]):
         super().__setitem__(_check_key(key, self._path), self._check(value, f"{self._path}.{key}"))
 
     def update(self, *others: Mapping[str, object] | Iterable[tuple[str, object]], **named: object) -> None:  # type: ignore[override]
+        """Check and set several values, as `dict.update` does."""
         items = dict(*others, **named)
         super().update({_check_key(key, self._path): self._check(items[key], f"{self._path}.{key}") for key in items})
 
     def setdefault(self, key: str, default: object = None) -> Any:
+        """Return the value of a key, which is checked and set first if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]

@@ -116,21 +116,27 @@ class ReplayBatchSource:
             raise ConfigInvalid(f"--replay: {recording.directory} has no batch of step {min(missing)}")
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
+        """Record the rank and its pack layout, and return the range of recorded steps."""
         self.rank, self.world_size, self.pack_spec = rank, world_size, pack_spec
         return RegisterReply(committed=self.steps[0], policy="replay", steps=self.steps[-1] + 1)
 
     def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
+        """Return the share of a recorded batch for this rank; None after the last one."""
         if step > self.steps[-1] or should_stop():
             return None
         batch = repack(self.recording.read_shares(step), self.pack_spec, flat=self.flat)
         return split_across_ranks(batch, self.pack_spec, self.world_size)[self.rank]
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return False: a replay never asks for a checkpoint."""
         return False
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
+        """Return None: no engine loads the weights of a replay."""
         return None
 
-    def commit_checkpoint(self, step: int) -> None: ...
+    def commit_checkpoint(self, step: int) -> None:
+        """Do nothing: a replay has no ledger."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: the recording needs no closing."""

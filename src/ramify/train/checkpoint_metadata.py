@@ -27,6 +27,7 @@ class MetadataReader(FileSystemReader):
         self.metadata = read_metadata(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata that was read before."""
         return self.metadata
 
 

@@ -89,6 +89,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update all parameters from their gradients, one fused call per dtype."""
         gradients = self._master_weights.gradients()
         for dtype in {gradient.dtype for gradient in gradients.values()}:
             self._step_dtype({master: grad for master, grad in gradients.items() if grad.dtype == dtype}, dtype)

@@ -68,12 +68,14 @@ class RemoteBatchSource:
         self._thread.start()
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
+        """Register the rank at the orchestrator and return its reply."""
         request = RegisterRequest(rank=rank, world_size=world_size, pack_spec=pack_spec, incarnation=incarnation)
         reply = self._call_with_retries("hello", request).decode(RegisterReply)
         self._registration = msgspec.structs.replace(request, incarnation=reply.incarnation)
         return reply
 
     def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
+        """Ask the orchestrator for the rank's share of a batch, until there is one or `should_stop` returns True."""
         request = BatchRequest(**self._sender, step=step)
         try:
             reply = self._call_with_retries("batch", request, should_stop)
@@ -92,19 +94,23 @@ class RemoteBatchSource:
         return batch
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Report a trained step; return whether the orchestrator asks for a checkpoint."""
         request = TrainedRequest(**self._sender, step=step, metrics=dict(metrics))
         return self._call_with_retries("trained", request).decode(bool)
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
+        """Report published weights; return the versions that engines still need, None if unknown."""
         reply_type: Any = list[tuple[str, int, int]] | None
         self._last_published = PublishedRequest(**self._sender, version=version, path=str(path))
         needed = self._call_with_retries("published", self._last_published).decode(reply_type)
         return None if needed is None else [PolicyVersion(*version) for version in needed]
 
     def commit_checkpoint(self, step: int) -> None:
+        """Report that the checkpoint of a step is complete."""
         self._call_with_retries("checkpoint", CheckpointRequest(**self._sender, step=step))
 
     def close(self) -> None:
+        """Close the connection and end its thread."""
         asyncio.run_coroutine_threadsafe(self._close_client(), self._loop).result(CALL_TIMEOUT)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_TIMEOUT)

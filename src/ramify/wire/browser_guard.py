@@ -37,6 +37,7 @@ class BrowserGuard:
         self._knows_own_names = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request to a guarded path with another host or origin; pass all others on."""
         if scope["type"] == "http" and scope["path"].rstrip("/") in self._paths:
             try:
                 await self._check(HTTPConnection(scope))

@@ -81,6 +81,7 @@ class ClientProtocol:
         self._secret, self._settings, self._loop_monitor = secret, settings, loop_monitor
 
     def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
+        """Handle one message of the server; malformed messages are ignored."""
         try:
             self._handle_header(decode_header(frames[0].buffer, len(frames)), frames[1:], now)
         except MalformedMessage:
@@ -88,12 +89,14 @@ class ClientProtocol:
         self.last_received_time = now
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
+        """Send a message of the current session; those of earlier sessions are dropped."""
         session_number, header, body = command
         if session_number == self.session_number:
             self.stream.enqueue(header, body)
             self._flush()
 
     def tick(self, now: float) -> float:
+        """Connect or send a heartbeat, notice a lost connection, and return the seconds until the next call."""
         interval = self._settings.heartbeat_interval
         self.last_received_time = min(now, (self.last_received_time or now) + self._pause_detector.measure_pause(now))
         if self.state is ConnectionState.REJECTED:
@@ -113,6 +116,7 @@ class ClientProtocol:
         return min(interval / 4, 0.25)
 
     def send_goodbye(self) -> None:
+        """Send what is pending, then tell the server that this client leaves."""
         self.goodbye_done = self.state is not ConnectionState.CONNECTED
         self._closing = True
         self._flush()

@@ -70,6 +70,7 @@ class ServerProtocol:
     # -- called by the driver ------------------------------------------------------------------------------------------
 
     def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
+        """Handle one message of a client; a client that sends an invalid message is rejected."""
         routing_id = frames[0].bytes
         if routing_id in self._banned:
             return
@@ -83,12 +84,14 @@ class ServerProtocol:
             self._reject(routing_id, error)
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
+        """Send a message of a session that is open."""
         session, header, body = command
         if not session.is_closed:
             session.stream.enqueue(header, body)
             self._flush(session)
 
     def tick(self, now: float) -> float:
+        """Send heartbeats, close the sessions of silent clients, and return the seconds until the next call."""
         interval = self._settings.heartbeat_interval
         pause = self._pause_detector.measure_pause(now)
         for session in list(self.sessions.values()):
@@ -106,6 +109,7 @@ class ServerProtocol:
         return min(interval / 4, 0.25)
 
     def send_goodbye(self) -> None:
+        """Send what is pending, then tell all clients that the server leaves."""
         self._closing = True
         for session in self.sessions.values():
             self._flush(session)
@@ -113,6 +117,7 @@ class ServerProtocol:
 
     @property
     def goodbye_done(self) -> bool:
+        """Whether all sessions are closed."""
         return not self.sessions
 
     # -- received headers ----------------------------------------------------------------------------------------------

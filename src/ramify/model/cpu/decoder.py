@@ -45,6 +45,7 @@ class CompiledDecoderOps(DecoderOps):
         self._draw_buffers: DrawBuffers | None = None
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of each row."""
         out = torch.empty_like(hidden)
         self._c_norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.shape[0])
         return out
@@ -57,6 +58,7 @@ class CompiledDecoderOps(DecoderOps):
         attn_metadata: AttentionMetadata,
         logit_rows: Tensor,
     ) -> Tensor:
+        """Return the logits of `logit_rows`, in one C call if one tile holds all queries."""
         tile = attn_metadata.tiles[0]
         if len(attn_metadata.tiles) > 1 or not _prefers_per_query(attn_metadata, tile):
             return super().forward(weights, ids, positions, attn_metadata, logit_rows)
@@ -71,6 +73,7 @@ class CompiledDecoderOps(DecoderOps):
     def project_qkv(
         self, layer: LayerWeights, hidden: Tensor, rope: Tensor, attn_metadata: AttentionMetadata, layer_index: int
     ) -> Tensor:
+        """Compute queries, keys and values of a layer, and write keys and values to the pool."""
         rows = hidden.shape[0]
         qkv = hidden.new_empty(rows, self.qkv_width)
         pool, slot_mapping = attn_metadata.pool.layers[layer_index].data_ptr(), attn_metadata.slot_mapping.data_ptr()
@@ -79,6 +82,7 @@ class CompiledDecoderOps(DecoderOps):
         return qkv
 
     def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
+        """Compute the attention of each tile with the kernel that suits it."""
         out = qkv.new_empty(qkv.shape[0], self.attention_width)
         pool = attn_metadata.pool.layers[layer_index].data_ptr()
         for tile in attn_metadata.tiles:
@@ -104,6 +108,7 @@ class CompiledDecoderOps(DecoderOps):
         )
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
+        """Apply the output projection and the MLP of a layer to `hidden`, in place."""
         addresses = self._layer_addresses[id(layer)]
         self._c_project_out_and_mlp(self._sgemm, addresses, attn_output.data_ptr(), hidden.data_ptr(), hidden.shape[0])
         return hidden

@@ -34,6 +34,7 @@ class SmallGemmDecoderOps(DecoderOps):
         self._c_matmul = declare_arguments(library.matmul, "pippppiii")
 
     def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Multiply a few rows with a weight in C; other sizes are left to the base class."""
         count, width = rows.shape
         if not 0 < count <= MAX_ROWS:  # 0 if a chunk of a prompt is computed and nothing is sampled
             return super().matmul(rows, weight, addend)

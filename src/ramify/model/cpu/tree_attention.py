@@ -109,6 +109,7 @@ class CpuTreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: list[PartialAttention], scale: float | None
     ) -> Tensor:
+        """Compute the attention over all parts, and save what `backward` needs."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
         for part in parts:
             rows = slice(part.start, part.stop)
@@ -127,6 +128,7 @@ class CpuTreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Compute the gradients of query, key and value."""
         query, key, value, out, lse = ctx.saved_tensors
         d_query, d_key, d_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value))
         for part in ctx.parts:

@@ -17,4 +17,5 @@ class DrGrpo(Algorithm):
     config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return the rewards minus their mean."""
         return subtract_mean(rewards)

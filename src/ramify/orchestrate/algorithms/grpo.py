@@ -32,6 +32,7 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return the centered rewards, less the length penalty, divided by their deviation if `normalize` is set."""
         if self.config.length_penalty:
             rewards = rewards - self.config.length_penalty * _compute_relative_lengths(traces)
         centered_rewards = subtract_mean(rewards)

@@ -18,5 +18,6 @@ class MaxRl(Algorithm):
     config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return the rewards minus their mean, divided by the mean."""
         mean = rewards.mean()
         return subtract_mean(rewards) / mean if mean > 0 else np.zeros_like(rewards)

@@ -15,5 +15,6 @@ class Rloo(Algorithm):
     config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return each reward minus the mean of the others."""
         count = len(rewards)
         return subtract_mean(rewards) * (count / (count - 1) if count > 1 else 0.0)

@@ -24,6 +24,7 @@ class Gibberish(Filter):
     config: GibberishConfig
 
     def fires(self, rollout: FilterInput) -> bool:
+        """Return whether the policy sampled a rare token whose logprob is below the limit."""
         limit = -math.log(rollout.vocab_size) - self.config.margin
         nodes = rollout.trace.nodes
         for node in map(nodes.__getitem__, get_trainable_nodes(rollout.trace)):

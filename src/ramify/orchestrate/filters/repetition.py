@@ -25,6 +25,7 @@ class Repetition(Filter):
     config: RepetitionConfig
 
     def fires(self, rollout: FilterInput) -> bool:
+        """Return whether a long run of tokens was sampled almost with certainty."""
         limit = math.log(self.config.probability)
         nodes = rollout.trace.nodes
         runs = (_longest_run(nodes[node].logprobs > limit) for node in get_trainable_nodes(rollout.trace))

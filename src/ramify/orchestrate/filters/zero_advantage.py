@@ -13,6 +13,7 @@ class ZeroAdvantage(Filter):
     config: FilterConfig
 
     def fires(self, rollout: FilterInput) -> bool:
+        """Return whether no annotation of the rollout has an effect."""
         return not any(
             np.any(np.abs(annotation.advantage) > ZERO_TOLERANCE) or np.any(annotation.ce) or np.any(annotation.ref_kl)
             for annotation in rollout.annotations

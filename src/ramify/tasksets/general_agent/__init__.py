@@ -60,6 +60,7 @@ class GeneralAgent(rf.Taskset):
     task_type = WorldTask
 
     def load(self) -> Iterator[WorldTask]:
+        """Draw `num_tasks` distinct tasks of the split."""
         config = self.config
         too_few_message = "general-agent: num_tasks is {count}, but only {found} were found; allow more goals or rows"
         return draw_distinct(
@@ -72,6 +73,7 @@ class GeneralAgent(rf.Taskset):
         return state.world.tools()
 
     def finalize(self, trace: rf.Trace, state: SimpleNamespace) -> None:
+        """Store the final database in the trace, where the rewards read it."""
         trace.info["database"] = state.world.model_dump(mode="json")
 
     @rf.reward
@@ -80,6 +82,7 @@ class GeneralAgent(rf.Taskset):
         return float(trace.info["database"] == build_goal_world(task).model_dump(mode="json"))
 
     def gold(self, task: WorldTask) -> list[rf.Message]:
+        """Return the tool calls that reach the goals, and a last reply."""
         return [
             *build_tool_call_replies((call.tool, call.arguments) for call in task.calls),
             rf.Message("assistant", "Done."),

@@ -49,6 +49,7 @@ class Hotel(World):
 
     @classmethod
     def generate(cls, rng: random.Random, size: int) -> "Hotel":
+        """Return a hotel with `size` rooms, and guests and stays."""
         prices = rng.sample(range(40, 40 + 5 * size), size)  # all different: one free room is the cheapest
         rooms = {str(101 + n): Room(beds=rng.randint(1, 3), price=price) for n, price in enumerate(prices)}
         guests = {f"G{n}": Guest(name=name) for n, name in enumerate(draw_people(rng, size))}
@@ -60,6 +61,7 @@ class Hotel(World):
         return hotel
 
     def tools(self) -> list[Callable[..., Any]]:
+        """Return the tools of the hotel."""
         return [self.find_guest, self.free_rooms, self.list_stays, self.book_room, self.cancel_stay, self.move_stay]
 
     def find_guest(self, name: str) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Library(World):
 
     @classmethod
     def generate(cls, rng: random.Random, size: int) -> "Library":
+        """Return a library with `size` books, and members and loans."""
         titles = rng.sample(
             [f"The {kind} of {matter}".title() for kind in TITLE_NOUNS for matter in TITLE_TOPICS], size
         )
@@ -65,6 +66,7 @@ class Library(World):
         return cls(books=books, members=members, loans=loans)
 
     def tools(self) -> list[Callable[..., Any]]:
+        """Return the tools of the library."""
         return [
             self.find_member,
             self.find_book,

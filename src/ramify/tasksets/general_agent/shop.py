@@ -68,6 +68,7 @@ class Shop(World):
 
     @classmethod
     def generate(cls, rng: random.Random, size: int) -> "Shop":
+        """Return a shop with `size` customers, and products and orders."""
         customers = {
             f"C{n}": Customer(name=name, city=rng.choice(CITIES)) for n, name in enumerate(draw_people(rng, size))
         }
@@ -86,6 +87,7 @@ class Shop(World):
         return cls(customers=customers, products=products, orders=orders)
 
     def tools(self) -> list[Callable[..., Any]]:
+        """Return the tools of the shop."""
         return [
             self.find_customer,
             self.list_products,

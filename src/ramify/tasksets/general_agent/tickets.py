@@ -56,6 +56,7 @@ class Tickets(World):
 
     @classmethod
     def generate(cls, rng: random.Random, size: int) -> "Tickets":
+        """Return a team with `size` tickets."""
         team = {f"U{n}": Person(name=name) for n, name in enumerate(draw_people(rng, max(2, size // 2)))}
         titles = rng.sample([f"{thing} {fault}" for thing in SUBJECTS for fault in FAULTS], size)
         urgencies = rng.sample(range(1, 10 * size), size)  # all different: one ticket is the most urgent
@@ -67,6 +68,7 @@ class Tickets(World):
         return cls(people=team, tickets=tickets)
 
     def tools(self) -> list[Callable[..., Any]]:
+        """Return the tools of the ticket system."""
         return [self.find_person, self.list_tickets, self.assign_ticket, self.close_ticket, self.reopen_ticket]
 
     def find_person(self, name: str) -> dict[str, Any]:
