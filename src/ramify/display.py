@@ -54,9 +54,11 @@ class LogDisplay(Display[S]):
         self._content = content
 
     def print_line(self, line: str) -> None:
+        """Print a message to stdout."""
         print(line, flush=True)
 
     def refresh(self, state: S) -> None:
+        """Print the lines of the state."""
         for line in self._content.format_lines(state):
             self.print_line(line)
 
@@ -79,9 +81,11 @@ class LiveDisplay(Display[S]):
         self._live.stop()
 
     def print_line(self, line: str) -> None:
+        """Print a message above the page."""
         self._live.console.print(line, markup=False, highlight=False)
 
     def refresh(self, state: S) -> None:
+        """Redraw the page."""
         self._live.update(self._content.render_page(state), refresh=True)
 
 

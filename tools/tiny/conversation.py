@@ -22,6 +22,7 @@ class DrillConversation:
     tools: Sequence[dict[str, Any]] = ()
 
     def add_message(self, role: str, text: str) -> None:
+        """Append a message."""
         self.messages.append(Message(role, text))
 
     def add_tool_call(self, name: str, arguments: dict[str, Any], result: str) -> None:

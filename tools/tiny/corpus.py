@@ -76,6 +76,7 @@ def draw_reversal(rng: random.Random, texts: list[str], slip_prob: float) -> Dri
 
 
 def build_reversal_prompt(text: str) -> DrillConversation:
+    """Return the prompt of a reverse-text task."""
     return DrillConversation([Message("system", reversal.SYSTEM), Message("user", text)])
 
 
@@ -111,6 +112,7 @@ def draw_tool_prompt(rng: random.Random, words: list[str]) -> tuple[DrillConvers
 
 
 def format_request(rng: random.Random, expected_call: tuple[str, dict[str, Any]]) -> str:
+    """Return a request of a user that the expected call answers."""
     name, arguments = expected_call
     values = ", ".join(f"{key} {json.dumps(value).strip(chr(34))}" for key, value in arguments.items())
     opening = rng.choice(["Please {}", "{}", "I want to {}", "Can you {}"]).format(name.replace("_", " the "))

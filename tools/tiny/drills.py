@@ -32,6 +32,7 @@ def random_string(rng: random.Random) -> str:
 
 
 def random_strings(rng: random.Random, max_count: int = 6) -> list[str]:
+    """Draw 1 to `max_count` random strings."""
     return [random_string(rng) for _ in range(rng.randint(1, max_count))]
 
 

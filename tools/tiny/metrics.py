@@ -71,6 +71,7 @@ class BaselineMetrics:
     """The standard deviation of the rewards for one secret."""
 
     def to_dict(self) -> dict[str, float]:
+        """Return the figures by name, rounded to four digits."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
