@@ -4,35 +4,55 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ramify.infer.chat_renderer import ChatPrompt
+import numpy as np
+
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.server import build_app, run_http_server
+from ramify.render import ParsedReply, RenderedPrompt, Renderer
+from ramify.render.outline import ConversationOutline
+from ramify.render.tokenizer import EncodedText
+from ramify.trace import Message
 
 
-class ByteRenderer:
-    """Token n is the character n + 28; ids below 4 are special. A message is its text between tokens 1 and 2."""
+class ByteTokenizer:
+    """Token n is the character n + 28; ids below 4 are special."""
 
-    stop_ids = frozenset([2])
     max_token_chars = 1
 
+    def encode(self, text: str) -> EncodedText:
+        ids = [ord(character) - 28 for character in text if 4 <= ord(character) - 28 < 96]
+        starts = np.arange(len(ids), dtype=np.int32)
+        return EncodedText(np.array(ids, np.int32), starts, starts + 1)
+
+    def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = True) -> str:
+        texts = [chr(token + 28) if token >= 4 else f"<{token}>" * keep_special_tokens for token in token_ids]
+        return "".join(texts)
+
+
+class ByteRenderer(Renderer):
+    """A message is its text between tokens 1 and 2."""
+
+    tokenizer: Any = ByteTokenizer()
+    stop_ids = (2,)
+
     def encode(self, text: str) -> list[int]:
-        return [ord(character) - 28 for character in text if 4 <= ord(character) - 28 < 96]
+        return self.tokenizer.encode(text).ids.tolist()
 
-    def decode_token(self, token_id: int) -> str:
-        return chr(token_id + 28) if token_id >= 4 else f"<{token_id}>"
+    def _render_uncached(self, messages, tools, *, add_generation_prompt=True) -> RenderedPrompt:
+        parts = [[1, *self.encode(message.text), 2] for message in messages]
+        ids = [token for part in parts for token in part] + ([3] if tools else []) + [1]
+        return RenderedPrompt(tuple(messages), tuple(tools), np.array(ids, np.int32), (), ConversationOutline())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(token + 28) for token in token_ids if token >= 4)
+    def _render_continuation(self, history, messages):
+        raise NotImplementedError("the server renders whole conversations")
 
-    def render(self, messages, tools) -> ChatPrompt:
-        parts = [[1, *self.encode(str(message["content"])), 2] for message in messages]
-        return ChatPrompt([token for part in parts for token in part] + ([3] if tools else []) + [1])
-
-    def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, object]:
-        return {"content": self.decode(token_ids)}
+    def parse(self, sampled_ids: Any, prompt: RenderedPrompt) -> ParsedReply:
+        text = self.tokenizer.decode(sampled_ids, keep_special_tokens=False)
+        return ParsedReply(Message("assistant", text), (0, len(sampled_ids)))
 
 
 @contextlib.contextmanager

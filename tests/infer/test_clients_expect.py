@@ -1,5 +1,6 @@
 """What evaluation tools and client libraries need beyond chat: scoring, tokens, model names, errors in JSON."""
 
+import re
 import threading
 
 import httpx
@@ -7,21 +8,19 @@ import msgspec
 import pytest
 
 from ramify.infer import openai_api, tokenize_api
-from ramify.infer.template_chat_renderer import TemplateChatRenderer
-from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
+from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, run_server
+from tests.infer.serving import ByteRenderer, ByteTokenizer, run_server
 
 
 class FailingRenderer(ByteRenderer):
     """Raises an unexpected exception for one message."""
 
-    def render(self, messages, tools):
-        if messages[0]["content"] == "fail":
+    def render(self, messages, tools=(), **options):
+        if messages[0].text == "fail":
             raise LookupError("an unexpected error")
-        return super().render(messages, tools)
+        return super().render(messages, tools, **options)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +97,7 @@ def test_prompt_logprobs_are_returned_on_request(http):
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
+USER = [{"role": "user", "content": "x"}]
 DEEP = b'{"prompt": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"]}"
@@ -138,14 +138,28 @@ DEEP_TOOL = (
         (
             "POST",
             "/v1/chat/completions",
-            {"messages": [{"content": "x"}], "response_format": {"type": "json_object"}},
+            {"messages": USER, "response_format": {"type": "json_object"}},
             400,
             "RequestInvalid",
             "response_format",
         ),
-        ("POST", "/v1/chat/completions", {"messages": [{"content": "x"}], "echo": True}, 400, "RequestInvalid", "echo"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": USER, "echo": True},
+            400,
+            "RequestInvalid",
+            "echo",
+        ),
         ("POST", "/v1/completions", {"prompt": "x", "guided_json": {}}, 400, "RequestInvalid", "guided_json"),
-        ("POST", "/v1/chat/completions", {"messages": [{"content": "fail"}]}, 500, "UnknownFailure", "LookupError"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{**USER[0], "content": "fail"}]},
+            500,
+            "UnknownFailure",
+            "LookupError",
+        ),
     ],
 )
 def test_every_error_is_json_with_its_reason(http, method, path, body, status, type, message):
@@ -163,7 +177,7 @@ def test_every_error_is_json_with_its_reason(http, method, path, body, status, t
     [
         ("/v1/completions", {"prompt": [5] * 300}),
         ("/v1/completions", {"prompt": "x" * 300}),
-        ("/v1/chat/completions", {"messages": [{"content": "x" * 255}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 255}]}),
         ("/inference/v1/generate", {"token_ids": [5] * 300}),
     ],
 )
@@ -196,36 +210,34 @@ def test_tokenize_and_detokenize(http):
     assert response == {"count": 5, "max_model_len": 256, "tokens": ids, "token_strs": [*"hello"]}
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert chat["tokens"] == ByteRenderer().render([{"content": "hi"}], None).token_ids
+    assert chat["tokens"] == ByteRenderer().render([Message("user", "hi")]).token_ids.tolist()
     assert http.get("/tokenizer_info").json()["eos_token"] == "<2>"
 
 
-def test_unknown_role_is_rejected():
-    from ramify.errors import RequestInvalid
-
-    chat = TemplateChatRenderer(load_renderer(resolve_model_path("tiny")))
-    with pytest.raises(RequestInvalid, match=r"messages\.1\.role: expected .*, got 'wizard'"):
-        chat.render([{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}], None)
-    assert chat.decode_token(chat.render([{"role": "user", "content": "x"}], None).token_ids[0]).startswith("<")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_unknown_role_is_rejected(http, path):
+    messages = [{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}]
+    message = http.post(path, json={"messages": messages}).json()["error"]["message"]
+    assert re.match(r"messages\.1\.role: expected .*, got 'wizard'", message)
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "method"),
+    ("path", "fields", "length"),
     [
-        ("/tokenize", {"return_token_strs": True}, "decode_token"),
-        ("/v1/completions", {"echo": True, "max_tokens": 0, "logprobs": 1}, "decode"),
+        ("/tokenize", {"return_token_strs": True}, 1),
+        ("/v1/completions", {"echo": True, "max_tokens": 0, "logprobs": 1}, len("hello")),
     ],
 )
-def test_large_prompt_is_decoded_outside_the_event_loop(http, monkeypatch, path, fields, method):
-    original, threads = getattr(ByteRenderer, method), set()
+def test_large_prompt_is_decoded_outside_the_event_loop(http, monkeypatch, path, fields, length):
+    original, threads = ByteTokenizer.decode, set()
 
-    def record_thread(self, ids):
-        if isinstance(ids, int) or len(ids) == len("hello"):  # not the sampled token
+    def record_thread(self, ids, **options):
+        if len(ids) == length:  # not the sampled token
             threads.add(threading.current_thread().name)
-        return original(self, ids)
+        return original(self, ids, **options)
 
     monkeypatch.setattr(openai_api, "OFFLOAD_MIN_TOKENS", 5)
     monkeypatch.setattr(tokenize_api, "OFFLOAD_MIN_TOKENS", 5)
-    monkeypatch.setattr(ByteRenderer, method, record_thread)
+    monkeypatch.setattr(ByteTokenizer, "decode", record_thread)
     http.post(path, json={"prompt": "hello", **fields}).raise_for_status()
     assert threads and "test-server" not in threads

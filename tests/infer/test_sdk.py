@@ -137,7 +137,7 @@ def test_text_completion(client: openai.OpenAI):
         ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}, "arguments"),
         ({"role": "assistant", "content": "x", "reasoning_content": {"a": 1}}, "messages.0.reasoning_content"),
         ({"role": "tool", "content": "x", "tool_call_id": 7}, "messages.0.tool_call_id"),
-        ({"role": "user", "content": [{"type": "text", "text": 7}]}, "messages.0.content.text"),
+        ({"role": "user", "content": [{"type": "text", "text": 7}]}, "messages.0.content.0.text"),
     ],
 )
 def test_invalid_message_is_rejected_by_field(client: openai.OpenAI, message: Any, field: str):

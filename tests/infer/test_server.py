@@ -17,9 +17,12 @@ import msgspec
 import pytest
 
 from ramify.infer.detokenizer import IncrementalDetokenizer
+from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, run_server
+from tests.infer.serving import ByteRenderer, ByteTokenizer, run_server
+
+USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,12 @@ def test_chat_completion_and_stream(http):
         ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1e39}}, 400, "logit_bias: expected -1e+06 to 1e+06"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"messages": [{"content": "x"}], "max_completion_tokens": 0}, 400, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "max_completion_tokens": 0},
+            400,
+            "max_tokens",
+        ),
         ("/inference/v1/generate", {"token_ids": []}, 400, "empty"),
         ("/inference/v1/generate", {"token_ids": [3], "sampling_params": {"stop": "x"}}, 400, "stop_token_ids"),
         ("/inference/v1/generate", {"token_ids": [3], "sampling_params": {"logprobs": -1}}, 400, "top_logprobs"),
@@ -303,22 +311,29 @@ def test_detokenizer_decodes_few_tokens_at_a_time():
 # -- large prompts and replies -----------------------------------------------------------------------------------------
 
 
-class SlowRenderer(ByteRenderer):
-    """Announces each call in `reached`, and waits for a permit."""
+class LongTokenizer(ByteTokenizer):
+    """Claims that some tokens are long."""
 
     max_token_chars = 64
 
+
+class SlowRenderer(ByteRenderer):
+    """Announces each call in `reached`, and waits for a permit."""
+
+    tokenizer = LongTokenizer()
+
     def __init__(self) -> None:
+        super().__init__()
         self.reached: queue.Queue[str] = queue.Queue()
         self.permits = threading.Semaphore(0)
 
-    def render(self, messages, tools):
+    def render(self, messages, tools=(), **options):
         self._wait("render")
-        return super().render([{"content": "short"}], tools)
+        return super().render([Message("user", "short")], tools, **options)
 
-    def parse(self, token_ids, prompt):
+    def parse(self, sampled_ids, prompt):
         self._wait("parse")
-        return super().parse(token_ids, prompt)
+        return super().parse(sampled_ids, prompt)
 
     def _wait(self, step):
         self.reached.put(step)

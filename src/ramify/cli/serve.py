@@ -51,12 +51,11 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from ramify.infer.engine import Engine  # torch is loaded here, not for help
     from ramify.infer.server import serve
-    from ramify.infer.template_chat_renderer import TemplateChatRenderer
 
     directory = resolve_model_path(config.model.name)
     renderer = None
     if (directory / "tokenizer.json").exists():
-        renderer = TemplateChatRenderer(load_renderer(directory, config.renderer))
+        renderer = load_renderer(directory, config.renderer)
     else:
         print(f"{directory} has no tokenizer.json; only token-id requests are served, not chat", flush=True)
     engine = Engine.load(config.model.name, config.inference)

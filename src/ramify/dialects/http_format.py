@@ -47,7 +47,9 @@ def decode_body(data: bytes, body_type: type[T]) -> T:
     except RecursionError as error:
         raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestInvalid(f"the body cannot be used: {error}") from error
+        reason, _, path = str(error).partition(" - at `$.")  # `$.messages[0].role` is written as messages.0.role
+        field = path.rstrip("`").replace("[", ".").replace("]", "")
+        raise RequestInvalid(f"{field or 'the body cannot be used'}: {reason}") from error
 
 
 def _replace_surrogates(data: bytes) -> bytes:

@@ -1,4 +1,3 @@
-from .chat_renderer import ChatRenderer as ChatRenderer
 from .config import EngineConfig as EngineConfig
 from .config import ExternalConfig as ExternalConfig
 from .config import ServeConfig as ServeConfig

@@ -16,7 +16,6 @@ from starlette.responses import Response, StreamingResponse
 from ramify.dialects.chat_format import format_envelope, format_usage
 from ramify.dialects.http_format import SSE_DONE, decode_body, format_sse
 from ramify.errors import RamifyError, RequestInvalid
-from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
@@ -30,6 +29,7 @@ from ramify.infer.response_formatters import (
     ResponseFormatter,
     ShownTokens,
     StreamedSample,
+    make_decoder,
 )
 from ramify.infer.streaming import (
     SampleRequest,
@@ -39,6 +39,7 @@ from ramify.infer.streaming import (
     merge_streams,
     submit_all,
 )
+from ramify.render import Renderer
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.trace import Usage
 
@@ -93,7 +94,7 @@ class OpenAICall:
 
 
 async def create_completion(
-    http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
+    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, timeout: float
 ) -> Response:
     """Continue text or token ids."""
     body = decode_body(await http.body(), CompletionBody)
@@ -107,7 +108,7 @@ async def create_completion(
 
 
 async def create_chat_completion(
-    http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
+    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, timeout: float
 ) -> Response:
     """Generate the next assistant turn of a conversation."""
     body = decode_body(await http.body(), ChatBody)
@@ -117,12 +118,13 @@ async def create_chat_completion(
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await render_chat(body.messages, tools, engine, renderer)
+    prompt_ids = prompt.token_ids.tolist()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:
-        max_tokens = max(1, engine.core.max_model_len - len(prompt.token_ids))
+        max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     formatter, stop_ids = ChatFormatter(renderer, prompt, has_tools=bool(tools)), _get_stop_token_ids(engine, renderer)
-    call = _build_call(engine, body, formatter, [prompt.token_ids], stop_ids, max_tokens, num_top_logprobs)
+    call = _build_call(engine, body, formatter, [prompt_ids], stop_ids, max_tokens, num_top_logprobs)
     return await _respond(http, engine, call, timeout)
 
 
@@ -226,13 +228,13 @@ def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, An
     return format_usage(usage)
 
 
-def _get_stop_token_ids(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:
-    return engine.core.model.eos_ids | (renderer.stop_ids if renderer is not None else frozenset())
+def _get_stop_token_ids(engine: Engine, renderer: Renderer | None) -> frozenset[int]:
+    return engine.core.model.eos_ids | frozenset(renderer.stop_ids if renderer is not None else ())
 
 
-def _get_decoder(renderer: ChatRenderer | None, stop_strings: Sequence[str]) -> DecodeFn:
+def _get_decoder(renderer: Renderer | None, stop_strings: Sequence[str]) -> DecodeFn:
     if renderer is not None:
-        return renderer.decode
+        return make_decoder(renderer)
     if stop_strings:
         raise RequestInvalid("stop: this server has no tokenizer for its model; give stop_token_ids")
     return lambda ids: ""

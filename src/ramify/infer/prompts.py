@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ramify.errors import RequestInvalid
-from ramify.infer.chat_renderer import ChatPrompt, ChatRenderer
+from ramify.dialects.chat_format import parse_messages, parse_tool
+from ramify.errors import RequestInvalid, TemplateRefused
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import context_overflow_error
+from ramify.infer.request_bodies import ChatMessage, ChatTool
+from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 
 
 async def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    engine: Engine,
-    renderer: ChatRenderer,
-) -> ChatPrompt:
+    messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
+) -> RenderedPrompt:
     """Return the prompt for the next assistant turn. Raises RequestInvalid or ContextOverflow."""
     if not messages:
         raise RequestInvalid("messages: at least one is needed")
-    characters = _count_characters(messages)
+    parsed = parse_messages(messages).messages
+    schemas = [schema for tool in tools or () if (schema := parse_tool(tool)) is not None]
+    characters = sum(len(message.text.strip()) for message in parsed)  # many templates trim the space around a text
     _check_length(characters, engine, renderer)
-    return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, messages, tools)
+    try:
+        return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas)
+    except TemplateRefused as error:
+        raise RequestInvalid(f"messages: {error.message}") from error
+    except RecursionError as error:
+        raise RequestInvalid("messages or tools: nested too deeply for the chat template") from error
 
 
-async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list[int]:
-    """Return the token ids of a text. Raises ContextOverflow."""
+async def encode_text(text: str, engine: Engine, renderer: Renderer) -> list[int]:
+    """Return the token ids of a text; special tokens in it are recognized. Raises ContextOverflow."""
     _check_length(len(text), engine, renderer)
-    return await offload(len(text) >= OFFLOAD_MIN_CHARS, renderer.encode, text)
+    encoded = await offload(len(text) >= OFFLOAD_MIN_CHARS, renderer.tokenizer.encode, text)
+    return encoded.ids.tolist()
 
 
-async def encode_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
+async def encode_prompts(prompt: Any, engine: Engine, renderer: Renderer | None) -> list[list[int]]:
     """Return the prompts of `/v1/completions` as token ids: one text or list of token ids, or a list of either."""
     if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
         prompt = [prompt]
@@ -51,20 +58,11 @@ async def encode_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | N
     return prompts
 
 
-def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Count the characters of all messages, without the space around each text, which many templates trim."""
-    contents = [message.get("content") for message in messages]
-    texts = [content for content in contents if isinstance(content, str)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    texts += [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return sum(len(text.strip()) for text in texts)
-
-
-def _check_length(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
+def _check_length(characters: int, engine: Engine, renderer: Renderer) -> None:
     """Raise ContextOverflow if the text is too long even if every token is the longest one.
 
     This is checked before rendering, because rendering such a text may take very long.
     """
-    min_tokens, limit = characters // renderer.max_token_chars, engine.core.max_model_len
+    min_tokens, limit = characters // renderer.tokenizer.max_token_chars, engine.core.max_model_len
     if min_tokens >= limit:
         raise context_overflow_error(f"at least {min_tokens}", limit)

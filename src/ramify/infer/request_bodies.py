@@ -5,7 +5,7 @@ answer and is not supported is rejected, never ignored.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -148,11 +148,56 @@ class CompletionBody(OpenAIBody, kw_only=True):
     logprobs: int | None = None
 
 
+class ChatTextPart(TypedDict):
+    """A part of a message's content; the server has no images."""
+
+    type: Literal["text"]
+    text: NotRequired[str | None]
+
+
+class ChatFunctionCall(TypedDict):
+    """The function of a tool call."""
+
+    name: str
+    arguments: NotRequired[str]
+
+
+class ChatToolCall(TypedDict):
+    """A tool call of an earlier reply."""
+
+    id: NotRequired[str | None]
+    function: ChatFunctionCall
+
+
+class ChatMessage(TypedDict, total=False):
+    """A message of a conversation; `ramify.dialects` checks its role."""
+
+    role: Any
+    content: str | list[ChatTextPart] | None
+    reasoning_content: str | None
+    tool_calls: list[ChatToolCall] | None
+    tool_call_id: str | None
+
+
+class ChatFunction(TypedDict):
+    """The function of a tool."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class ChatTool(TypedDict):
+    """A tool that the model may call."""
+
+    function: ChatFunction
+
+
 class ChatBody(OpenAIBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[ChatMessage]
+    tools: list[ChatTool] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -163,8 +208,8 @@ class TokenizeBody(msgspec.Struct):
     """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[ChatTool] | None = None
     add_special_tokens: bool = False
     return_token_strs: bool = False
 

@@ -6,13 +6,21 @@ This is all that the two OpenAI endpoints differ in. Everything else is shared, 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from ramify.infer.chat_renderer import ChatPrompt, ChatRenderer
+from ramify.dialects.chat_format import format_message
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.request import RequestOutput, TopLogprobs
+from ramify.render import RenderedPrompt, Renderer
+from ramify.trace import Message
 
 DecodeFn = Callable[[Sequence[int]], str]
+
+
+def make_decoder(renderer: Renderer) -> DecodeFn:
+    """Return a function from token ids to their text without special tokens."""
+    return partial(renderer.tokenizer.decode, keep_special_tokens=False)
 
 
 class ShownTokens(NamedTuple):
@@ -158,18 +166,18 @@ class ChatFormatter(ResponseFormatter):
     chunk_object_type: ClassVar[str] = "chat.completion.chunk"
     prompt_logprobs_in_choice: ClassVar[bool] = False
 
-    def __init__(self, renderer: ChatRenderer, prompt: ChatPrompt, *, has_tools: bool) -> None:
-        super().__init__(renderer.decode)
+    def __init__(self, renderer: Renderer, prompt: RenderedPrompt, *, has_tools: bool) -> None:
+        super().__init__(make_decoder(renderer))
         self.renderer, self.prompt, self.has_tools = renderer, prompt, has_tools
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         """Return the message of a sample, with its tool calls parsed."""
-        message: dict[str, Any] = {"content": sample.detokenizer.text}
+        message = Message("assistant", sample.detokenizer.text)
         if not sample.detokenizer.stopped:
-            message = self.renderer.parse(sample.token_ids, self.prompt)
-        called_tools = message.get("tool_calls") and sample.finish_reason == "stop"
+            message = self.renderer.parse(sample.token_ids, self.prompt).message
+        called_tools = message.tool_calls and sample.finish_reason == "stop"
         finish_reason = "tool_calls" if called_tools else sample.finish_reason
-        return {"message": {"role": "assistant", **message}, "finish_reason": finish_reason}
+        return {"message": format_message(message), "finish_reason": finish_reason}
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
         """Return the new text of a sample as a change of its message. Text with tools is sent when it is complete."""

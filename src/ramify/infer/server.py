@@ -24,7 +24,6 @@ from starlette.routing import Route
 from ramify import __version__
 from ramify.dialects.http_format import decode_body, format_openai_error
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
-from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate
@@ -32,6 +31,7 @@ from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody
 from ramify.infer.streaming import ClientDisconnected, build_error_body, get_status
 from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
+from ramify.render import Renderer
 from ramify.wire.browser_guard import BrowserGuard
 from ramify.wire.http_server import HttpServer
 
@@ -40,7 +40,7 @@ ERROR_TYPES = {404: "not_found_error", 405: "method_not_allowed"}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None, timeout: float = 3600.0) -> Starlette:
+def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, timeout: float = 3600.0) -> Starlette:
     """Build the application for a started engine."""
     started = int(time.time())
 
@@ -162,7 +162,7 @@ async def run_http_server(app: Starlette, config: ServerConfig) -> AsyncIterator
         await server.close()
 
 
-async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:
+async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Renderer | None = None) -> None:
     """Serve until SIGINT or SIGTERM; then requests in flight get `config.shutdown` seconds to finish."""
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
