@@ -6,7 +6,7 @@ A command describes only its content: which lines a log gets for a state, and wh
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from ramify.async_calls import cancel_all
@@ -102,7 +102,7 @@ def choose_api_display(content: DisplayContent[S]) -> Display[S]:
 @contextlib.asynccontextmanager
 async def open_display(
     display: Display[S], get_state: Callable[[], Awaitable[S]], interval: float
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None]:
     """Enter the display and refresh it every `interval` seconds."""
 
     async def refresh_loop() -> None:

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Generator[Path]:
     """Yield a path beside `path` to write to; at the end of the block, the file written there replaces `path`.
 
     If the block raises, `path` is unchanged and nothing is left beside it.

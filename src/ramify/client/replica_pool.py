@@ -10,7 +10,7 @@ go to the server with the fewest requests of this client in flight.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,7 +66,7 @@ class Replica:
         return self.adapter
 
     @contextlib.contextmanager
-    def track_request(self) -> Iterator[None]:
+    def track_request(self) -> Generator[None]:
         """Count a request while it is in flight."""
         self.num_in_flight += 1
         try:
@@ -76,7 +76,7 @@ class Replica:
             self.num_in_flight -= 1
 
     @contextlib.asynccontextmanager
-    async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncIterator[None]:
+    async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncGenerator[None]:
         """Record the engine's progress in `clock` while a request is in flight.
 
         A `movable` request may be sent to another server: `interrupt_movable_requests` ends it with ResponseLost.

@@ -9,7 +9,7 @@ A request in the queue of an engine that works on other requests is not stalled.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -23,7 +23,7 @@ class StallClock:
         self._ended_seconds = 0.0
 
     @contextmanager
-    def track_request(self, tolerance: float) -> Iterator[None]:
+    def track_request(self, tolerance: float) -> Generator[None]:
         """Measure stalls while a request waits; up to `tolerance` seconds without progress are no stall."""
         if not self._num_requests:
             self._last_progress = time.monotonic()

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pydantic import Field, model_validator
@@ -71,7 +71,7 @@ class McpTool(Tool):
 
 
 @contextlib.asynccontextmanager
-async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncIterator[list[Tool]]:
+async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncGenerator[list[Tool]]:
     """Open all servers and yield their tools. Raises SandboxError if a server cannot be reached."""
     async with contextlib.AsyncExitStack() as stack:
         connections = [_McpConnection(name, config) for name, config in servers.items()]

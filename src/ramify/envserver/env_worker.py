@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -260,7 +260,7 @@ class TaskPager:
         return count if count <= MAX_COUNTED_TASKS else None
 
     @contextlib.contextmanager
-    def _raise_load_errors(self) -> Iterator[None]:
+    def _raise_load_errors(self) -> Generator[None]:
         """Raise errors of the taskset's `load` as ConfigInvalid."""
         try:
             yield

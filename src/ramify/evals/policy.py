@@ -6,7 +6,7 @@ A wrong model or address is reported here, before the first rollout.
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def check_server(config: EvalConfig) -> None:
 @contextlib.asynccontextmanager
 async def open_policy(
     config: EvalConfig, run_dir: Path, print_line: Callable[[str], None]
-) -> AsyncIterator[ServedPolicy]:
+) -> AsyncGenerator[ServedPolicy]:
     """Yield the policy; an engine that is started for it is stopped on exit."""
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(config.inference, ExternalConfig):

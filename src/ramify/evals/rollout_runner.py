@@ -1,7 +1,7 @@
 """Runs the rollouts of an eval in this process or in the workers of an env server, with the same results."""
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from ramify.errors import Failure, WorkerDied
@@ -33,7 +33,7 @@ def open_rollout_runner(
 @contextlib.asynccontextmanager
 async def _open_in_process(
     config: EvalConfig, environment: Environment, served: ServedPolicy
-) -> AsyncIterator[RolloutRunner]:
+) -> AsyncGenerator[RolloutRunner]:
     hooks = environment.hooks
     needs_gateway = environment.requires_endpoint or hooks.tools is not None or hooks.user is not None
     async with Gateway() if needs_gateway else contextlib.nullcontext() as gateway:
@@ -58,7 +58,7 @@ async def _open_in_process(
 @contextlib.asynccontextmanager
 async def _open_in_workers(
     config: EvalConfig, environment: Environment, served: ServedPolicy, path: Path
-) -> AsyncIterator[RolloutRunner]:
+) -> AsyncGenerator[RolloutRunner]:
     from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
     from ramify.envserver.messages import compute_environment_digest
 

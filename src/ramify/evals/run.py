@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,7 @@ def get_run_path(config: EvalConfig) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncIterator[None]:
+async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncGenerator[None]:
     """Raise ProviderError as soon as the engine that was started for this eval exits; no rollout could succeed then."""
     current_task = asyncio.current_task()
     assert current_task is not None

@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -71,7 +71,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self) -> Generator[None]:
         """Watch the running loop while the `with` block runs."""
         monitor = self._monitor = LoopMonitor()
         try:
@@ -81,7 +81,7 @@ class Watchdog:
             monitor.stop()
 
     @contextlib.contextmanager
-    def extend_timeout(self, seconds: float) -> Iterator[None]:
+    def extend_timeout(self, seconds: float) -> Generator[None]:
         """Allow the loop to be blocked for `seconds` while the `with` block runs."""
         previous, self._hang_timeout = self._hang_timeout, max(seconds, self._hang_timeout)
         try:

@@ -8,7 +8,7 @@ parent node, so a turn of a long conversation costs no more than one of a short 
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 from ramify.dialects.model_call import ModelReply, ModelRequest
@@ -55,7 +55,7 @@ class ChatHarness(Harness):
             return await _ChatLoop(context, session, all_tools, user, stop_hooks, self.config.malformed_limit).run()
 
     @contextlib.asynccontextmanager
-    async def _with_mcp_tools(self, tools: ToolSet) -> AsyncIterator[ToolSet]:
+    async def _with_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
         if not self.config.mcp:
             yield tools
             return

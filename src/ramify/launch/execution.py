@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: Pref
 
 
 @contextlib.contextmanager
-def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Generator[Callable[[str], None]]:
     """Yield a function that prints a line and appends it to a log file, with the time."""
     with wrap_storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Iterator[Calla
 
 
 @contextlib.contextmanager
-def lock_run(path: Path) -> Iterator[None]:
+def lock_run(path: Path) -> Generator[None]:
     """Lock the run for one supervisor. Raises RunBusy if another one holds the lock.
 
     The lock file is beside the run directory, because `--fresh` renames the directory.

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ class PreforkClient:
 
 
 @contextlib.contextmanager
-def start_prefork_server(specs: Sequence["ProcessSpec"]) -> Iterator[PreforkClient | None]:
+def start_prefork_server(specs: Sequence["ProcessSpec"]) -> Generator[PreforkClient | None]:
     """Start a fork server for the processes that preload modules, if there are two or more with the same environment.
 
     Yield a client of the server, or None without one.

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
@@ -45,7 +45,7 @@ def link_newest_weights(directory: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def hold_weights_directory(config: RunConfig) -> Iterator[None]:
+def hold_weights_directory(config: RunConfig) -> Generator[None]:
     """Hold the weights directory of a run; one in shared memory is removed afterwards."""
     directory = config.weights.directory_for(config.path)
     remove_stale_directories()

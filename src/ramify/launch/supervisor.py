@@ -18,7 +18,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -253,7 +253,7 @@ class Supervisor:
         )
 
     @contextlib.contextmanager
-    def _install_signal_handlers(self) -> Iterator[None]:
+    def _install_signal_handlers(self) -> Generator[None]:
         """Handle SIGINT, SIGTERM and SIGUSR1, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield

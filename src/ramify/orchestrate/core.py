@@ -11,7 +11,7 @@ calls that number groups or batches. A call that has started should not be cance
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -270,7 +270,7 @@ class OrchestratorCore:
         self.admission.rewind(committed, {batch.step: batch.group_numbers for batch in self.ledger.batches(committed)})
 
     @asynccontextmanager
-    async def _lock_group(self, group_number: int) -> AsyncIterator[GroupTracker | None]:
+    async def _lock_group(self, group_number: int) -> AsyncGenerator[GroupTracker | None]:
         """Lock a group and yield its tracker; None if the group is in a batch or was dropped."""
         lock = self._group_locks.get(group_number)
         if lock is None:

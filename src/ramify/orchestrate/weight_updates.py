@@ -7,7 +7,7 @@ weights: updates then wait until its rollouts are done, while training continues
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from ramify.client import InferenceClient
@@ -67,7 +67,7 @@ class WeightUpdater:
         return self._num_holders > 0
 
     @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def hold(self) -> AsyncGenerator[None]:
         """Hold the weights; an update that is being applied is finished first."""
         self._num_holders += 1
         self._not_held.clear()

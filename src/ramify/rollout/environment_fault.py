@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from ramify.env.hook import is_current_task_cancelled
 from ramify.errors import EnvironmentFault, RamifyError
@@ -10,7 +10,7 @@ from ramify.errors.origin import describe_exception
 
 
 @contextlib.contextmanager
-def raise_environment_faults(what: str) -> Iterator[None]:
+def raise_environment_faults(what: str) -> Generator[None]:
     """Raise errors of the block as EnvironmentFault; `what` names the code that runs in it.
 
     A RamifyError, and the cancellation of the current task itself, pass unchanged.

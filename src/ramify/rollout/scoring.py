@@ -5,7 +5,7 @@ A missing reward is never 0: a policy must not be trained on failures of its env
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from ramify.async_calls import fail_after
@@ -67,7 +67,7 @@ def _set_group_rewards(hook: Hook, values: Any, traces: Sequence[Trace]) -> None
 
 
 @contextlib.contextmanager
-def _record_failures(traces: Sequence[Trace]) -> Iterator[None]:
+def _record_failures(traces: Sequence[Trace]) -> Generator[None]:
     """Add an error of the block to the traces instead of raising it."""
     try:
         yield

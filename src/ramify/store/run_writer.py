@@ -13,7 +13,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +156,7 @@ def _describe_free_space(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def wrap_storage_errors(path: Path) -> Iterator[None]:
+def wrap_storage_errors(path: Path) -> Generator[None]:
     """Raise errors of the disk or the database inside the block as StorageFull or StorageFailed."""
     try:
         yield

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Self
 
 import uvicorn
@@ -96,5 +96,5 @@ class _NoSignalServer(uvicorn.Server):
     """A uvicorn server without signal handlers: uvicorn's would end the process before its owner has cleaned up."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
