@@ -79,7 +79,7 @@ class JudgeError(RamifyError, blame="system", retryable=True):
 
 
 class EnvironmentFault(RamifyError, blame="system", retryable=True):
-    """Code of the environment raised an exception: a reward, a tool, a setup or another hook.
+    """Code of the environment raised an exception: a reward, a setup or another hook.
 
     Fix the code at the file and line that the message shows; `ramify validate` runs it without a model.
     """
