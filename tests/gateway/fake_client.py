@@ -51,8 +51,8 @@ class FakeTokenClient:
         return Completion(
             np.array(ids, np.int32),
             np.array(logprobs, np.float32),
-            "stop" if len(ids) == len(full_ids) else "length",
             tuple(run for run in runs if run.count),
+            "stop" if len(ids) == len(full_ids) else "length",
             Usage(len(prompt), len(ids)),
             "here",
         )

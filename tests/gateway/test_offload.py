@@ -6,6 +6,7 @@ from typing import Any
 
 from ramify.client import ClientSampling
 from ramify.gateway import TokenPolicy
+from ramify.gateway.policy import PolicyRequest
 from ramify.render import ParsedReply
 from ramify.trace import Message
 from tests.gateway.fake_client import FakeTokenClient
@@ -58,9 +59,7 @@ async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, wa
     counting = asyncio.create_task(counter.run())
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])
-        sampled = await policy.sample(
-            prepared, ClientSampling(max_tokens=100_000), session="s", timeout=60.0, stop_strings=stop
-        )
+        sampled = await policy.sample(PolicyRequest(prepared, ClientSampling(max_tokens=100_000), "s", 60.0, stop))
         assert sampled.message.content == text
         return renderer.iterations
     finally:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ramify.trace import Usage, VersionRun
@@ -47,13 +48,32 @@ class ClientSampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion:
-    """One sample. `version_runs` are runs over `token_ids`: a sample may span several versions of the weights."""
+class SampledTokens:
+    """The tokens of a sample. `version_runs` are runs over `token_ids`: it may span several versions of the weights."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    finish_reason: FinishReason
     version_runs: tuple[VersionRun, ...]
+
+    def truncate(self, num_tokens: int) -> "SampledTokens":
+        """Return the first `num_tokens` tokens, which are an exact sample too."""
+        runs: list[VersionRun] = []
+        remaining = num_tokens
+        for run in self.version_runs:
+            if share := min(run.count, remaining):
+                runs.append(replace(run, count=share))
+            remaining -= share
+        return SampledTokens(self.token_ids[:num_tokens], self.logprobs[:num_tokens], tuple(runs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(SampledTokens):
+    """One sample of an engine."""
+
+    finish_reason: FinishReason
     usage: Usage
     server: str
     """The URL of the server that sampled it."""
+
+
+NO_SAMPLED_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.float32), ())

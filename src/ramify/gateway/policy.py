@@ -16,18 +16,19 @@ import numpy.typing as npt
 
 from ramify.async_calls import fail_after
 from ramify.client import ClientSampling, Completion
+from ramify.client.completion import NO_SAMPLED_TOKENS, SampledTokens
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
 from ramify.errors import ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
-from ramify.gateway.stop_strings import find_stop, truncate_version_runs
+from ramify.gateway.stop_strings import find_stop
 from ramify.render import ParsedReply, ParseProblem, PrefixBreak, RenderedPrompt, Renderer, TokenHistory, ToolSchema
 from ramify.render.late_system import accepts_late_system, fold_late_system
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.render.outline import ConversationOutline
-from ramify.trace import Media, Message, MessageSpan, Usage, VersionRun
+from ramify.trace import Media, Message, MessageSpan, Usage
 
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -52,17 +53,29 @@ class PreparedPrompt:
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """A request to sample a reply within `timeout` seconds."""
+
+    prompt: PreparedPrompt
+    sampling: ClientSampling
+    session: str
+    timeout: float
+    stop_strings: Sequence[str] = ()
+    """The reply ends at the token that completes one of them."""
+    clock: StallClock | None = None
+    """Measures how long the engine made no progress, if the policy can observe that."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledReply:
-    """A sampled reply. `content_span` is the range of `token_ids` before the stop token; `history` ends in it."""
+    """A sampled reply. `content_span` is the range of `tokens` before the stop token; `history` ends in the reply."""
 
     message: Message
     finish_reason: str
     usage: Usage
     history: TokenHistory
-    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
-    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    versions: tuple[VersionRun, ...] = ()
+    tokens: SampledTokens = NO_SAMPLED_TOKENS
     content_span: tuple[int, int] = (0, 0)
     problems: tuple[ParseProblem, ...] = ()
 
@@ -104,20 +117,8 @@ class Policy(Protocol):
         """Prepare the conversation `history` + `messages`; `media` has the media of all its messages, by hash."""
         ...
 
-    async def sample(
-        self,
-        prepared: PreparedPrompt,
-        sampling: ClientSampling,
-        *,
-        session: str,
-        timeout: float,
-        stop_strings: Sequence[str] = (),
-        clock: StallClock | None = None,
-    ) -> SampledReply:
-        """Sample a reply within `timeout` seconds; it ends at the token that completes one of the `stop_strings`.
-
-        `clock` measures how long the engine made no progress, if the policy can observe that.
-        """
+    async def sample(self, request: PolicyRequest) -> SampledReply:
+        """Sample a reply."""
         ...
 
 
@@ -140,7 +141,7 @@ class TokenGenerator(Protocol):
 class ParsedSample(NamedTuple):
     """The tokens of a sample, its parsed reply, and whether a stop string ended it."""
 
-    token_ids: npt.NDArray[np.int32]
+    tokens: SampledTokens
     parsed: ParsedReply
     is_stopped: bool
 
@@ -202,60 +203,44 @@ class TokenPolicy:
             rendered=rendered,
         )
 
-    async def sample(
-        self,
-        prepared: PreparedPrompt,
-        sampling: ClientSampling,
-        *,
-        session: str,
-        timeout: float,
-        stop_strings: Sequence[str] = (),
-        clock: StallClock | None = None,
-    ) -> SampledReply:
+    async def sample(self, request: PolicyRequest) -> SampledReply:
         """Sample through the client and parse the reply."""
-        rendered = prepared.rendered
+        rendered = request.prompt.rendered
         assert rendered is not None
-        params = replace(sampling, stop_ids=self.renderer.stop_ids)
-        prompt = rendered.token_ids.tolist()
-        completion = await self.client.generate(prompt, params, session=session, timeout=timeout, clock=clock)
+        completion = await self.client.generate(
+            rendered.token_ids.tolist(),
+            replace(request.sampling, stop_ids=self.renderer.stop_ids),
+            session=request.session,
+            timeout=request.timeout,
+            clock=request.clock,
+        )
+        ids = completion.token_ids
         if completion.finish_reason == "abort":
-            raise ProviderError(f"{completion.server} aborted a sample after {len(completion.token_ids)} tokens")
-        if (
-            self.vocab_size is not None
-            and len(completion.token_ids)
-            and int(completion.token_ids.max()) >= self.vocab_size
-        ):
+            raise ProviderError(f"{completion.server} aborted a sample after {len(ids)} tokens")
+        if self.vocab_size is not None and len(ids) and int(ids.max()) >= self.vocab_size:
             expected = f"the vocabulary of {self.name} has {self.vocab_size} tokens"
-            raise ProviderError(f"{completion.server} sampled token id {completion.token_ids.max()}; {expected}")
-        ids, parsed, is_stopped = await offload(
-            len(completion.token_ids) >= OFFLOAD_MIN_TOKENS,
-            self._parse_sample,
-            completion.token_ids,
-            rendered,
-            stop_strings,
+            raise ProviderError(f"{completion.server} sampled token id {ids.max()}; {expected}")
+        tokens, parsed, is_stopped = await offload(
+            len(ids) >= OFFLOAD_MIN_TOKENS, self._parse_sample, completion, rendered, request.stop_strings
         )
         return SampledReply(
             message=parsed.message,
             finish_reason="stop" if is_stopped else completion.finish_reason,
-            usage=Usage(len(rendered.token_ids), len(ids), completion.usage.cached_tokens),
-            history=rendered.with_reply(ids, parsed),
-            token_ids=ids,
-            logprobs=completion.logprobs[: len(ids)],
-            versions=truncate_version_runs(completion.version_runs, len(ids)),
+            usage=Usage(len(rendered.token_ids), len(tokens.token_ids), completion.usage.cached_tokens),
+            history=rendered.with_reply(tokens.token_ids, parsed),
+            tokens=tokens,
             content_span=parsed.content_span,
             problems=parsed.problems,
         )
 
-    def _parse_sample(
-        self, sampled_ids: npt.NDArray[np.int32], prompt: RenderedPrompt, stop_strings: Sequence[str]
-    ) -> ParsedSample:
+    def _parse_sample(self, tokens: SampledTokens, prompt: RenderedPrompt, stop_strings: Sequence[str]) -> ParsedSample:
         """Truncate the sample after the first stop string and parse it."""
-        match = find_stop(self.renderer.tokenizer, sampled_ids, stop_strings) if stop_strings else None
+        match = find_stop(self.renderer.tokenizer, tokens.token_ids, stop_strings) if stop_strings else None
         if match is None:
-            return ParsedSample(sampled_ids, self.renderer.parse(sampled_ids, prompt), False)
-        ids = sampled_ids[: match.num_tokens]
-        parsed = self.renderer.parse(ids, prompt)
-        return ParsedSample(ids, replace(parsed, message=match.truncate(parsed.message)), True)
+            return ParsedSample(tokens, self.renderer.parse(tokens.token_ids, prompt), False)
+        tokens = tokens.truncate(match.num_tokens)
+        parsed = self.renderer.parse(tokens.token_ids, prompt)
+        return ParsedSample(tokens, replace(parsed, message=match.truncate(parsed.message)), True)
 
 
 class MessagePolicy:
@@ -309,17 +294,9 @@ class ChatPolicy(MessagePolicy):
         """Close the connections."""
         await self._http.aclose()
 
-    async def sample(
-        self,
-        prepared: PreparedPrompt,
-        sampling: ClientSampling,
-        *,
-        session: str,
-        timeout: float,
-        stop_strings: Sequence[str] = (),
-        clock: StallClock | None = None,
-    ) -> SampledReply:
-        """Sample from the endpoint. It does not report progress, so `clock` is not used and all time counts."""
+    async def sample(self, request: PolicyRequest) -> SampledReply:
+        """Sample from the endpoint. It does not report progress, so the clock is not used and all time counts."""
+        prepared, sampling = request.prompt, request.sampling
         # endpoints do not accept reasoning
         messages = [format_message(message, prepared.media, with_reasoning=False) for message in prepared.messages]
         body: dict[str, Any] = {"model": self.name, "messages": messages}
@@ -329,12 +306,12 @@ class ChatPolicy(MessagePolicy):
             "min_p": sampling.min_p,
             "seed": sampling.seed,
             "tools": list(prepared.tools),
-            "stop": list(stop_strings),
+            "stop": list(request.stop_strings),
             "max_tokens": sampling.max_tokens if sampling.max_tokens < NO_TOKEN_LIMIT else None,
         }
         body |= {name: value for name, value in optional.items() if value}
         try:
-            async with fail_after(timeout, f"a response of {self._http.base_url}"):
+            async with fail_after(request.timeout, f"a response of {self._http.base_url}"):
                 data = await send_request(self._http, "POST", "/chat/completions", body)
         except (ConnectFailed, ResponseLost) as error:
             raise ProviderError(str(error)) from error

@@ -48,7 +48,7 @@ class TraceRecorder:
         trainable: bool,
     ) -> RecordedTurn:
         """Add the turn whose prompt ends at `position`. A turn that is rejected leaves the trace unchanged."""
-        graph = self.trace.graph
+        graph, tokens = self.trace.graph, sampled.tokens
         first_node, tokens_before, logprobs_before = len(graph), graph.tokens.size, graph.logprobs.size
         node = self._builder.add_turn(
             Turn(
@@ -56,10 +56,10 @@ class TraceRecorder:
                 prepared.new_token_ids,
                 prepared.spans,
                 sampled.message,
-                sampled.token_ids,
-                sampled.logprobs,
+                tokens.token_ids,
+                tokens.logprobs,
                 reply_content_span=sampled.content_span,
-                versions=sampled.versions,
+                versions=tokens.version_runs,
                 trainable=trainable,
                 prefix_node=_prefix_node(prepared, position),
             )
@@ -73,7 +73,7 @@ class TraceRecorder:
             node,
             graph.tokens.size - tokens_before - output_tokens,
             output_tokens,
-            prepared.prompt_len + len(sampled.token_ids),
+            prepared.prompt_len + len(tokens.token_ids),
         )
 
     def _count_from_usage(self, node: int, sampled: SampledReply, position: TrieNode) -> RecordedTurn:

@@ -24,7 +24,7 @@ from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
 from ramify.gateway.conversation_trie import ConversationTrie, TrieNode
 from ramify.gateway.main_calls import RecordedCall
-from ramify.gateway.policy import Policy, PreparedPrompt, SampledReply
+from ramify.gateway.policy import Policy, PolicyRequest, PreparedPrompt, SampledReply
 from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
@@ -220,7 +220,10 @@ class RolloutSession:
                 try:
                     if grant.output_tokens < sampling.max_tokens:
                         sampling = replace(sampling, max_tokens=grant.output_tokens)
-                    sampled = await self._sample_with_retries(policy, prepared, sampling, stop_strings)
+                    sample_request = PolicyRequest(
+                        prepared, sampling, self.trace.id, self.call_timeout, stop_strings, self.clock
+                    )
+                    sampled = await self._sample_with_retries(policy, sample_request)
                     self._num_calls += 1
                     call = ModelCall(
                         f"{self.trace.id}-{self._num_calls}",
@@ -267,20 +270,11 @@ class RolloutSession:
             count_new_tokens, max_tokens=sampling.max_tokens, prompt_len=prompt_len, max_model_len=policy.max_model_len
         )
 
-    async def _sample_with_retries(
-        self, policy: Policy, prepared: PreparedPrompt, sampling: ClientSampling, stop_strings: tuple[str, ...]
-    ) -> SampledReply:
+    async def _sample_with_retries(self, policy: Policy, request: PolicyRequest) -> SampledReply:
         """Sample a reply; retry after failures that may be temporary."""
 
         async def sample() -> SampledReply:
-            sampled = await policy.sample(
-                prepared,
-                sampling,
-                session=self.trace.id,
-                timeout=self.call_timeout,
-                stop_strings=stop_strings,
-                clock=self.clock,
-            )
+            sampled = await policy.sample(request)
             _check_logprobs_finite(policy, sampled)
             return sampled
 
@@ -326,11 +320,12 @@ class RolloutSession:
 
 def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
     """Raise ProviderError if a logprob is not finite, because such a sample cannot be trained on."""
-    not_finite = ~np.isfinite(sampled.logprobs)
+    logprobs = sampled.tokens.logprobs
+    not_finite = ~np.isfinite(logprobs)
     if not_finite.any():
         index = int(not_finite.argmax())
         raise ProviderError(
-            f"{policy.name} gave logprob {sampled.logprobs[index]:g} for token {index} of its sample: not finite"
+            f"{policy.name} gave logprob {logprobs[index]:g} for token {index} of its sample: not finite"
         )
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ramify.render import Tokenizer
-from ramify.trace import Message, VersionRun
+from ramify.trace import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,3 @@ def find_stop(tokenizer: Tokenizer, token_ids: npt.NDArray[np.int32], stop_strin
     counts = range(1, len(token_ids) + 1)
     index = bisect_left(counts, True, key=lambda count: stop in tokenizer.decode(token_ids[:count]))
     return StopMatch(counts[min(index, len(counts) - 1)], stop)
-
-
-def truncate_version_runs(runs: Sequence[VersionRun], num_tokens: int) -> tuple[VersionRun, ...]:
-    """Return the version runs of the first `num_tokens` tokens."""
-    truncated: list[VersionRun] = []
-    for run in runs:
-        share = min(run.count, num_tokens)
-        if share:
-            truncated.append(run if share == run.count else replace(run, count=share))
-        num_tokens -= share
-    return tuple(truncated)

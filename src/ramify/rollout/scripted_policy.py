@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from ramify.client import ClientSampling
-from ramify.client.stall_clock import StallClock
 from ramify.errors import EnvironmentFault, RamifyError
-from ramify.gateway.policy import MessagePolicy, PreparedPrompt, SampledReply
+from ramify.gateway.policy import MessagePolicy, PolicyRequest, SampledReply
 from ramify.trace import Message, Usage
 
 
@@ -22,16 +20,7 @@ class ScriptedPolicy(MessagePolicy):
         self.exhausted_error = exhausted_error
         self.num_played = 0
 
-    async def sample(
-        self,
-        prepared: PreparedPrompt,
-        sampling: ClientSampling,
-        *,
-        session: str,
-        timeout: float,
-        stop_strings: Sequence[str] = (),
-        clock: StallClock | None = None,
-    ) -> SampledReply:
+    async def sample(self, request: PolicyRequest) -> SampledReply:
         """Return the next reply."""
         if self.num_played == len(self.replies):
             count = "1 reply" if self.num_played == 1 else f"{self.num_played} replies"
@@ -39,4 +28,4 @@ class ScriptedPolicy(MessagePolicy):
         reply = self.replies[self.num_played]
         self.num_played += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply
-        return self._build_reply(prepared, message, "stop", Usage())
+        return self._build_reply(request.prompt, message, "stop", Usage())
