@@ -13,7 +13,7 @@ import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import zmq
@@ -46,6 +46,9 @@ from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
 from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
 ZMQ_LINGER_MS = 2000  # milliseconds to send pending messages at exit
 FILE_THREADS = 64  # threads that read and write files of runtimes and pages of tasks
 BROKER_GRACE = 86400.0  # seconds; the watcher process, not silence, tells a worker that its broker is gone
@@ -58,7 +61,7 @@ def run_worker(spec: bytes, report_fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        cast("TextIOWrapper[Any]", stream).reconfigure(line_buffering=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     for noisy in ("aiohttp", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

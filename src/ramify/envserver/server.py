@@ -178,6 +178,7 @@ class EnvServer:
     async def _forward(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
         """Forward the request to any worker; if the worker is lost, try another."""
         method, deadline = method or request.header.method, time.monotonic() + request.timeout
+        worker = None
         for _ in range(self.config.crashes):
             worker = await self.pool.acquire()
             try:
@@ -186,6 +187,7 @@ class EnvServer:
                 continue
             finally:
                 self.pool.release(worker)
+        assert worker is not None  # `crashes` is at least 1
         raise WorkerDied(f"{self.config.crashes} workers were lost while they ran {method}; the last {worker.reason}")
 
     async def _handle_score_group(self, request: IncomingRequest) -> WireMessage:

@@ -1,9 +1,7 @@
 """The rollouts of an eval: the first n tasks of the taskset, r repetitions of each, and which of them are missing."""
 
 import hashlib
-import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from ramify.evals.config import EvalConfig
 from ramify.evals.summary import make_rollout_id
 from ramify.rollout import Environment
 from ramify.store import RolloutRecord
+from ramify.wire.loop_monitor import format_thread_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ async def load_plan(environment: Environment, config: EvalConfig) -> list[Planne
         async with fail_after(timeout, operation):
             return await run_in_hook_thread(load, {})
     except DeadlineExceeded as error:
-        frame = sys._current_frames().get(thread_id)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        stack = format_thread_stack(thread_id)
         message = f"{operation} took longer than {timeout:g} s (timeouts.load); its current stack:\n{stack}"
         raise DeadlineExceeded(message.rstrip()) from error
 

@@ -65,8 +65,8 @@ class TrieNode:
     def messages_after(self, reply: TrieNode | None) -> list[Message]:
         """Return the messages after `reply` up to and including this one."""
         messages: list[Message] = []
-        node: TrieNode | None = self
-        while node is not None and node is not reply and node.parent is not None:
+        node: TrieNode = self
+        while node is not reply and node.parent is not None:
             messages.append(node.message)
             node = node.parent
         return messages[::-1]

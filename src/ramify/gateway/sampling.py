@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.client import ClientSampling
@@ -42,8 +42,8 @@ def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
     stop = overrides.get("stop")
     if not stop:
         return ()
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) for text in strings):
+    strings: Sequence[Any] = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, str | list | tuple) or not all(isinstance(text, str) for text in strings):
         raise RequestInvalid(f"stop: expected strings, found {stop!r}")
     return tuple(text for text in strings if text)
 

@@ -39,7 +39,7 @@ def plot_metrics(runs: Mapping[str, Sequence[MetricPoint]], path: Path) -> None:
         unused.set_visible(False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path)  # pyright: ignore[reportUnknownMemberType]
     except ValueError as error:
         raise ConfigInvalid(f"-o {path}: {error}") from error
     except OSError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -81,8 +81,8 @@ def _build_environment(today: datetime) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
-    environment.globals["raise_exception"] = _raise_exception  # pyright: ignore[reportUnknownMemberType]
-    environment.globals["strftime_now"] = today.strftime  # pyright: ignore[reportUnknownMemberType]
+    template_globals = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    template_globals |= {"raise_exception": _raise_exception, "strftime_now": today.strftime}
     return environment
 
 

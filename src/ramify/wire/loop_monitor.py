@@ -42,10 +42,15 @@ class LoopMonitor:
 
     def inspect_running_task(self) -> tuple[str, str]:
         """Return the name of the task that the loop is running, and the loop thread's stack."""
-        frame = sys._current_frames().get(self._loop_thread_id)
-        stack = "".join(traceback.format_stack(frame, limit=MAX_STACK_FRAMES)) if frame is not None else ""
+        stack = format_thread_stack(self._loop_thread_id, limit=MAX_STACK_FRAMES)
         try:
             task = asyncio.current_task(self._loop)
         except RuntimeError:
             task = None
         return (task.get_name() if task is not None else ""), stack
+
+
+def format_thread_stack(thread_id: int, limit: int | None = None) -> str:
+    """Return the current stack of a thread; "" if there is no such thread."""
+    frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] - documented all the same
+    return "" if frame is None else "".join(traceback.format_stack(frame, limit=limit))
