@@ -77,7 +77,9 @@ def test_directory_of_another_run_is_refused_without_fresh(capsys):
     before = sorted(file.name for file in path.iterdir())
     assert main(["rl", "envs.py:Sound", "--name", "run", "--dry-run"]) == 2
     message = capsys.readouterr().err
-    assert "outputs/run is another run; what differs:" in message and "model: was 'another'" in message
+    assert (
+        "outputs/run holds a run with another identity; differences:" in message and "model: was 'another'" in message
+    )
     assert main(["rl", "envs.py:Sound", "--name", "run", "--fresh", "--dry-run"]) == 0
     assert sorted(file.name for file in path.iterdir()) == before
 

@@ -1,8 +1,9 @@
 """Find the main calls of a rollout: those with which the agent works on its task.
 
 Agent programs make calls that have nothing to do with the task: a title for the conversation, a "say hello" that tests
-the connection. Hooks and tools may call the policy too. Training such calls on the task's reward teaches nonsense. So
-`harness.train = "main"` trains only the main conversations. A conversation is a call and all calls that continue it:
+the connection. Hooks and tools may call the policy too. Training such calls on the task's reward would reinforce calls
+unrelated to the task. So `harness.train = "main"` trains only the main conversations. A conversation is a call and all
+calls that continue it:
 
 1. Calls made outside the agent's time (by `setup`, `finalize` or a reward) are never main.
 2. If the harness makes calls in this process, as the chat loop does, its conversations are main, and no others.

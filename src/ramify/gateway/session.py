@@ -71,7 +71,7 @@ class RolloutSession:
         self.on_reply: Callable[[ModelReply], None] | None = None
         """Called with every recorded reply."""
         self.is_agent_running = True
-        """Whether the agent is running; False before and after, when hooks make the calls."""
+        """Whether the agent is running. The rollout sets it to False while hooks make the calls."""
         self.recorded_calls: list[RecordedCall] = []
         """The recorded calls of the trainable policy, with what decides whether they are trained on."""
         self.clock = StallClock()
@@ -94,7 +94,7 @@ class RolloutSession:
         Raises BudgetExceeded or ContextOverflow if a limit is reached, and another RamifyError if the call fails.
         """
         if request.idempotency_key is None and not request.retry_count:
-            return await self._run_call(request, *self._locate(request))
+            return await self._run_call(request, *self._find_or_insert_position(request))
         call = self.start_call(request)
         try:
             reply = await call.wait()
@@ -106,13 +106,13 @@ class RolloutSession:
 
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
-        policy, position = self._locate(request)
+        policy, position = self._find_or_insert_position(request)
         fingerprint = (id(policy), id(position), encode_canonical([request.tools, request.sampling_overrides]))
         return self._deduplicator.join_or_start(request, fingerprint, lambda: self._run_call(request, policy, position))
 
     def count_prompt_tokens(self, request: ModelRequest) -> int:
         """Return the number of prompt tokens of a request; for a policy without tokens, estimate it from the text."""
-        policy, position = self._locate(request)
+        policy, position = self._find_or_insert_position(request)
         prepared = self._prepare(policy, position, request)
         if prepared.rendered is not None:
             return prepared.prompt_len
@@ -170,8 +170,11 @@ class RolloutSession:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _locate(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
-        """Return the policy of a request and the position in its conversations after the request's messages."""
+    def _find_or_insert_position(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
+        """Return the policy of a request, and the node of its conversation trie after the request's messages.
+
+        Messages that are new are inserted, and the request's media are stored. Raises RequestInvalid.
+        """
         policy = self.models.get(request.model, self.policy)
         trie = self._trie_by_policy.get(id(policy))
         if trie is None:

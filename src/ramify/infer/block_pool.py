@@ -81,7 +81,8 @@ class BlockPool:
 
         This happens when they are scheduled, before they are computed: a layer writes all keys and values of a step
         before it reads any, so a request admitted to the same step may already use them. If another request already
-        cached the same tokens, stop caching for this one: its later blocks would hang under a block it does not hold.
+        cached the same tokens, stop caching for this one: its later blocks would be children of a block it does not
+        hold.
         """
         size, node = self.block_size, request.cache_node
         if node is not None and node.block_id == ROOT_ID:

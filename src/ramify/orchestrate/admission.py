@@ -7,7 +7,9 @@ after the version it started with, however long it takes (docs/batching.md has t
 
     issued --> scored --> in a batch --> version applied
        |          |
-       +----------+-----> dropped                             a slot is held from the left to the right
+       +----------+-----> dropped
+
+A group holds its slot from issue until its version is applied or it is dropped.
 
 A state machine without clock or I/O: events in, decisions out.
 """

@@ -81,7 +81,7 @@ def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
     hint = f"use another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
-    raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{hint}")
+    raise ConfigInvalid(f"{store.path} holds a run with another identity; differences:{lines}\n{hint}")
 
 
 def move_aside(path: Path) -> Path:

@@ -1,6 +1,6 @@
-"""The formulas of the kernels in plain PyTorch, with the arguments of the kernels; for tests and for reading.
+"""The formulas of the kernels in plain PyTorch: a dense mask instead of block lists; for tests and for reading.
 
-They are computed in float32, or in float64 for float64 inputs.
+They are computed in the dtype of their inputs.
 """
 
 import torch

@@ -4,11 +4,11 @@ For each block of queries a list names the blocks of keys that it sees, and for 
 blocks of queries that see it (`ramify.model.tree_attention.BlockMask`). Fully visible blocks come first in a list and
 need no mask. In the forward pass a program owns a block of queries and loops over keys. The backward pass runs two
 kernels, one that owns queries and one that owns keys: no two programs add to the same memory, so gradients are
-bitwise reproducible. Very long lists come first, so that programs that start late have little to do.
+bitwise reproducible. Very long lists are scheduled first, for load balance.
 
 Tensors are contiguous [tokens, heads, width]; scores are in base 2. Lists are read one iteration ahead, so that the
-address of the next load is known early. Where it pays, loads in loops go through the chip's tensor copy engine, which
-takes the corner of a block instead of one address per thread (`_block_descriptor`); on chips without one, Triton
+address of the next load is known early. Where it pays, loads in loops go through the Tensor Memory Accelerator (TMA),
+which takes the corner of a block instead of one address per thread (`_block_descriptor`); on chips without one, Triton
 emulates it.
 
 The running maximum of a row is an integer, so that changing it only shifts exponents: weights are rounded to bfloat16
