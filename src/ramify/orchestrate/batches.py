@@ -14,8 +14,7 @@ import numpy as np
 from ramify.errors import BatchCorrupt
 from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
-from ramify.trace.forest import LOSS_COMPONENTS
-from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
+from ramify.train.batch import Batch, PackSpec, count_entries, pack_forests, split_across_ranks
 
 ReadTraces = Callable[[str], Sequence[Trace]]  # returns the traces of a rollout, given its id
 
@@ -52,7 +51,7 @@ def encode_batch(step: int, scored_groups: Sequence[tuple[BatchGroup, Forest]], 
     """Encode the batch of these groups, in this order, for the ledger; this fixes its number of entries."""
     content = _StoredContent(seq_len, [_encode_group(group) for group, _ in scored_groups])
     numbers = tuple(group.number for group, _ in scored_groups)
-    counts = _count_entries([forest for _, forest in scored_groups])
+    counts = count_entries([forest for _, forest in scored_groups])
     return BatchRecord(step, numbers, msgspec.msgpack.encode(content), counts)
 
 
@@ -77,7 +76,7 @@ def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[
     for group in groups:
         traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
         forests.append(group.build_forest(traces, seq_len))
-    counts = _count_entries(forests)
+    counts = count_entries(forests)
     if counts != stored_batch.counts:
         raise BatchCorrupt(
             f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
@@ -91,11 +90,6 @@ def split_by_rank(
     """Return the share of each rank; together they hold the same entries for any number of ranks."""
     packs = pack_forests(forests, pack_spec.pack_tokens, pack_spec.layout)
     return split_across_ranks(Batch(stored_batch.step, packs, stored_batch.counts), pack_spec, num_ranks)
-
-
-def _count_entries(forests: Sequence[Forest]) -> dict[str, int]:
-    counts = [forest.count_by_component() for forest in forests]
-    return {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS}
 
 
 # -- encoding ------------------------------------------------------------------------------------------------------

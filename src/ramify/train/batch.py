@@ -32,8 +32,13 @@ class Batch:
     @classmethod
     def from_packs(cls, step: int, packs: Sequence[Forest]) -> "Batch":
         """Build a batch that is not split across ranks."""
-        counts = [pack.count_by_component() for pack in packs]
-        return cls(step, packs, {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS})
+        return cls(step, packs, count_entries(packs))
+
+
+def count_entries(forests: Sequence[Forest]) -> dict[str, int]:
+    """Return the number of entries of each component in these forests."""
+    counts = [forest.count_by_component() for forest in forests]
+    return {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS}
 
 
 class PackSpec(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from ramify.errors import BatchCorrupt, ConfigInvalid
 from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
 from ramify.trace.version import PolicyVersion
-from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
+from ramify.train.batch import Batch, PackSpec, count_entries, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch
 from ramify.train.protocol import RegisterReply
 
@@ -78,10 +78,10 @@ class BatchRecording:
     def read_shares(self, step: int) -> list[Batch]:
         """Read all shares of a step. Raises BatchCorrupt if they do not add up to one batch."""
         shares = [_read_batch(path) for _, _, path in self._list_files(step)]
-        counts = Batch.from_packs(step, [pack for share in shares for pack in share.packs]).entry_counts
+        counts = count_entries([pack for share in shares for pack in share.packs])
         if any(share.entry_counts.get(name, 0) != count for share in shares for name, count in counts.items()):
             expected = dict(shares[0].entry_counts)
-            problem = f"the shares of step {step} hold {dict(counts)} entries, its batch {expected}"
+            problem = f"the shares of step {step} hold {counts} entries, its batch {expected}"
             reason = "one is missing, or they were recorded by different trainers"
             raise BatchCorrupt(f"{self.directory}: {problem}: {reason}")
         return shares

@@ -13,6 +13,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
+from ramify.train.metrics import MetricSums
 from ramify.train.policy import compile_layers, load_policy
 from ramify.train.trainer import Trainer
 
@@ -55,7 +56,12 @@ def build_trainer(
     if ranks.world_size == 1:
         return Trainer(policy, config, total_steps=total_steps, dtype=choice.dtype)
     apply_fsdp(policy, ranks, choice.dtype)
-    return Trainer(policy, config, total_steps=total_steps, merge_sums=ranks.merge_metric_sums)
+    return Trainer(
+        policy,
+        config,
+        total_steps=total_steps,
+        merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
+    )
 
 
 def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:

@@ -29,7 +29,6 @@ from ramify.train.checkpoint_manifest import (
     checksum_files,
     find_intact_step,
     get_step_directory,
-    list_completed_steps,
     list_saved_steps,
     verify_checkpoint,
 )
@@ -54,10 +53,6 @@ class CheckpointManager:
     def list_steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in rising order."""
         return list_saved_steps(self.directory)
-
-    def newest_step(self) -> int:
-        """Return the newest step whose checkpoint was completed, even if it is damaged now; 0 if there is none."""
-        return max(list_completed_steps(self.directory), default=0)
 
     def path_for(self, step: int) -> Path:
         """Return the directory of a step's checkpoint."""
@@ -91,7 +86,9 @@ class CheckpointManager:
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 if self.ranks.is_first:
                     files = {**checksum_files([partial_path / METADATA_FILE]), **collected}
-                    _check_complete(partial_path, files)
+                    if unexpected := sorted({file.name for file in partial_path.iterdir()} ^ set(files)):
+                        problem = f"missing or without a checksum: {', '.join(unexpected)}"
+                        raise StorageFailed(f"{partial_path} should hold {', '.join(sorted(files))}; {problem}")
                     optimizer = trainer.config.optim.type
                     manifest = CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files)
                     manifest.write(partial_path)
@@ -181,13 +178,6 @@ def _trash_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.gone.partial")
 
 
-def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise StorageFailed unless the directory holds exactly the files that the ranks have computed checksums of."""
-    if unexpected := sorted({path.name for path in directory.iterdir()} ^ set(files)):
-        problem = f"missing or without a checksum: {', '.join(unexpected)}"
-        raise StorageFailed(f"{directory} should hold {', '.join(sorted(files))}; {problem}")
-
-
 @contextlib.contextmanager
 def ignore_single_process_warning() -> Iterator[None]:
     """Suppress torch's warning about saving or loading without torch.distributed."""
@@ -198,20 +188,14 @@ def ignore_single_process_warning() -> Iterator[None]:
 
 def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """Iterate over everything that steps change, by keys that do not depend on the number of ranks."""
+    states = {master: state for optimizer in trainer.optimizer.optimizers for master, state in optimizer.state.items()}
     for name, master in trainer.master_weights.named_parameters():
         yield f"model/{name}", master.detach()
-        for field, value in _find_optimizer(trainer, master).state.get(master, {}).items():
+        for field, value in states.get(master, {}).items():
             yield f"optim/{name}/{field}", value
     yield "rng/cpu", torch.get_rng_state()
     if trainer.device.type == "cuda":
         yield "rng/cuda", torch.cuda.get_rng_state(trainer.device)
-
-
-def _find_optimizer(trainer: Trainer, master: Tensor) -> torch.optim.Optimizer:
-    for optimizer in trainer.optimizer.optimizers:
-        if any(master is param for group in optimizer.param_groups for param in group["params"]):
-            return optimizer
-    raise ValueError("no optimizer updates this master weight")
 
 
 def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
@@ -244,16 +228,16 @@ def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: P
 
 def _restore_state(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
     """Give loaded tensors to the optimizers, the model and the random number generators."""
-    optimizer_states: dict[str, dict[str, Tensor]] = {}
+    masters = dict(trainer.master_weights.named_parameters())
+    optimizer_states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith("optim/"):
             name, _, field = key.removeprefix("optim/").rpartition("/")
-            optimizer_states.setdefault(name, {})[field] = value
-    for name, master in trainer.master_weights.named_parameters():
-        optimizer = _find_optimizer(trainer, master)
-        optimizer.state.pop(master, None)
-        if name in optimizer_states:
-            optimizer.state[master] = optimizer_states[name]
+            optimizer_states.setdefault(masters[name], {})[field] = value
+    for optimizer in trainer.optimizer.optimizers:
+        optimizer.state.clear()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        optimizer.state.update({param: optimizer_states[param] for param in params if param in optimizer_states})
     trainer.master_weights.copy_to_model()
     torch.set_rng_state(state["rng/cpu"])
     if "rng/cuda" in state:
@@ -266,18 +250,14 @@ def _translate_storage_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        raise _to_storage_error(error, directory) from error
-
-
-def _to_storage_error(error: BaseException, directory: Path) -> RamifyError:
-    """Return StorageFull or StorageFailed for a failed save. Torch may hide the cause; then the free space decides."""
-    cause = _find_root_cause(error)
-    known = to_storage_error(cause, directory)
-    if isinstance(known, RamifyError):
-        return known
-    free = shutil.disk_usage(directory).free
-    failure = StorageFull if free < MIN_FREE_BYTES else StorageFailed
-    return failure(f"{directory}: a checkpoint cannot be written: {cause} ({free / 2**20:.1f} MiB free)")
+        cause = _find_root_cause(error)
+        known = to_storage_error(cause, directory)
+        if isinstance(known, RamifyError):
+            raise known from error
+        free = shutil.disk_usage(directory).free  # torch may hide the cause; then the free space decides
+        failure = StorageFull if free < MIN_FREE_BYTES else StorageFailed
+        problem = f"a checkpoint cannot be written: {cause} ({free / 2**20:.1f} MiB free)"
+        raise failure(f"{directory}: {problem}") from error
 
 
 def _find_root_cause(error: BaseException) -> BaseException:

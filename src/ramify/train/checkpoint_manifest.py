@@ -11,10 +11,10 @@ as for published weights: it detects damage, not an attacker, who could write th
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -74,12 +74,6 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return f"{zlib.crc32(content):08x}"
 
 
-class _Piece(NamedTuple):
-    path: Path
-    index: int
-    expected: str
-
-
 def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Compute the sizes and checksums of these files, by name. Raises OSError."""
     with _make_thread_pool() as pool:
@@ -99,8 +93,7 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
     manifest = CheckpointManifest.read(directory)
     pieces = list(_iter_pieces(directory, manifest.files or {}))[rank::world_size]
     with _make_thread_pool() as pool:
-        for _ in pool.map(_verify_piece, pieces):
-            pass
+        list(pool.map(lambda piece: _verify_piece(*piece), pieces))
     return manifest
 
 
@@ -138,8 +131,8 @@ def _parse_steps(paths: Iterable[Path]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece]:
-    """Check names and sizes, and yield the pieces whose checksums remain to be verified."""
+def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[tuple[Path, int, str]]:
+    """Check names and sizes, and yield path, index and expected checksum of each piece."""
     for name, record in files.items():
         path = directory / name
         try:
@@ -150,17 +143,17 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_
             raise CheckpointRefused(f"{path} is damaged: it has {size} bytes, expected {record.bytes}")
         if len(record.crc32) != _count_pieces(size):
             raise CheckpointRefused(f"{path} is damaged: {len(record.crc32)} checksums for {size} bytes")
-        yield from (_Piece(path, index, expected) for index, expected in enumerate(record.crc32))
+        yield from ((path, index, expected) for index, expected in enumerate(record.crc32))
 
 
-def _verify_piece(piece: _Piece) -> None:
+def _verify_piece(path: Path, index: int, expected: str) -> None:
     try:
-        actual = _checksum_piece(piece.path, piece.index)
+        actual = _checksum_piece(path, index)
     except OSError as error:
-        raise CheckpointRefused(f"{piece.path} cannot be read: {error.strerror or error}") from error
-    if actual != piece.expected:
-        where = f"the {PIECE_BYTES >> 20} MiB from byte {piece.index * PIECE_BYTES} on"
-        raise CheckpointRefused(f"{piece.path} is damaged: {where} have checksum {actual}, expected {piece.expected}")
+        raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+    if actual != expected:
+        where = f"the {PIECE_BYTES >> 20} MiB from byte {index * PIECE_BYTES} on"
+        raise CheckpointRefused(f"{path} is damaged: {where} have checksum {actual}, expected {expected}")
 
 
 def _checksum_piece(path: Path, index: int) -> str:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.train.config import TrainerConfig
-from ramify.train.metrics import MetricSums
 from ramify.train.policy import PolicyModel
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -41,10 +40,6 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files, prints, and reports to the orchestrator."""
         return self.rank == 0
-
-    def merge_metric_sums(self, sums: MetricSums) -> MetricSums:
-        """Return the sum of all ranks' metric sums."""
-        return MetricSums.merge(self.all_gather(sums)) if self.world_size > 1 else sums
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""

@@ -26,7 +26,9 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigInvalid("trainer.lora needs peft: pip install 'ramify[lora]'") from error
-    known = list_linear_names(model)
+    layers: nn.Module = model.get_decoder().layers
+    linear_maps = (name for name, module in layers.named_modules() if isinstance(module, nn.Linear))
+    known = sorted({name.rpartition(".")[2] for name in linear_maps})  # such as `q_proj`
     if unknown := [name for name in config.targets if name not in known]:
         raise ConfigInvalid(f"trainer.lora.targets: the layers have no {unknown[0]!r}; they have {', '.join(known)}")
     targets = config.targets or known
@@ -36,20 +38,9 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         inject_adapter_in_model(peft_config, model, ADAPTER_NAME)
 
 
-def list_linear_names(model: Any) -> list[str]:
-    """Return the names of the linear maps inside the layers, without their prefixes, such as `q_proj`."""
-    layers: nn.Module = model.get_decoder().layers
-    return sorted({name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)})
-
-
 def is_adapter_weight(name: str) -> bool:
     """Return whether a name in a state dict belongs to an adapter."""
     return ".lora_" in name
-
-
-def strip_base_layer_suffix(name: str) -> str:
-    """Return the name that a matrix had before it got an adapter."""
-    return name.replace(BASE_LAYER_SUFFIX, "")
 
 
 def merge_adapter(name: str, matrix: Tensor, adapters: dict[str, Tensor], scaling: float) -> Tensor:

@@ -7,6 +7,7 @@ once, at the end of the step, and added up by key. Sums of several ranks add up 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,8 @@ class MetricSums:
             for name, value in part.component_losses.items():
                 total.component_losses[name] = total.component_losses.get(name, 0.0) + value
             for key, row in part.rows_by_key.items():
-                total.rows_by_key[key] = _merge_rows(total.rows_by_key.get(key), row)
+                known = total.rows_by_key.get(key)
+                total.rows_by_key[key] = row if known is None else _merge_rows(known, row)
             total.tokens += part.tokens
             total.padding += part.padding
             total.flat_tokens += part.flat_tokens
@@ -62,9 +64,7 @@ class MetricSums:
         return total
 
 
-def _merge_rows(left: np.ndarray | None, right: np.ndarray) -> np.ndarray:
-    if left is None:
-        return right
+def _merge_rows(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     row = left + right
     row[-1] = max(left[-1], right[-1])
     return row
@@ -192,20 +192,15 @@ class StepMetrics:
         metrics.update({f"loss/{name}": value for name, value in sorted(self.sums.component_losses.items())})
         rows = [
             (f"/{key.env}/age_{'unknown' if key.staleness is None else key.staleness}", row)
-            for key, row in self._sorted_rows()
+            for key, row in sorted(
+                self.sums.rows_by_key.items(),
+                key=lambda item: (item[0].env, -1 if item[0].staleness is None else item[0].staleness),
+            )
         ]
-        total: np.ndarray | None = None
-        for _, row in rows:
-            total = _merge_rows(total, row)
-        for suffix, row in [("", total), *rows] if total is not None else []:
+        total = [("", reduce(_merge_rows, (row for _, row in rows)))] if rows else []
+        for suffix, row in [*total, *rows]:
             metrics.update({f"{name}{suffix}": value for name, value in _compute_means(row).items()})
         return metrics
-
-    def _sorted_rows(self) -> list[tuple[MetricKey, np.ndarray]]:
-        return sorted(
-            self.sums.rows_by_key.items(),
-            key=lambda item: (item[0].env, -1 if item[0].staleness is None else item[0].staleness),
-        )
 
 
 def _compute_means(row: np.ndarray) -> dict[str, float]:

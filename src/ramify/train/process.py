@@ -28,12 +28,10 @@ from ramify.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class TrainerOutputs:
-    """Where a trainer process writes checkpoints and weights, and which checkpoints it keeps."""
+    """Where a trainer process writes checkpoints and weights."""
 
     checkpoints: CheckpointManager
     publisher: WeightPublisher
-    checkpoint_interval: int
-    keep_last: int
 
 
 class TrainerProcess:
@@ -88,7 +86,7 @@ class TrainerProcess:
             checkpoint_requested = self._report_trained(metrics)
             if outputs is not None:
                 self._publish(trainer, outputs, registration, steps_done)
-                if checkpoint_requested or steps_done % outputs.checkpoint_interval == 0:
+                if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
                     last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
         if outputs is not None and steps_done > last_saved_step:
             last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
@@ -124,8 +122,7 @@ class TrainerProcess:
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
         )
-        checkpoints = CheckpointManager(config.path / "checkpoints", self.ranks, warn=self.log)
-        return TrainerOutputs(checkpoints, publisher, config.checkpoint.interval, config.checkpoint.keep_last)
+        return TrainerOutputs(CheckpointManager(config.path / "checkpoints", self.ranks, warn=self.log), publisher)
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
         """Report a finished step; returns whether a checkpoint is requested now."""
@@ -160,6 +157,6 @@ class TrainerProcess:
         with self.ranks.raise_together():
             if self.ranks.is_first:
                 self.batch_source.commit_checkpoint(step)
-        outputs.checkpoints.remove_all_but_last(outputs.keep_last)
+        outputs.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
         self.log(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
         return step

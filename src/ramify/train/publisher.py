@@ -21,7 +21,7 @@ from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
 from ramify.trace import PolicyVersion
 from ramify.train.distributed import Ranks, gather_full_tensor
-from ramify.train.lora import is_adapter_weight, merge_adapter, strip_base_layer_suffix
+from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
 from ramify.train.trainer import Trainer
 
 _VERSION_PATTERN = re.compile(r"(\d+)-(\d{6,})")  # incarnation and step
@@ -100,4 +100,5 @@ def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in get_untied_tensors(trainer.policy.model).items():
             if not is_adapter_weight(name):
                 matrix = gather_full_tensor(masters.get(name, tensor.detach()))
-                yield strip_base_layer_suffix(name), merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)
+                base_name = name.replace(BASE_LAYER_SUFFIX, "")  # the name it had before it got an adapter
+                yield base_name, merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)

@@ -29,6 +29,7 @@ from ramify.trace import Forest
 from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
+from ramify.train.checkpoint_manifest import list_completed_steps
 from ramify.train.distributed import Ranks, init_distributed
 from ramify.train.policy import PolicyOutput
 from ramify.train.publisher import WeightPublisher
@@ -131,7 +132,7 @@ class _SftRun:
         self.run_log = RunLog(store) if store is not None else None
         self.last_write: Future[None] | None = None
         self.checkpoints = CheckpointManager(plan.path / "checkpoints", ranks, warn=display.print_line)
-        self.steps_done = ranks.broadcast(self.checkpoints.newest_step())
+        self.steps_done = ranks.broadcast(max(list_completed_steps(self.checkpoints.directory), default=0))
         self.examples_seen = int(self.checkpoints.read_note(self.steps_done)["seen"]) if self.steps_done else 0
         self.total_steps = plan.count_total_steps(config, self.steps_done, self.examples_seen)
         self.cut_tokens = 0
