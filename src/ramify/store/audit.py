@@ -7,7 +7,7 @@ in the list of batches that were served to trainers. The audit compares them.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ramify.store.group_state import GroupState
+from ramify.store.group_state import TRANSITIONS, GroupState
 from ramify.store.ledger import Ledger
 from ramify.store.ledger_tables import GroupRecord
 
@@ -39,7 +39,7 @@ def _check_groups(ledger: Ledger, groups: list[GroupRecord], finished: bool) -> 
             yield f"{label} was in step {group.step}, which is committed, but it is not marked as trained"
         elif group.state is GroupState.DROPPED and group.reason is None:
             yield f"{label} was dropped without a reason"
-        elif finished and not group.state.is_final:
+        elif finished and TRANSITIONS[group.state]:
             yield f"{label} is {group.state.value}: neither trained nor dropped"
 
 

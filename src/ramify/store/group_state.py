@@ -23,11 +23,6 @@ class GroupState(Enum):
     TRAINED = "trained"
     DROPPED = "dropped"
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the state has no successor."""
-        return not TRANSITIONS[self]
-
 
 TRANSITIONS = {
     GroupState.ISSUED: {GroupState.SAMPLED, GroupState.DROPPED},

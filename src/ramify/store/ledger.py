@@ -94,7 +94,7 @@ class Ledger:
                     f"attempt {attempt_index} of group {group_number} is {state.value} and cannot be retried"
                 )
             query = "UPDATE attempts SET tries = tries + 1, detail = ? WHERE number = ? AND attempt = ?"
-            _execute(connection, query, failure, group_number, attempt_index)
+            connection.execute(query, (failure, group_number, attempt_index))
 
         await self._submit_change(apply)
 
@@ -130,7 +130,7 @@ class Ledger:
             _transition_attempts(connection, group_number, GroupState.SCORED)
             for index, attempt_notes in (notes or {}).items():
                 query = "UPDATE attempts SET notes = ? WHERE number = ? AND attempt = ?"
-                _execute(connection, query, msgspec.msgpack.encode(dict(attempt_notes)), group_number, index)
+                connection.execute(query, (msgspec.msgpack.encode(dict(attempt_notes)), group_number, index))
             _save_states(connection, states)
 
         await self._submit_change(apply, rollouts)
@@ -143,10 +143,10 @@ class Ledger:
         def apply(connection: sqlite3.Connection) -> None:
             _transition_group(connection, group_number, GroupState.DROPPED)
             query = "UPDATE groups SET reason = ?, detail = ? WHERE number = ?"
-            _execute(connection, query, reason.value, detail, group_number)
+            connection.execute(query, (reason.value, detail, group_number))
             dropped = GroupState.DROPPED.value
             query = "UPDATE attempts SET state = ?, reason = ?, detail = ? WHERE number = ? AND state != ?"
-            _execute(connection, query, dropped, reason.value, detail, group_number, dropped)
+            connection.execute(query, (dropped, reason.value, detail, group_number, dropped))
             _save_states(connection, states)
 
         await self._submit_change(apply)
@@ -163,7 +163,7 @@ class Ledger:
             for number in batch.group_numbers:
                 _transition_group(connection, number, GroupState.BATCHED)
                 _transition_attempts(connection, number, GroupState.BATCHED)
-                _execute(connection, "UPDATE groups SET step = ? WHERE number = ?", batch.step, number)
+                connection.execute("UPDATE groups SET step = ? WHERE number = ?", (batch.step, number))
             members, counts = msgspec.msgpack.encode(batch.group_numbers), msgspec.msgpack.encode(batch.counts)
             _insert(connection, "batches", batch.step, members, batch.annotations, counts)
 
@@ -179,7 +179,7 @@ class Ledger:
             if step < _get_progress(connection, "committed"):
                 raise TransitionRefused(f"batch {step} cannot be served: its step is already committed")
             values = (_get_progress(connection, "incarnation"), step, row[0])
-            _execute(connection, "INSERT OR IGNORE INTO served VALUES (?, ?, ?)", *values)
+            connection.execute("INSERT OR IGNORE INTO served VALUES (?, ?, ?)", values)
 
         await self._submit_change(apply)
 
@@ -330,10 +330,6 @@ def _create_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _execute(connection: sqlite3.Connection, query: str, *values: object) -> None:
-    connection.execute(query, values)
-
-
 def _insert(connection: sqlite3.Connection, table: str, *values: object) -> None:
     connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
@@ -344,12 +340,12 @@ def _get_progress(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _set_progress(connection: sqlite3.Connection, name: str, value: int) -> None:
-    _execute(connection, "INSERT OR REPLACE INTO marks VALUES (?, ?)", name, value)
+    connection.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", (name, value))
 
 
 def _save_states(connection: sqlite3.Connection, states: Mapping[str, Any] | None) -> None:
     for name, value in (states or {}).items():
-        _execute(connection, "INSERT OR REPLACE INTO states VALUES (?, ?)", name, msgspec.msgpack.encode(value))
+        connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, msgspec.msgpack.encode(value)))
 
 
 def _transition_group(connection: sqlite3.Connection, group_number: int, target: GroupState) -> None:
@@ -357,21 +353,21 @@ def _transition_group(connection: sqlite3.Connection, group_number: int, target:
     if row is None:
         raise TransitionRefused(f"group {group_number} was never issued and cannot become {target.value}")
     check_transition(f"group {group_number}", GroupState(row[0]), target)
-    _execute(connection, "UPDATE groups SET state = ? WHERE number = ?", target.value, group_number)
+    connection.execute("UPDATE groups SET state = ? WHERE number = ?", (target.value, group_number))
 
 
 def _transition_attempts(connection: sqlite3.Connection, group_number: int, target: GroupState) -> None:
     """Move the attempts of a group to the state of the group, except those that were dropped."""
     query = "UPDATE attempts SET state = ? WHERE number = ? AND state != ?"
-    _execute(connection, query, target.value, group_number, GroupState.DROPPED.value)
+    connection.execute(query, (target.value, group_number, GroupState.DROPPED.value))
 
 
 def _move_steps(connection: sqlite3.Connection, old: GroupState, new: GroupState, condition: str, version: int) -> None:
     """Move the groups in state `old` whose step meets the condition to state `new`, with their attempts."""
     groups = f"state = ? AND {condition}"
     query = f"UPDATE attempts SET state = ? WHERE state = ? AND number IN (SELECT number FROM groups WHERE {groups})"
-    _execute(connection, query, new.value, old.value, old.value, version)
-    _execute(connection, f"UPDATE groups SET state = ? WHERE {groups}", new.value, old.value, version)
+    connection.execute(query, (new.value, old.value, old.value, version))
+    connection.execute(f"UPDATE groups SET state = ? WHERE {groups}", (new.value, old.value, version))
 
 
 def _get_attempt_state(connection: sqlite3.Connection, key: tuple[int, int]) -> GroupState:
@@ -389,7 +385,7 @@ def _end_attempt(connection: sqlite3.Connection, key: tuple[int, int], target: G
     columns = {"state": target.value, **columns}
     assignments = ", ".join(f"{name} = ?" for name in columns)
     query = f"UPDATE attempts SET {assignments} WHERE number = ? AND attempt = ?"
-    _execute(connection, query, *columns.values(), *key)
+    connection.execute(query, (*columns.values(), *key))
 
     query = "SELECT 1 FROM attempts WHERE number = ? AND state = ?"
     is_running = connection.execute(query, (group_number, GroupState.ISSUED.value)).fetchone() is not None

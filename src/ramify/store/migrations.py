@@ -52,8 +52,8 @@ def migrate_copy(connection: sqlite3.Connection, migrations: Sequence[Migration]
 
     If the file is older, the connection is closed, and the result is a migrated copy of the file in memory.
     """
-    if read_version(connection) >= len(migrations) or not _changes_tables(connection, migrations):
-        return connection
+    if all(migration is adopt_unversioned for migration in migrations[read_version(connection) :]):
+        return connection  # the tables are current, also without a version
     copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     try:
         connection.backup(copy)
@@ -68,7 +68,3 @@ def migrate_copy(connection: sqlite3.Connection, migrations: Sequence[Migration]
 def read_version(connection: sqlite3.Connection) -> int:
     """Return the version of the tables; 0 for a new file, and for a file from before versions were stored."""
     return connection.execute("PRAGMA user_version").fetchone()[0]
-
-
-def _changes_tables(connection: sqlite3.Connection, migrations: Sequence[Migration]) -> bool:
-    return any(migration is not adopt_unversioned for migration in migrations[read_version(connection) :])

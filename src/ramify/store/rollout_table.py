@@ -83,30 +83,7 @@ def insert_rollout(
     )
 
 
-def select_rollouts(connection: sqlite3.Connection, **filters: str | int) -> Iterator[RolloutRecord]:
-    """Yield the records whose columns have these values, by task and repetition."""
-    condition = " AND ".join(f"{column} = ?" for column in filters) or "1"
-    query = f"SELECT {_COLUMNS} FROM rollouts WHERE {condition} ORDER BY source, task, repetition, id"
-    yield from _read_records(connection, query, tuple(filters.values()))
-
-
-def select_by_id_prefix(connection: sqlite3.Connection, prefix: str, limit: int) -> Iterator[RolloutRecord]:
-    """Yield the first `limit` records whose ids begin with `prefix`, by id."""
-    query = f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?"
-    yield from _read_records(connection, query, (prefix, len(prefix), prefix, limit))
-
-
-def _read_records(connection: sqlite3.Connection, query: str, values: tuple[str | int, ...]) -> Iterator[RolloutRecord]:
-    for *columns, summary in connection.execute(query, values):
+def select_rollouts(connection: sqlite3.Connection, condition: str, *values: str | int) -> Iterator[RolloutRecord]:
+    """Yield the records that meet an SQL condition, which may end with an order and a limit."""
+    for *columns, summary in connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE {condition}", values):
         yield RolloutRecord(*columns, summary=msgspec.msgpack.decode(summary))
-
-
-def find_location(connection: sqlite3.Connection, rollout_id: str) -> FrameLocation | None:
-    """Return the location of a rollout's encoded traces; None if there is no such rollout."""
-    row = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
-    return None if row is None else FrameLocation(*row)
-
-
-def segment_lengths(connection: sqlite3.Connection) -> dict[int, int]:
-    """Return the committed length of each segment by its number."""
-    return dict(connection.execute("SELECT number, length FROM segments"))

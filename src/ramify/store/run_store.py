@@ -83,7 +83,7 @@ class RunStore:
                 else:
                     migrate(reader)
                     reader.executescript(rollout_table.ROLLOUT_TABLES)
-                    segments.open(rollout_table.segment_lengths(reader))
+                    segments.open(dict(reader.execute("SELECT number, length FROM segments")))
                     fsync_path(path)
                 return cls(path, lock_fd, segments, reader, write)
             except BaseException as error:
@@ -140,21 +140,23 @@ class RunStore:
 
     def iter_rollouts(self, **filters: str | int) -> Iterator[RolloutRecord]:
         """Yield the rollouts that `rollouts` returns, one after another."""
+        condition = " AND ".join(f"{column} = ?" for column in filters) or "1"
+        condition += " ORDER BY source, task, repetition, id"
         with wrap_storage_errors(self.path):
-            yield from rollout_table.select_rollouts(self._reader, **filters)
+            yield from rollout_table.select_rollouts(self._reader, condition, *filters.values())
 
     def find_rollouts(self, prefix: str, limit: int) -> list[RolloutRecord]:
         """Return the rollout whose id is `prefix`; if there is none, the first `limit` whose ids begin with it."""
+        condition, values = "id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?", (prefix, len(prefix), prefix, limit)
         with wrap_storage_errors(self.path):
-            return self.rollouts(id=prefix) or list(rollout_table.select_by_id_prefix(self._reader, prefix, limit))
+            return self.rollouts(id=prefix) or list(rollout_table.select_rollouts(self._reader, condition, *values))
 
     def read_traces(self, rollout_id: str) -> Sequence[Trace]:
         """Return the traces of a rollout, one per agent. Raises KeyError if the run has no such rollout."""
-        with wrap_storage_errors(self.path):
-            location = rollout_table.find_location(self._reader, rollout_id)
-        if location is None:
+        rows = self.select("SELECT segment, start, stop FROM rollouts WHERE id = ?", (rollout_id,))
+        if not rows:
             raise KeyError(rollout_id)
-        data = self.segments.read(location)
+        data = self.segments.read(FrameLocation(*rows[0]))
         try:
             return decode_episode(data).traces
         except TraceCorrupt as error:
