@@ -32,12 +32,13 @@ from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.trace.version import PolicyVersion
+from ramify.wire.lifecycle import AsyncService
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation
 
 
-class InferenceClient:
+class InferenceClient(AsyncService):
     """A client of one or several servers of the same model.
 
     `version` names the weights with which engines that report no version (vLLM) were started.
@@ -93,12 +94,6 @@ class InferenceClient:
         for replica in self._pool.replicas:
             self._pool.eject(replica, "the client is closed")
             await replica.http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

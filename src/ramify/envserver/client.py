@@ -21,6 +21,7 @@ from ramify.envserver.messages import (
 )
 from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
 from ramify.wire import WireClient, WireMessage, WireSettings
+from ramify.wire.lifecycle import AsyncService
 
 if TYPE_CHECKING:
     from ramify.rollout.attempt import ProgressCallback
@@ -46,7 +47,7 @@ class RolloutResult:
         return decode_episode(self.encoded_episode)
 
 
-class EnvClient:
+class EnvClient(AsyncService):
     """A client of the env server at `address`. The server may start later than the client: `start` waits for it."""
 
     def __init__(self, address: str, secret: str | None = None, *, settings: WireSettings | None = None) -> None:
@@ -65,12 +66,6 @@ class EnvClient:
     async def close(self) -> None:
         """Cancel open requests and disconnect."""
         await self._client.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def run(
         self,

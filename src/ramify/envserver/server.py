@@ -30,12 +30,13 @@ from ramify.envserver.worker_pool import WorkerPool
 from ramify.envserver.worker_process import WorkerProcess
 from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
+from ramify.wire.lifecycle import AsyncService
 
 MAX_MOVES_PER_CRASH = 10  # a rollout that did not cause the losses is moved at most this many times `crashes`
 POLL_INTERVAL = 0.05
 
 
-class EnvServer:
+class EnvServer(AsyncService):
     """Serves one source. Use `start` and `close`, or `async with`.
 
     `counts` are the requests by method, `failures` the failed ones by error; `pool` and `log` exist after `start`.
@@ -116,12 +117,6 @@ class EnvServer:
         self._loop_monitor.stop()
         self.log.log_event("closed")
         self.log.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     # -- request handlers ----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ramify.errors import RamifyError, SecretUnknown
 from ramify.gateway.http_handlers import ReplyHandler, TokenCountHandler
 from ramify.gateway.session import RolloutSession
 from ramify.wire.http_server import HttpServer
+from ramify.wire.lifecycle import AsyncService
 
 if TYPE_CHECKING:
     from ramify.env import Endpoint
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 NOT_FOUND = "not_found_error"
 
 
-class Gateway:
+class Gateway(AsyncService):
     """Serves sessions over HTTP, from `register` to `unregister`. Use it with `async with`, or `start` and `close`.
 
     A waiting stream sends a keepalive every `keepalive_interval` seconds. On `close`, requests in flight get
@@ -59,12 +60,6 @@ class Gateway:
         for session in list(self._sessions.values()):
             self.unregister(session)
         await self._server.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     def register(self, session: RolloutSession) -> Endpoint:
         """Serve this session and return its endpoint."""

@@ -61,7 +61,8 @@ class BrowserGuard:
         if _is_ip_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:
             return True
         if not self._knows_own_names:  # looked up only if needed: a name server may take seconds to answer
-            self._hosts |= await asyncio.to_thread(_get_own_host_names)
+            own_names = (socket.gethostname(), await asyncio.to_thread(socket.getfqdn))
+            self._hosts |= {own_name.lower().rstrip(".") for own_name in own_names}
             self._knows_own_names = True
         return name in self._hosts
 
@@ -81,7 +82,3 @@ def _is_ip_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _get_own_host_names() -> set[str]:
-    return {name.lower().rstrip(".") for name in (socket.gethostname(), socket.getfqdn())}

@@ -14,6 +14,7 @@ from ramify.errors import DeadlineExceeded, Failure, PeerLost, PeerRefused, Queu
 from ramify.wire.address import enable_curve
 from ramify.wire.client_protocol import ClientProtocol
 from ramify.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
+from ramify.wire.lifecycle import AsyncService
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
 from ramify.wire.settings import WireSettings
@@ -32,7 +33,7 @@ class PendingCall:
     on_part: OnPart | None
 
 
-class WireClient:
+class WireClient(AsyncService):
     """Call the methods of one server from one event loop, between `start` and `close`, or in `async with`.
 
     With a `secret`, the connection is encrypted unless `encrypted` is False. Pass a `loop_monitor` to share one between
@@ -101,12 +102,6 @@ class WireClient:
     def fail_pending(self, reason: str) -> None:
         """Fail all pending calls with PeerLost, because the caller knows that the server is gone."""
         self._fail_calls(PeerLost(reason))
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     # -- status --------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ramify.errors import DeadlineExceeded
+from ramify.wire.lifecycle import AsyncService
 from ramify.wire.listener import open_listener, to_bind_error
 
 KEEP_ALIVE_TIMEOUT = 120  # seconds an idle connection stays open; longer than in the clients' connection pools
@@ -19,7 +20,7 @@ CLOSE_TIMEOUT = 5.0  # seconds to stop, in addition to `shutdown_timeout`
 POLL_INTERVAL = 0.005
 
 
-class HttpServer:
+class HttpServer(AsyncService):
     """Serve an ASGI app on `host` and `port` (0: any free port) between `start` and `close`, or in `async with`.
 
     `name` labels the server in error messages. On `close`, requests in flight get `shutdown_timeout` seconds.
@@ -84,12 +85,6 @@ class HttpServer:
         if not done:
             task.cancel()
             await asyncio.wait({task})
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class _NoSignalServer(uvicorn.Server):

@@ -26,6 +26,7 @@ from ramify.wire.headers import (
     RequestHeader,
     truncate_failure,
 )
+from ramify.wire.lifecycle import AsyncService
 from ramify.wire.listener import is_reserved, open_listener, to_bind_error
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
@@ -77,7 +78,7 @@ class IncomingRequest:
 Handler = Callable[[IncomingRequest], Awaitable[WireMessage]]
 
 
-class WireServer:
+class WireServer(AsyncService):
     """Serve `handlers` by method name between `start` and `close`, or in `async with`.
 
     A server with a `secret` encrypts its traffic; pass `encrypted=False` to disable that on a local address. `name`
@@ -143,12 +144,6 @@ class WireServer:
         await self.driver.stop()
         if self._owns_loop_monitor and self.loop_monitor is not None:
             self.loop_monitor.stop()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     @property
     def num_open_requests(self) -> int:
