@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 import ramify as rf
 from ramify.tasksets.answers import get_replies
 from ramify.tasksets.person_names import load_names
+from ramify.tasksets.ranges import RangesConfig
 from ramify.tasksets.splits import draw_distinct
 
 NEW_NAME_SUFFIX = " // new name!"
@@ -25,7 +26,7 @@ NAME_PATTERN = re.compile(r"(.[^A-Z]*)(.*)", re.DOTALL)
 SortKey = Literal["first", "last"]
 
 
-class AlphabetSortConfig(rf.TasksetConfig):
+class AlphabetSortConfig(RangesConfig, rf.TasksetConfig):
     """The number of turns per conversation, and of new names per turn."""
 
     num_tasks: int = Field(default=1000, ge=1)
@@ -35,15 +36,6 @@ class AlphabetSortConfig(rf.TasksetConfig):
     """Minimum number of new names in a turn."""
     max_names: int = Field(default=5, ge=1, le=100)
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _min_must_not_exceed_max(self) -> "AlphabetSortConfig":
-        for min_key, max_key in (("min_turns", "max_turns"), ("min_names", "max_names")):
-            if getattr(self, min_key) > getattr(self, max_key):
-                raise ValueError(
-                    f"{min_key} is {getattr(self, min_key)}, above {max_key}, which is {getattr(self, max_key)}"
-                )
-        return self
 
 
 class AlphabetSortTask(rf.Task):
@@ -142,7 +134,9 @@ def score_reply(reply: str, tag: str, expected_lines: Sequence[str]) -> float:
     Of several blocks the last one counts if each scores higher than the one before; otherwise the score is 0.
     """
     expected_text = _normalize_lines(expected_lines)
-    scores = [_similarity(_normalize_lines(block.split("\n")), expected_text) for block in _find_blocks(reply, tag)]
+    blocks: list[str] = re.findall(f"<{tag}>(.*?)</{tag}>", reply, re.DOTALL)
+    texts = [_normalize_lines(block.split("\n")) for block in blocks]
+    scores = [difflib.SequenceMatcher(None, text, expected_text).ratio() ** SIMILARITY_POWER for text in texts]
     return scores[-1] if scores and all(later > earlier for earlier, later in pairwise(scores)) else 0.0
 
 
@@ -154,16 +148,8 @@ def _score_turns(task: AlphabetSortTask, trace: rf.Trace) -> list[float]:
     ]
 
 
-def _find_blocks(reply: str, tag: str) -> list[str]:
-    return re.findall(f"<{tag}>(.*?)</{tag}>", reply, re.DOTALL)
-
-
 def _normalize_lines(lines: Sequence[str]) -> str:
     return "\n".join(line.strip().lower() for line in lines if line.strip())
-
-
-def _similarity(text: str, expected_text: str) -> float:
-    return difflib.SequenceMatcher(None, text, expected_text).ratio() ** SIMILARITY_POWER
 
 
 def _draw_tasks(config: AlphabetSortConfig) -> Iterator[AlphabetSortTask]:

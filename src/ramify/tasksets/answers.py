@@ -1,9 +1,12 @@
-"""The replies of a trace, and the comparison of final answers in \\boxed{}."""
+"""The replies of a trace, gold replies with tool calls, and the comparison of final answers in \\boxed{}."""
 
+import json
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import ramify as rf
 
@@ -24,6 +27,14 @@ def get_replies(trace: rf.Trace) -> list[str]:
     """
     messages = rf.Branch(trace, len(trace.nodes) - 1).messages if len(trace.nodes) else []
     return [message.text for message in messages if message.role == "assistant"]
+
+
+def build_tool_call_replies(calls: Iterable[tuple[str, dict[str, Any]]]) -> list[rf.Message]:
+    """Return one gold reply for each call, given as (tool, arguments)."""
+    return [
+        rf.Message("assistant", tool_calls=(rf.ToolCall(f"gold{number}", name, json.dumps(arguments)),))
+        for number, (name, arguments) in enumerate(calls)
+    ]
 
 
 def extract_boxed(text: str) -> str | None:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 import ramify as rf
 from ramify.tasksets.answers import extract_boxed, is_same_value
+from ramify.tasksets.ranges import RangesConfig
 from ramify.tasksets.splits import draw_distinct
 
 SYSTEM = "Put the final answer in \\boxed{}."
@@ -44,7 +45,7 @@ SENTENCES: dict[Operation, tuple[str, ...]] = {
 }
 
 
-class ArithmeticConfig(rf.TasksetConfig):
+class ArithmeticConfig(RangesConfig, rf.TasksetConfig):
     """The length of the stories, and the operations in them."""
 
     num_tasks: int = Field(default=1000, ge=1)
@@ -56,9 +57,7 @@ class ArithmeticConfig(rf.TasksetConfig):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _steps_and_operations_must_be_possible(self) -> "ArithmeticConfig":
-        if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps is {self.min_steps}, above max_steps, which is {self.max_steps}")
+    def _operations_must_be_possible(self) -> "ArithmeticConfig":
         if set(self.operations) == {"divide"}:
             raise ValueError("operations: divide alone gives too few stories; allow another operation too")
         return self

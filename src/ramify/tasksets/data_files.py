@@ -41,27 +41,20 @@ def _find_files(name: str, part: str | None) -> list[Path]:
         return [path]
     directory = path if path.is_dir() else _find_in_hf_cache(name)
     readable = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
-    data_files = _select_data_files([file for file in readable if not _is_datasets_cache(file)])
+    # `datasets` writes caches, which repeat the rows, and metadata in json and csv beside files of other formats.
+    files = [
+        file
+        for file in readable
+        if not (file.name.startswith("cache-") and (file.parent / "state.json").is_file())
+        and file.name not in METADATA_FILES
+    ]
+    data_files = [file for file in files if file.suffix not in (".csv", ".json")] or files
     selected = [file for file in data_files if part is None or part in _part_names(file, directory)]
     if not selected:
         parts = ", ".join(sorted({word for file in data_files for word in _part_names(file, directory)}))
         missing = f"part {part!r}" if part else "data files"
         raise ConfigInvalid(f"dataset: {name} has no {missing}; it has {parts or 'no data files'}")
     return selected
-
-
-def _select_data_files(files: list[Path]) -> list[Path]:
-    """Return the files that hold the rows of a directory.
-
-    If there are files of other formats, csv and json files are ignored as metadata.
-    """
-    others = [file for file in files if file.suffix not in (".csv", ".json")]
-    return others or [file for file in files if file.name not in METADATA_FILES]
-
-
-def _is_datasets_cache(file: Path) -> bool:
-    """Return whether the file is a cache that `datasets` wrote next to a saved dataset; it repeats the same rows."""
-    return file.name.startswith("cache-") and (file.parent / "state.json").is_file()
 
 
 def _part_names(file: Path, directory: Path) -> set[str]:

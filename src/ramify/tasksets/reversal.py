@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-import ramify as rf
 from ramify.errors import ConfigInvalid
+from ramify.tasksets.ranges import RangesConfig
 from ramify.tasksets.splits import Split, assign_split, draw_distinct
 
 SYSTEM = "Reverse the text character by character. Answer inside <reversed_text> tags."
@@ -22,7 +22,7 @@ TAGGED_PATTERN = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 WORDS_FILE = Path(__file__).with_name("words.txt")
 
 
-class ReversalTextsConfig(rf.Config):
+class ReversalTextsConfig(RangesConfig):
     """The lengths and the alphabet of the texts. The defaults are those of the default example."""
 
     split: Split = "train"
@@ -34,12 +34,6 @@ class ReversalTextsConfig(rf.Config):
     path: Path | None = None
     """A file with one text per line, used instead of generated texts; lengths and alphabet do not apply to it."""
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _min_must_not_exceed_max(self) -> "ReversalTextsConfig":
-        if self.min_chars > self.max_chars:
-            raise ValueError(f"min_chars is {self.min_chars}, above max_chars, which is {self.max_chars}")
-        return self
 
 
 def generate_texts(config: ReversalTextsConfig) -> Iterator[str]:

@@ -10,18 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 import ramify as rf
 from ramify.tasksets import article_graph
-from ramify.tasksets.gold_replies import build_tool_call_replies
+from ramify.tasksets.answers import build_tool_call_replies
+from ramify.tasksets.ranges import RangesConfig
 from ramify.tasksets.splits import draw_distinct
 
 OUT_OF_TURNS = "error: the walk has ended, all turns are used."  # a reply may hold more calls than there are turns left
 SYSTEM = "Go from page to page by their links until you reach the target."
 
 
-class WikispeediaConfig(rf.TasksetConfig):
+class WikispeediaConfig(RangesConfig, rf.TasksetConfig):
     """The graph, and the distance between source and target.
 
     `num_articles = 24, num_topics = 4, max_links = 6, min_dist = 1, max_dist = 3` suits a very small model.
@@ -42,12 +43,6 @@ class WikispeediaConfig(rf.TasksetConfig):
     path: Path | None = None
     """A directory with the SNAP Wikispeedia files, used instead of a generated graph; the sizes do not apply to it."""
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _min_must_not_exceed_max(self) -> "WikispeediaConfig":
-        if self.min_dist > self.max_dist:
-            raise ValueError(f"min_dist is {self.min_dist}, above max_dist, which is {self.max_dist}")
-        return self
 
 
 class WalkTask(rf.Task):
@@ -78,10 +73,13 @@ class Wikispeedia(rf.Taskset):
             "wikispeedia: num_tasks is {count}, but only {found} pairs at distances "
             f"{self.config.min_dist} to {self.config.max_dist} were found; widen them or take a larger graph"
         )
-        pairs = draw_distinct(
-            self._draw_pairs(), self.config.split, self.config.num_tasks, _format_pair, too_few_message
-        )
-        for source, target, shortest in pairs:
+        for source, target, shortest in draw_distinct(
+            self._draw_pairs(),
+            self.config.split,
+            self.config.num_tasks,
+            lambda pair: f"{pair[0]} -> {pair[1]}" if pair[1] else "",
+            too_few_message,
+        ):
             prompt = f"Target: {target}\n{self.render_page(source)}"
             yield WalkTask(prompt=prompt, system=SYSTEM, source=source, target=target, shortest=shortest)
 
@@ -175,11 +173,6 @@ class Wikispeedia(rf.Taskset):
                 )
             target, distance = rng.choice(targets_by_source[source]) if targets_by_source[source] else ("", 0)
             yield source, target, distance
-
-
-def _format_pair(pair: tuple[str, str, int]) -> str:
-    source, target, _ = pair
-    return f"{source} -> {target}" if target else ""
 
 
 def _count_turn(trace: rf.Trace) -> dict[str, Any]:

@@ -132,9 +132,9 @@ def parse_guess(reply: str) -> str | None:
 
 
 @cache
-def load_words() -> tuple[str, ...]:
-    """Return the bundled words: all allowed guesses, and all secrets."""
-    return tuple(WORDS_FILE.read_text("utf-8").split())
+def load_words() -> dict[str, None]:
+    """Return the bundled words as an ordered set: all allowed guesses, and all secrets."""
+    return dict.fromkeys(WORDS_FILE.read_text("utf-8").split())
 
 
 def _apply_reply(game: WordleGame, secret: str, reply: str) -> WordleGame:
@@ -151,11 +151,6 @@ def _find_problem(guess: str | None, previous_guesses: Sequence[str]) -> str:
         return "Write your guess in brackets: [word]."
     if len(guess) != WORD_LENGTH:
         return f"{guess} has {len(guess)} letters, not {WORD_LENGTH}."
-    if guess not in _load_word_set():
+    if guess not in load_words():
         return f"{guess} is not in the word list."
     return f"{guess} was guessed before." if guess in previous_guesses else ""
-
-
-@cache
-def _load_word_set() -> frozenset[str]:
-    return frozenset(load_words())

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 import ramify as rf
+from ramify.tasksets.answers import build_tool_call_replies
 from ramify.tasksets.general_agent.hotel import Hotel
 from ramify.tasksets.general_agent.library import Library
 from ramify.tasksets.general_agent.shop import Shop
 from ramify.tasksets.general_agent.tickets import Tickets
 from ramify.tasksets.general_agent.world import World, WorldCall, WorldGoal
-from ramify.tasksets.gold_replies import build_tool_call_replies
+from ramify.tasksets.ranges import RangesConfig
 from ramify.tasksets.splits import draw_distinct
 
 SYSTEM = "Do what is asked with the tools, in order and nothing more, then say that it is done."
@@ -26,7 +27,7 @@ Domain = Literal["shop", "hotel", "library", "tickets"]
 WORLDS: dict[Domain, type[World]] = {"shop": Shop, "hotel": Hotel, "library": Library, "tickets": Tickets}
 
 
-class GeneralAgentConfig(rf.TasksetConfig):
+class GeneralAgentConfig(RangesConfig, rf.TasksetConfig):
     """The worlds, their size, and the number of goals."""
 
     num_tasks: int = Field(default=1000, ge=1)
@@ -37,12 +38,6 @@ class GeneralAgentConfig(rf.TasksetConfig):
     num_rows: int = Field(default=6, ge=4, le=14)
     """Approximate number of rows in each table of a world."""
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _min_must_not_exceed_max(self) -> "GeneralAgentConfig":
-        if self.min_goals > self.max_goals:
-            raise ValueError(f"min_goals is {self.min_goals}, above max_goals, which is {self.max_goals}")
-        return self
 
 
 class WorldTask(rf.Task):
