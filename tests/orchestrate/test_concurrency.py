@@ -1,31 +1,31 @@
 """The limit of attempts in flight follows the load of the engines."""
 
-from ramify.orchestrate.concurrency import CombinedLoad, ConcurrencyLimiter
+from ramify.orchestrate.concurrency import ConcurrencyLimiter
 
 
 def test_limit_grows_while_it_is_used_up_and_caches_have_room():
     limiter = ConcurrencyLimiter(4, 64)
     limiter.limit = 8
-    assert [limiter.update(CombinedLoad(kv_usage=0.3, queued=0), num_in_flight=limiter.limit) for _ in range(4)] == [
+    assert [limiter.update(kv_usage=0.3, queued=0, num_in_flight=limiter.limit) for _ in range(4)] == [
         9,
         10,
         11,
         12,
     ]
-    assert limiter.update(CombinedLoad(kv_usage=0.3, queued=0), num_in_flight=5) == 12
-    assert limiter.update(CombinedLoad(kv_usage=0.9, queued=0), num_in_flight=12) == 12
+    assert limiter.update(kv_usage=0.3, queued=0, num_in_flight=5) == 12
+    assert limiter.update(kv_usage=0.9, queued=0, num_in_flight=12) == 12
     for _ in range(40):
-        limiter.update(CombinedLoad(kv_usage=0.3, queued=0), num_in_flight=limiter.limit)
+        limiter.update(kv_usage=0.3, queued=0, num_in_flight=limiter.limit)
     assert limiter.limit == 64
 
 
 def test_limit_shrinks_when_a_cache_is_full_or_requests_queue():
     limiter = ConcurrencyLimiter(4, 64)
-    assert limiter.update(CombinedLoad(kv_usage=0.99, queued=0), num_in_flight=64) == 48
-    assert limiter.update(CombinedLoad(kv_usage=0.5, queued=20), num_in_flight=48) == 36
-    assert limiter.update(CombinedLoad(kv_usage=0.99, queued=0), num_in_flight=16) == 12
+    assert limiter.update(kv_usage=0.99, queued=0, num_in_flight=64) == 48
+    assert limiter.update(kv_usage=0.5, queued=20, num_in_flight=48) == 36
+    assert limiter.update(kv_usage=0.99, queued=0, num_in_flight=16) == 12
     for _ in range(20):
-        limiter.update(CombinedLoad(kv_usage=1.0, queued=9), num_in_flight=limiter.limit)
+        limiter.update(kv_usage=1.0, queued=9, num_in_flight=limiter.limit)
     assert limiter.limit == 4
 
 
@@ -36,5 +36,5 @@ def test_limit_converges_to_the_capacity_of_the_engines():
         limiter.limit = start
         for _ in range(200):
             used = limiter.limit
-            limits.append(limiter.update(CombinedLoad(min(1.0, used / 40), max(0, used - 40)), used))
+            limits.append(limiter.update(kv_usage=min(1.0, used / 40), queued=max(0, used - 40), num_in_flight=used))
         assert all(28 <= value <= 42 for value in limits[100:])

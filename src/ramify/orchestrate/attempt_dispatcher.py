@@ -63,10 +63,8 @@ class AttemptDispatcher:
         """Number of attempts in flight."""
         return len(self._tasks)
 
-    def get_oldest_attempt(self) -> tuple[str, str, float] | None:
-        """Return rollout id, source and seconds of the attempt that has been in flight longest."""
-        if not self._started_at:
-            return None
+    def get_oldest_attempt(self) -> tuple[str, str, float]:
+        """Return rollout id, source and seconds of the attempt that has been in flight longest; there must be one."""
         key, (source, started_at) = min(self._started_at.items(), key=lambda item: item[1][1])
         return build_rollout_id(*key), source, time.monotonic() - started_at
 
@@ -145,7 +143,7 @@ class AttemptDispatcher:
 
     async def _score_group(self, group_number: int) -> None:
         group, traces = self._core.get_group(group_number), self._core.get_traces(group_number)
-        source = self.sources[group.source]
+        source, summaries = self.sources[group.source], dict[int, dict[str, Any]]()
         if source.group_rewards:
             try:
                 await source.add_group_rewards(traces, lambda failure: self._on_failure(source.name, failure))
@@ -155,8 +153,6 @@ class AttemptDispatcher:
                 detail = format_failure(Failure.from_exception(error))
                 await self._core.drop_group(group_number, DropReason.UNSCORED, detail)
                 return
-        summaries: dict[int, dict[str, Any]] = {}
-        if source.group_rewards:
             for attempt in {trace.attempt for trace in traces}:
                 episode = [trace for trace in traces if trace.attempt == attempt]
                 summaries[attempt] = self._build_summary(group, episode)

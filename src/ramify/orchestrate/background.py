@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
-from ramify.orchestrate.concurrency import CombinedLoad
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.status import build_status, list_waits
@@ -47,8 +46,11 @@ async def adapt_concurrency(run: RunContext) -> None:
         await asyncio.sleep(POLL_INTERVAL)
         run.engine_loads = loads = await run.client.get_loads()
         if loads:
-            combined = CombinedLoad(max(load.kv_usage for load in loads), sum(load.num_waiting for load in loads))
-            run.limiter.update(combined, run.dispatcher.num_in_flight)
+            run.limiter.update(
+                kv_usage=max(load.kv_usage for load in loads),
+                queued=sum(load.num_waiting for load in loads),
+                num_in_flight=run.dispatcher.num_in_flight,
+            )
             run.dispatcher.wake()
 
 
@@ -117,17 +119,18 @@ async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> Non
         run.dispatcher.batch_formed.clear()
         batches = run.ledger.batches(run.next_step_to_report)
         if batches:
-            run.progress.record_batches({batch.step: _compute_staleness(run, batch) for batch in batches})
+            run.progress.record_batches(
+                {
+                    batch.step: [batch.step - run.ledger.get_group(number).version for number in batch.group_numbers]
+                    for batch in batches
+                }
+            )
         for batch in batches:
             run.next_step_to_report = batch.step + 1
             _print_step(run, batch)
             if on_samples is not None:
                 _show_samples(run, batch, on_samples)
         await run.trainer_service.notify_waiters()
-
-
-def _compute_staleness(run: RunContext, batch: BatchRecord) -> list[int]:
-    return [batch.step - run.ledger.get_group(number).version for number in batch.group_numbers]
 
 
 def _print_step(run: RunContext, batch: BatchRecord) -> None:

@@ -80,8 +80,9 @@ class GroupTracker:
 
     def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
         """Record the episode of an attempt, unless the system failed it or a reward is missing."""
-        failures = [failure for trace in traces for failure in self._list_failures(trace)]
-        if failures or not traces:
+        failures = list_system_failures(traces)
+        missing = {name for trace in traces for name, reward in trace.rewards.items() if reward is None}
+        if failures or not traces or missing - self._group_rewards:
             return self.record_failure(attempt, failures[0] if failures else MISSING_REWARD)
         self.rollouts[attempt] = tuple(traces)
         return AttemptOutcome.KEPT
@@ -104,10 +105,6 @@ class GroupTracker:
         self.rollouts = {attempt: tuple(traces) for attempt, traces in rollouts.items()}
         self.failed_attempts = dict(failed_attempts)
         self._num_tries |= num_tries
-
-    def _list_failures(self, trace: Trace) -> list[Failure]:
-        rewards = [reward for name, reward in trace.rewards.items() if name not in self._group_rewards]
-        return list_system_failures([trace]) or ([MISSING_REWARD] if None in rewards else [])
 
 
 def list_system_failures(traces: Sequence[Trace]) -> list[Failure]:

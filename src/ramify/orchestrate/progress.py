@@ -149,17 +149,17 @@ class RunProgress:
         return len(self._recent_rollouts) / span, sum(tokens for _, tokens in self._recent_rollouts) / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
-        """Record a failure that is retried or leads to a drop; `origin` is a source, or what else failed."""
+        """Record a failure that is retried or leads to a drop; `origin` is a source, or what else failed.
+
+        The first few failures of environment code are also printed, each message once.
+        """
         self.failure_counts[failure.name] += 1
         if failure.name == EnvironmentFault.name:
             self.environment_faults[origin] = (self.environment_faults.get(origin, (0, ""))[0] + 1, failure.message)
-            self._log_fault(f"{origin}: {failure.name}: {failure.message}")
+            line = f"{origin}: {failure.name}: {failure.message}"
+            if line not in self._logged_faults and len(self._logged_faults) < MAX_RECENT_FAILURES:
+                self._logged_faults.add(line)
+                print(line, flush=True)
         event = {"time": time.time(), "where": origin, "name": failure.name, "message": failure.message}
         self.recent_failures.append(event)
         self._run_log.log_event("failure", **event)
-
-    def _log_fault(self, line: str) -> None:
-        """Print a failure of environment code; each message once, and only the first few."""
-        if line not in self._logged_faults and len(self._logged_faults) < MAX_RECENT_FAILURES:
-            self._logged_faults.add(line)
-            print(line, flush=True)

@@ -64,8 +64,8 @@ def score_complete_group(tracker: GroupTracker, source: SourceSpec, rules: Scori
     """Score a complete group. If it cannot be trained on, the result says why."""
     rewards = [trace.reward for trace in tracker.traces if trace.reward is not None]
     if len(rewards) < len(tracker.traces):
-        detail = _describe_missing_rewards(tracker)
-        return ScoredGroup(None, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=detail)
+        names = {name for trace in tracker.traces for name, entry in trace.rewards.items() if entry is None}
+        return ScoredGroup(None, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=", ".join(sorted(names)))
     with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise ValueNotFinite below
         return _score_rewarded_group(tracker, source, rules, rewards)
 
@@ -97,11 +97,6 @@ def _score_rewarded_group(
         detail = overlong if forest.dropped.overlong_calls else "all token weights are zero"
         return drop(DropReason.NOTHING_TRAINABLE, detail)
     return ScoredGroup(mean, notes, filtered.fired_by_filter, group, forest)
-
-
-def _describe_missing_rewards(tracker: GroupTracker) -> str:
-    names = {name for trace in tracker.traces for name, entry in trace.rewards.items() if entry is None}
-    return ", ".join(sorted(names))
 
 
 def _build_attempt_notes(

@@ -28,7 +28,11 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     if not run.dispatcher.weights_ready.is_set():
         add_wait("sampling", "the trainer's first weights", "the engines do not serve the current policy version")
     elif num_in_flight:
-        add_wait("sampling", f"{num_in_flight} attempts", _describe_oldest_attempt(run))
+        rollout_id, name, seconds = run.dispatcher.get_oldest_attempt()
+        source = run.dispatcher.sources[name]
+        timeout, where = f"timeout {source.attempt_timeout:g} s", f"source {name} at {source.client.address}"
+        detail = f"oldest attempt {rollout_id}: {seconds:.0f} s ({timeout}), {where}"
+        add_wait("sampling", f"{num_in_flight} attempts", detail)
     elif not admission.num_free_slots and not admission.is_finished:
         add_wait("sampling", "a free slot", f"{admission.num_active} of {admission.limits.slots} groups active")
     if not trainer_service.has_trainer:
@@ -55,15 +59,6 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     for url, reason in run.client.down_replicas.items():
         add_wait("client", f"the engine at {url}", reason, timeout=None)
     return waits
-
-
-def _describe_oldest_attempt(run: RunContext) -> str:
-    if (oldest := run.dispatcher.get_oldest_attempt()) is None:
-        return ""
-    rollout_id, name, seconds = oldest
-    source = run.dispatcher.sources[name]
-    where = f"source {name} at {source.client.address}"
-    return f"oldest attempt {rollout_id}: {seconds:.0f} s (timeout {source.attempt_timeout:g} s), {where}"
 
 
 def build_status(run: RunContext) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class TrainerService:
     """Handles the requests of the trainer. `on_trainer_replaced` is called when a new trainer registers.
 
     Attributes:
+        has_trainer: whether a trainer has registered.
         is_stopping: whether the run stops: the trainer saves a checkpoint and gets no more batches.
         checkpoint_committed: set when the trainer has saved a checkpoint.
         pending_request: the step whose batch the trainer waits for, and the monotonic time of the request.
@@ -51,7 +52,7 @@ class TrainerService:
     ) -> None:
         self._core, self._weight_updater, self._progress = core, weight_updater, progress
         self._policy, self._max_steps, self._on_trainer_replaced = policy, max_steps, on_trainer_replaced
-        self._pack_spec, self._num_ranks, self._trainer_registered = PackSpec(), 1, False
+        self._pack_spec, self._num_ranks, self.has_trainer = PackSpec(), 1, False
         self._encoded_shares: dict[int, list[bytes]] = {}
         self._served_at: dict[int, float] = {}  # monotonic time at which a batch was served, by step
         self._state_changed = asyncio.Condition()  # notified when a batch was formed or the run ends
@@ -71,11 +72,6 @@ class TrainerService:
         }
 
     @property
-    def has_trainer(self) -> bool:
-        """Whether a trainer has registered."""
-        return self._trainer_registered
-
-    @property
     def is_finished(self) -> bool:
         """Whether every step of the run is committed."""
         admission = self._core.admission
@@ -91,11 +87,11 @@ class TrainerService:
         request = message.decode(RegisterRequest)
         if request.incarnation is not None:
             self._check_incarnation(request.incarnation)
-        elif self._trainer_registered or self._core.ledger.served_batches():  # of this process or an earlier one
+        elif self.has_trainer or self._core.ledger.served_batches():  # of this process or an earlier one
             await self._core.restart_trainer()
             self._on_trainer_replaced()
             await self.notify_waiters()
-        self._trainer_registered, self._encoded_shares = True, {}
+        self.has_trainer, self._encoded_shares = True, {}
         self._pack_spec, self._num_ranks = request.pack_spec, request.world_size
         committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
         reply = RegisterReply(committed=committed, incarnation=incarnation, policy=self._policy, steps=self._max_steps)
@@ -171,5 +167,5 @@ class TrainerService:
     def _check_registered(self, incarnation: int) -> None:
         """Raise PeerRefused if the trainer was replaced, PeerLost if it has not registered with this process."""
         self._check_incarnation(incarnation)
-        if not self._trainer_registered:
+        if not self.has_trainer:
             raise PeerLost("the orchestrator was restarted; send hello before other requests")

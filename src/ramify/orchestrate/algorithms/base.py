@@ -54,7 +54,11 @@ class Algorithm:
             agents[trace.agent].append(trace)
         annotations: list[Annotation] = []
         for traces in agents.values():
-            advantages = self.advantages(_collect_rewards(traces), traces)
+            if missing := [trace.id for trace in traces if trace.reward is None]:
+                raise TraceInvalid(
+                    f"traces {missing} have no reward, so they cannot be compared with others of their group"
+                )
+            advantages = self.advantages(np.array([trace.reward for trace in traces], np.float64), traces)
             for trace, advantage in zip(traces, advantages.tolist(), strict=True):
                 annotations += [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
         return annotations
@@ -75,10 +79,3 @@ def count_sampled_tokens(trace: Trace) -> int:
 def subtract_mean(values: FloatArray) -> FloatArray:
     """Subtract the mean from the values; the result is exactly zero if all are equal."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
-
-
-def _collect_rewards(traces: Sequence[Trace]) -> FloatArray:
-    missing = [trace.id for trace in traces if trace.reward is None]
-    if missing:
-        raise TraceInvalid(f"traces {missing} have no reward, so they cannot be compared with the rest of their group")
-    return np.array([trace.reward for trace in traces], np.float64)
