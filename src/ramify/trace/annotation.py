@@ -3,8 +3,6 @@
 Annotations are kept beside the trace, never in it: the stored trace stays exactly what the environment returned.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ramify.trace.columns import Float32Array

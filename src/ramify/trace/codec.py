@@ -10,8 +10,6 @@ A frame holds what was added after the column lengths `since`. A complete trace 
 start later (see `delta`). Offsets in the node table always count from the start of the trace.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct
@@ -62,7 +60,7 @@ class ColumnLengths(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     media: int = 0
 
     @classmethod
-    def from_graph(cls, graph: MessageGraph) -> ColumnLengths:
+    def from_graph(cls, graph: MessageGraph) -> "ColumnLengths":
         """Return the current lengths of a graph."""
         return cls(
             nodes=graph.nodes.size,

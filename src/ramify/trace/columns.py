@@ -5,8 +5,6 @@ small table row per node. A chain of nodes is then one contiguous slice, so that
 comparison, encoding a copy and decoding a view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

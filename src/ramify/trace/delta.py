@@ -5,8 +5,6 @@ to the same bytes. Deltas are numbered, and each states the column lengths befor
 delta is detected.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from ramify.errors import DeltaLost, DeltaRepeated, TraceInvalid

@@ -16,8 +16,6 @@ Every stage returns this type: a merged group (`build_forest`), the pieces of a 
 (`pack_trees`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -66,17 +64,17 @@ class Targets:
     def __len__(self) -> int:
         return len(self.token)
 
-    def select(self, indices: npt.NDArray[np.int64] | slice) -> Targets:
+    def select(self, indices: npt.NDArray[np.int64] | slice) -> "Targets":
         """Return the entries at these indices."""
         return Targets(*(getattr(self, name)[indices] for name in _TARGET_COLUMNS))
 
     @classmethod
-    def concat(cls, parts: Sequence[Targets]) -> Targets:
+    def concat(cls, parts: Sequence["Targets"]) -> "Targets":
         """Return the entries of all parts, in order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _TARGET_COLUMNS))
 
     @classmethod
-    def empty(cls) -> Targets:
+    def empty(cls) -> "Targets":
         """Return targets without entries."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats)
@@ -164,7 +162,7 @@ class Forest:
         index = np.arange(len(self))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.subtree_end[None, :])
 
-    def select(self, segment_mask: npt.NDArray[np.bool_], sequence_indices: Int32Array) -> Forest:
+    def select(self, segment_mask: npt.NDArray[np.bool_], sequence_indices: Int32Array) -> "Forest":
         """Return the forest of these segments and of the targets of these sequences, whose indices must be sorted.
 
         The mask must include the ancestors of each segment and every token of the targets.

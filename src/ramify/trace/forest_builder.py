@@ -1,7 +1,5 @@
 """Builds one forest from the traces of a group: merges them, lays them out and lists the targets."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ share is repeated, and repeated context carries no targets. A subtree that fits 
 one are grouped in depth-first order, in which neighbours share the longest paths.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -8,8 +8,6 @@ fork, not per node or token.
     runs   [0 ........................................... 4]   [5] a fork after node 3
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest

@@ -1,7 +1,5 @@
 """The JSON view of a trace, for people: all messages and counts, but no token ids and no arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -4,8 +4,6 @@ Message and call of a node are stored as one msgpack record and decoded on acces
 little more than its text.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, NamedTuple
 
@@ -112,7 +110,7 @@ class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     data: bytes = b""
 
     @classmethod
-    def from_bytes(cls, data: bytes, mime: str) -> Media:
+    def from_bytes(cls, data: bytes, mime: str) -> "Media":
         """Return an entry with the hash of `data`."""
         return cls(hashlib.sha256(data).hexdigest(), mime, data)
 

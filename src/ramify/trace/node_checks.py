@@ -1,7 +1,5 @@
 """Checks the parts of a node before any of them is added, so that a node is never added partially."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Packs trees into token sequences, and assigns the packs to ranks."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A value is checked when it is set, so that the error points to the code that set it. A check on sending would not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -95,7 +93,7 @@ class CheckedDict(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Mapping[str, object]) -> CheckedDict:  # type: ignore[override]
+    def __ior__(self, other: Mapping[str, object]) -> "CheckedDict":  # type: ignore[override]
         self.update(other)
         return self
 

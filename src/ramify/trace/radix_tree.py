@@ -7,8 +7,6 @@ Keys are token ids, at image placeholders together with the image, so that place
 Annotations are not part of the key: two attempts that sampled the same token share it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +101,7 @@ class RadixTree:
         lower.keys, lower.token_start = lower.keys[length:], lower.token_start + length
         return upper_index
 
-    def lay_out(self, sequences: list[Int32Array]) -> tuple[RadixLayout, Int32Array]:
+    def lay_out(self, sequences: list[Int32Array]) -> tuple["RadixLayout", Int32Array]:
         """Return the segments in depth-first order, and their token ids from `sequences`."""
         order: list[int] = []
         subtree_stops: dict[int, int] = {}

@@ -3,8 +3,6 @@
 The columns of all traces are concatenated first, so that each step is one numpy call for the whole group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -114,7 +112,7 @@ class _ConcatenatedTraces:
     runs: Int32Array  # [run, 2]: first node, number of tokens on the path before it
 
     @classmethod
-    def build(cls, annotated_traces: Sequence[AnnotatedTrace]) -> _ConcatenatedTraces:
+    def build(cls, annotated_traces: Sequence[AnnotatedTrace]) -> "_ConcatenatedTraces":
         graphs = [annotated.trace.graph for annotated in annotated_traces]
         nodes = concat_tables((graph.nodes.view for graph in graphs), NODE_DTYPE)
         counts = np.array([len(graph) for graph in graphs], np.int32)
@@ -166,7 +164,7 @@ class _AnnotatedSpans:
         concatenated: _ConcatenatedTraces,
         annotated_traces: Sequence[AnnotatedTrace],
         annotations: Sequence[Annotation],
-    ) -> _AnnotatedSpans:
+    ) -> "_AnnotatedSpans":
         counts = [len(annotated.annotations) for annotated in annotated_traces]
         traces = np.repeat(np.arange(len(annotated_traces), dtype=np.int32), counts)
         nodes = np.array([annotation.node for annotation in annotations], np.int32) + concatenated.node_offsets[traces]

@@ -4,8 +4,6 @@
 branches, turns, lengths) are computed on access and never stored or sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, overload
@@ -107,7 +105,7 @@ class Trace(TraceHeader, kw_only=True, eq=False):
         )
 
     @property
-    def nodes(self) -> Sequence[Node]:
+    def nodes(self) -> "Sequence[Node]":
         """All nodes, in arrival order."""
         return _NodeSequence(self)
 
@@ -120,11 +118,11 @@ class Trace(TraceHeader, kw_only=True, eq=False):
         return np.flatnonzero(is_leaf).tolist()
 
     @property
-    def branches(self) -> list[Branch]:
+    def branches(self) -> "list[Branch]":
         """One branch per leaf: the path from its root."""
         return [Branch(self, leaf) for leaf in self.leaves]
 
-    def flatten(self) -> list[FlatBranch]:
+    def flatten(self) -> "list[FlatBranch]":
         """Return every branch as separate arrays, for code without trees; shared prefixes are repeated."""
         graph = self.graph
         table = graph.nodes.view

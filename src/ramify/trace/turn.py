@@ -6,8 +6,6 @@ the prompt differs from every path, the graph forks. Only token ids (and images 
 conversations with equal text but different tokens are different paths.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

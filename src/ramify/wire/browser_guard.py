@@ -8,8 +8,6 @@ a name without a dot, this machine's own name, or a name from the configuration.
 `Host` from their configuration.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket
