@@ -10,8 +10,6 @@ engine has seen or sampled is tokenized again, unless the template itself rewrit
     prompt = renderer.bridge(history, tool_results)        RenderedPrompt; its first `num_reused` ids are the history's
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +114,7 @@ class RenderedPrompt:
         """The tokens of the generation prompt, which opens the reply."""
         return self.new_token_ids[self.spans[-1].stop if self.spans else 0 :]
 
-    def as_continuation(self, history: TokenHistory, prefix_break: PrefixBreak | None) -> RenderedPrompt:
+    def as_continuation(self, history: "TokenHistory", prefix_break: PrefixBreak | None) -> "RenderedPrompt":
         """Return this full prompt as the continuation of `history`.
 
         If its tokens do not start with those of the history, the result has a `prefix_break` and reuses none.
@@ -129,7 +127,7 @@ class RenderedPrompt:
         spans = (_shift_span(span, num_reused) for span in self.spans[len(history.messages) :])
         return replace(self, num_reused=num_reused, spans=tuple(spans))
 
-    def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> TokenHistory:
+    def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> "TokenHistory":
         """Return the history that ends in this reply, with the sampled ids unchanged."""
         reply_ids = np.asarray(sampled_ids, np.int32)
         return TokenHistory(
@@ -158,7 +156,7 @@ class TokenHistory:
     @classmethod
     def build(
         cls, messages: Sequence[Message], tools: Sequence[ToolSchema], token_ids: npt.ArrayLike, *, num_sampled: int = 0
-    ) -> TokenHistory:
+    ) -> "TokenHistory":
         """Build the history of a path in a trace; `num_sampled` is the number of tokens that its last node sampled."""
         return cls(
             tuple(messages),

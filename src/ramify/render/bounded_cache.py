@@ -1,7 +1,5 @@
 """A small cache that several threads may use: large prompts are rendered in threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Configuration of rendering. The default, `auto`, uses the chat template of the model."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

@@ -5,8 +5,6 @@ knows. This module is imported only if a config names a family. The library expe
 is wrapped in an adapter with the methods that it uses.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,7 +88,12 @@ class FamilyRenderer(Renderer):
         for index, call in enumerate(response.tool_calls):
             if call.status == "ok" and call.name:
                 call_id = call.id or call_ids.make_id(index)
-                calls.append(ToolCall(call_id, call.name, _arguments_json(call.arguments)))
+                arguments = (
+                    call.arguments
+                    if isinstance(call.arguments, str)
+                    else json.dumps(call.arguments or {}, ensure_ascii=False)
+                )
+                calls.append(ToolCall(call_id, call.name, arguments))
             else:
                 problems.append(
                     ParseProblem(PROBLEM_KINDS.get(call.status, ParseProblemKind.BAD_FORM), call.raw, str(call.status))
@@ -214,7 +217,3 @@ def _message_dicts(messages: Sequence[Message]) -> list[Any]:
 
 def _tool_dicts(tools: Sequence[ToolSchema]) -> list[Any] | None:
     return [dict(tool) for tool in tools] or None
-
-
-def _arguments_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

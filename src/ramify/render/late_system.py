@@ -5,8 +5,6 @@ write such a message in its place; others refuse it, or move it to the front, wh
 templates its text is put into the message before it, which every template accepts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +24,8 @@ def accepts_late_system(renderer: Renderer) -> bool:
     system_message = Message("system", PROBE_TEXT)
     try:
         prompt = renderer.render([Message("user", OTHER_PROBE_TEXT), system_message])
-        if not _occur_in_order(renderer.tokenizer.decode(prompt.token_ids), OTHER_PROBE_TEXT, PROBE_TEXT):
+        text = renderer.tokenizer.decode(prompt.token_ids)
+        if not 0 <= text.find(OTHER_PROBE_TEXT) < text.find(PROBE_TEXT):
             return False
         reply = ParsedReply(Message("assistant", FILLER_TEXT), (0, 0))
         ids = np.array(
@@ -89,7 +88,3 @@ def _wrap_in_system_tag(message: Message) -> str:
 def _is_folded_system(message: Message) -> bool:
     """Return whether a user message consists only of a folded system message."""
     return message.text.startswith("<system>\n") and message.text.endswith("\n</system>")
-
-
-def _occur_in_order(text: str, first: str, second: str) -> bool:
-    return 0 <= text.find(first) < text.find(second)

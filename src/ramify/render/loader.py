@@ -1,7 +1,5 @@
 """Load the renderer of a model directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ramify.render.base import Renderer

@@ -4,8 +4,6 @@ Several files may hold the same setting, written by different versions of differ
 precedence once: `chat_template.jinja` over `chat_template.json` over `tokenizer_config.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ class ModelFiles:
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, directory: Path) -> ModelFiles:
+    def read(cls, directory: Path) -> "ModelFiles":
         """Read the files of a model directory."""
         if not directory.is_dir():
             raise ConfigInvalid(f"model: {directory} is no directory")

@@ -4,8 +4,6 @@ Handing work to a thread costs about as much as parsing a small reply. Parsing a
 other coroutines of the process, and with them heartbeats, timeouts and the streams of other clients.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

@@ -12,8 +12,6 @@ Texts are replaced by a filler word. For the outline plus new messages, a templa
 message as for the whole conversation, and rewrites the outline if it would rewrite the whole conversation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class MessageKind(NamedTuple):
     num_calls: int = 0
 
     @classmethod
-    def from_message(cls, message: Message) -> MessageKind:
+    def from_message(cls, message: Message) -> "MessageKind":
         """Return the kind of a message."""
         reasoning = FILLER_TEXT if message.reasoning else message.reasoning
         has_content = (
@@ -71,18 +69,18 @@ class ConversationOutline:
     since_last_reply: tuple[Message, ...] = ()
 
     @classmethod
-    def from_messages(cls, messages: Iterable[Message]) -> ConversationOutline:
+    def from_messages(cls, messages: Iterable[Message]) -> "ConversationOutline":
         """Return the outline of a whole conversation."""
         return cls().extend(messages)
 
-    def extend(self, messages: Iterable[Message]) -> ConversationOutline:
+    def extend(self, messages: Iterable[Message]) -> "ConversationOutline":
         """Return the outline of the conversation with more messages."""
         outline = self
         for message in messages:
             outline = outline.add(message)
         return outline
 
-    def add(self, message: Message) -> ConversationOutline:
+    def add(self, message: Message) -> "ConversationOutline":
         """Return the outline of the conversation with one more message."""
         textless = without_text(message)
         if message.role == "assistant":

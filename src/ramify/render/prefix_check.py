@@ -5,8 +5,6 @@ history's tokens may be reused if the earlier prompt is a prefix of the later te
 still shown. The layout of the reply itself is not compared, because its sampled tokens are kept anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Reasoning ends at its closing tag, whether the model or the generation prompt op
 searched for calls, so that a model may think about a call without making it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 
@@ -28,10 +26,8 @@ class ReplyParser:
         tool_parser: ToolParser,
         surrounding_whitespace: tuple[str, str] = ("", ""),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._reasoning_tags = reasoning_tags
-        self._tool_parser = tool_parser
+        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+        self._reasoning_tags, self._tool_parser = reasoning_tags, tool_parser
         self._surrounding_whitespace = surrounding_whitespace
 
     def parse(self, sampled_ids: Int32Array, prompt: RenderedPrompt) -> ParsedReply:
@@ -39,8 +35,9 @@ class ReplyParser:
         stop = len(sampled_ids) - (len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids)
         before, after = self._surrounding_whitespace
         text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(after)
-        is_open = self._is_reasoning_open(self._tokenizer.decode(prompt.generation_prompt_ids))
-        reasoning, content, closed = split_reasoning(text, self._reasoning_tags, is_open)
+        opening, tags = self._tokenizer.decode(prompt.generation_prompt_ids), self._reasoning_tags
+        is_open = opening.rfind(tags.start) > opening.rfind(tags.stop)
+        reasoning, content, closed = split_reasoning(text, tags, is_open)
         result = self._tool_parser(content, prompt.tools)
         problems = list(result.problems)
         if not closed:
@@ -56,9 +53,6 @@ class ReplyParser:
         )
         message = Message("assistant", result.content, reasoning, calls)
         return ParsedReply(message, (0, stop), tuple(problems))
-
-    def _is_reasoning_open(self, text: str) -> bool:
-        return text.rfind(self._reasoning_tags.start) > text.rfind(self._reasoning_tags.stop)
 
 
 def split_reasoning(text: str, tags: ReasoningTags, is_open: bool) -> tuple[str | None, str, bool]:

@@ -5,8 +5,6 @@ the exact positions, in two renderings for any number of messages. Searching for
 user may write "user", and a template may trim, escape, move or omit a text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ comparison finds the end of a reply with tool calls, whose text cannot be replac
                closing         opening
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

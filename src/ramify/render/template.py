@@ -5,8 +5,6 @@ tokens, the caller's arguments, `raise_exception`, `strftime_now`, loop controls
 date is read once, when the template is loaded, so that a conversation that crosses midnight does not change its start.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

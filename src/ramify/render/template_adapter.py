@@ -5,8 +5,6 @@ ids of nine characters: such requirements are detected by rendering a message wi
 question. If the probe text appears, the template supports it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

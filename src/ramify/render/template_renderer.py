@@ -6,8 +6,6 @@ last message of the outline equals the text after the real one; it is encoded an
 the template would change the history, the whole conversation is rendered again and a `PrefixBreak` says why.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal
@@ -110,7 +108,11 @@ class TemplateRenderer(Renderer):
         # Skip the stop token if the model has sampled it already and the template would write it here.
         num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
         new = EncodedText(encoded.ids[num_held:], encoded.starts[num_held:], encoded.stops[num_held:])
-        extents = [_shift_extent(extent, len(closing) - start) for extent in layout.extents[1:]]
+        offset = len(closing) - start
+        extents = [
+            MessageExtent((extent.body[0] + offset, extent.body[1] + offset), extent.stop + offset)
+            for extent in layout.extents[1:]
+        ]
         token_ids = np.concatenate([history.token_ids, new.ids])
         return history.build_prompt(messages, token_ids, _message_spans(messages, extents, new))
 
@@ -170,7 +172,3 @@ def _message_spans(
         spans.append(MessageSpan(message, stop, (content_start, content_stop)))
         previous_stop = stop
     return tuple(spans)
-
-
-def _shift_extent(extent: MessageExtent, offset: int) -> MessageExtent:
-    return MessageExtent((extent.body[0] + offset, extent.body[1] + offset), extent.stop + offset)

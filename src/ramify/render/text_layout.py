@@ -5,8 +5,6 @@ that they cannot handle (one that depends on message texts, or numbers its turns
 with coarser spans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -72,7 +72,9 @@ class Tokenizer:
     def encode(self, text: str, *, continues_text: bool = False) -> EncodedText:
         """Encode a text; `continues_text` says that other tokens precede it."""
         anchor = self._anchor_token if continues_text else ""
-        encoding = self._encode(anchor + _replace_surrogates(text))
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate, which has no bytes, becomes `?`
+        encoding = self._encode(anchor + text)
         skip = 1 if anchor else 0
         spans = encoding.offsets[skip:]
         flat = np.fromiter(chain.from_iterable(spans), np.int32, 2 * len(spans))
@@ -102,8 +104,3 @@ class Tokenizer:
     def id_to_token(self, id: int) -> str | None:
         """Return the token of an id, or None if the vocabulary does not have it."""
         return self.backend.id_to_token(id)
-
-
-def _replace_surrogates(text: str) -> str:
-    """Return the text with a question mark for each lone surrogate, which cannot be encoded."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -4,8 +4,6 @@ A parser splits the text of a reply into content, calls and problems. A malforme
 the content, where the model will see it again, and a `ParseProblem` says what is wrong. Templates write the calls.
 """
 
-from __future__ import annotations
-
 from ramify.render.template import ChatTemplate
 from ramify.render.tokenizer import Tokenizer
 from ramify.render.tool_parsers import hermes, llama3, mistral, qwen_coder

@@ -1,7 +1,5 @@
 """Shared by all tool parsers: the result of parsing a reply, and JSON objects inside a text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -62,16 +60,6 @@ class ToolParseResult:
         self.problems.append(ParseProblem(error.kind, text, error.detail))
         self._text_parts.append(text)
 
-    def add_last_problem(self, error: ToolParseError, text: str) -> None:
-        """Report the malformed call at the start of `text` and keep all of `text`: the limit is reached."""
-        detail = f"{error.detail}; the reply holds {MAX_PROBLEMS} malformed calls, what follows is not read"
-        self.add_problem(ToolParseError(error.kind, detail), text)
-
-    @property
-    def is_at_problem_limit(self) -> bool:
-        """Whether the next malformed call is the last one to be reported."""
-        return len(self.problems) >= MAX_PROBLEMS - 1
-
     @property
     def content(self) -> str:
         """The text beside the calls, without the line breaks that separate them."""
@@ -105,8 +93,9 @@ def parse_tagged(text: str, tag: str, parse_block: BlockParser, recover: BlockRe
             calls, position = parse_block(text, start)
             result.add_calls(*calls)
         except ToolParseError as error:
-            if result.is_at_problem_limit:
-                result.add_last_problem(error, text[start:])
+            if len(result.problems) == MAX_PROBLEMS - 1:
+                detail = f"{error.detail}; the reply holds {MAX_PROBLEMS} malformed calls, what follows is not read"
+                result.add_problem(ToolParseError(error.kind, detail), text[start:])
                 return result
             error, position = recover(text, start, error)
             result.add_problem(error, text[start:position])

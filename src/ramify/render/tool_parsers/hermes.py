@@ -3,8 +3,6 @@
 The object is parsed as JSON before its closing tag is searched for, because an argument may contain the tag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ramify.render.base import ParseProblemKind, ToolSchema

@@ -4,8 +4,6 @@ Such a call looks like any reply in JSON. So a reply is parsed as a call only as
 and only if it has a name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`; newer: `[TOOL_CALLS]name[ARGS]{...}`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

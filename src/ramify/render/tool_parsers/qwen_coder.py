@@ -7,8 +7,6 @@ A value may contain any of the tags, so a tag closes a block only if the text af
 `str.find`, each tag once, so that a call is parsed in linear time for any text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
