@@ -43,13 +43,13 @@ class MessageParser:
             return content or ""
         if not isinstance(content, list):
             raise RequestInvalid(f"content: expected a string or a list of parts, found {content!r:.80}")
-        parts = [part for entry in content if (part := self.parse_part(entry)) is not None]
+        parts = [self.parse_part(entry) for entry in content]
         if any(isinstance(part, MediaPart) for part in parts):
             return tuple(parts)
         return "".join(part.text for part in parts if isinstance(part, TextPart))
 
-    def parse_part(self, entry: Any) -> ContentPart | None:
-        """Parse one part of a content; None if it has nothing for the model."""
+    def parse_part(self, entry: Any) -> ContentPart:
+        """Parse one part of a content: a text or an image."""
         if isinstance(entry, str):
             return TextPart(entry)
         kind = entry.get("type")

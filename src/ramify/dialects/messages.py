@@ -15,7 +15,7 @@ from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_http_status
 from ramify.dialects.media import media_from_base64, media_from_url
-from ramify.dialects.message_parser import MessageParser, build_function_tool
+from ramify.dialects.message_parser import ContentPart, MessageParser, build_function_tool
 from ramify.dialects.model_call import ModelReply
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
@@ -123,7 +123,7 @@ class _BlockParser(MessageParser):
         texts = [block for block in blocks if block.get("type") == "text"]
         self.add_message("assistant", texts, reasoning="".join(thinking) or None, tool_calls=tuple(calls))
 
-    def parse_part(self, entry: Any) -> Any:
+    def parse_part(self, entry: Any) -> ContentPart:
         if not isinstance(entry, str) and entry.get("type") == "image":
             source = entry["source"]
             if source["type"] == "base64":

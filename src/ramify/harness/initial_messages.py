@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.dialects.chat_format import parse_tool_calls
-from ramify.dialects.media import media_from_url
+from ramify.dialects.message_parser import MessageParser
 from ramify.env import Task
 from ramify.errors import EnvironmentFault, RequestInvalid
-from ramify.trace import Media, MediaPart, Message, TextPart
+from ramify.trace import Media, Message
 
 ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -15,16 +15,16 @@ ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]:
     """Return the initial messages of a task, and their images by hash. Raises EnvironmentFault for an invalid one."""
     messages = [] if task.system is None else [Message("system", task.system)]
-    media: dict[str, Media] = {}
+    parser = MessageParser()
     if isinstance(task.prompt, str):
         messages.append(Message("user", task.prompt))
     for index, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
         try:
-            messages.append(_parse_message(message, media))
+            messages.append(_parse_message(message, parser))
         except (LookupError, TypeError, AttributeError, ValueError, RequestInvalid) as error:
             reason = error.message if isinstance(error, RequestInvalid) else repr(error)
             raise EnvironmentFault(f"task.prompt[{index}] is not a chat message: {reason}") from error
-    return messages, media
+    return messages, parser.media
 
 
 def get_user_prompt_texts(task: Task) -> list[str]:
@@ -35,25 +35,14 @@ def get_user_prompt_texts(task: Task) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _parse_message(data: Mapping[str, Any], media: dict[str, Media]) -> Message:
+def _parse_message(data: Mapping[str, Any], parser: MessageParser) -> Message:
     if data["role"] not in ALLOWED_ROLES:
         raise ValueError(f"role {data['role']!r}, expected one of {', '.join(ALLOWED_ROLES)}")
     content = data.get("content") or ""
     return Message(
         role=data["role"],
-        content=content if isinstance(content, str) else tuple(_parse_part(part, media) for part in content),
+        content=content if isinstance(content, str) else tuple(map(parser.parse_part, content)),
         reasoning=data.get("reasoning_content"),
         tool_calls=parse_tool_calls(data.get("tool_calls")),
         tool_call_id=data.get("tool_call_id"),
     )
-
-
-def _parse_part(data: Mapping[str, Any], media: dict[str, Media]) -> TextPart | MediaPart:
-    if data["type"] == "text":
-        return TextPart(str(data["text"]))
-    if data["type"] != "image_url":
-        raise ValueError(f"a part of type {data['type']!r}, expected text or image_url")
-    image = data["image_url"]
-    item = media_from_url(image if isinstance(image, str) else image["url"])
-    media[item.hash] = item
-    return MediaPart(item.hash)
