@@ -95,6 +95,7 @@ class ChatClient:
     async def _post_with_retries(self, http: "HttpClient", body: bytes) -> ChatCompletion:
         """Return the completion, after retries of transient failures."""
         from ramify.client.http_client import RequestFailed
+        from ramify.dialects.chat_format import parse_chat_completion
 
         url = f"{http.base_url}{COMPLETIONS_PATH}"
 
@@ -111,7 +112,8 @@ class ChatClient:
         response = await retry(post, max_retries=self.config.retries, backoff=INITIAL_BACKOFF)
         if response.status != 200:
             raise _status_error(url, response)
-        return _parse_completion(url, response.body)
+        message, _, usage = parse_chat_completion(response.body, url)
+        return ChatCompletion(message.text, usage)
 
 
 def add_usage(trace: Trace, role: str, usage: Usage) -> None:
@@ -121,19 +123,6 @@ def add_usage(trace: Trace, role: str, usage: Usage) -> None:
     trace.info[role] = {**totals, **{name: totals.get(name, 0) + count for name, count in counts.items()}}
 
 
-def _parse_completion(url: str, content: bytes) -> ChatCompletion:
-    try:
-        body = msgspec.json.decode(content)
-        text, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
-        parsed_usage = Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ProviderError(f"{url}: not a chat completion: {_excerpt(content)}") from error
-    return ChatCompletion(text or "", parsed_usage)
-
-
 def _status_error(url: str, response: "HttpResponse") -> ProviderError:
-    return ProviderError(f"{url}: status {response.status}: {_excerpt(response.body)}")
-
-
-def _excerpt(content: bytes) -> str:
-    return content.decode("utf-8", "replace")[:EXCERPT_CHARS]
+    excerpt = response.body.decode("utf-8", "replace")[:EXCERPT_CHARS]
+    return ProviderError(f"{url}: status {response.status}: {excerpt}")
