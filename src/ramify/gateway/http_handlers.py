@@ -7,19 +7,22 @@ keepalive, so a call that fails quickly still gets its own HTTP status.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.http_format import decode_body, get_http_status
 from ramify.dialects.model_call import ModelReply
 from ramify.errors import RamifyError, RequestInvalid, SecretUnknown
+from ramify.gateway.request_dedup import SharedCall
 from ramify.gateway.session import RolloutSession
 
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help
@@ -28,25 +31,60 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 SessionLookup = Callable[[HttpRequest], RolloutSession]
 
 
-class ReplyHandler:
-    """Handles requests for a reply, in one dialect."""
+class DialectHandler(ABC):
+    """Handles the requests of one path, in one dialect. A refused request is recorded in the trace of its rollout."""
 
-    def __init__(self, get_session: SessionLookup, dialect: Dialect, keepalive_interval: float) -> None:
-        self._get_session, self._dialect, self._keepalive_interval = get_session, dialect, keepalive_interval
+    def __init__(self, get_session: SessionLookup, dialect: Dialect) -> None:
+        self._get_session, self._dialect = get_session, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request for a reply, whole or as a stream."""
+        """Answer one request."""
         http = HttpRequest(scope, receive)
         session: RolloutSession | None = None
         try:
             session = self._get_session(http)
             parsed = await _parse_http_request(http, self._dialect, session)
-            call = session.start_call(parsed.request)
+            send_response = self._start(http, session, parsed)
         except RamifyError as error:
-            _record_refusal(session, http, error)
-            return await _send_error(self._dialect, error, scope, receive, send)
+            if session is not None:
+                _record_refusal(session, http, error)
+            send_response = _error_response(self._dialect, error)
         except ClientDisconnect:
-            return None
+            return
+        await send_response(scope, receive, send)
+
+    @abstractmethod
+    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        """Start the work of a request; return what sends its response. Raises RamifyError."""
+
+
+class TokenCountHandler(DialectHandler):
+    """Handles requests for the number of prompt tokens."""
+
+    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        return JSONResponse(self._dialect.format_token_count(session.count_prompt_tokens(parsed.request)))
+
+
+class ReplyHandler(DialectHandler):
+    """Handles requests for a reply, whole or as a stream."""
+
+    def __init__(self, get_session: SessionLookup, dialect: Dialect, keepalive_interval: float) -> None:
+        super().__init__(get_session, dialect)
+        self._keepalive_interval = keepalive_interval
+
+    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        return partial(self._send_when_ready, http, session, parsed, session.start_call(parsed.request))
+
+    async def _send_when_ready(
+        self,
+        http: HttpRequest,
+        session: RolloutSession,
+        parsed: ParsedRequest,
+        call: SharedCall,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         delivered = False
         disconnected = asyncio.create_task(_wait_for_disconnect(receive))
         reply_future = asyncio.ensure_future(call.wait())
@@ -79,9 +117,10 @@ class ReplyHandler:
         error = _get_error(reply_future) if reply_future.done() else None
         if error is not None or not parsed.stream:
             if error is not None:
-                await _send_error(self._dialect, error, scope, receive, send)
+                response = _error_response(self._dialect, error)
             else:
-                await JSONResponse(self._dialect.format_reply(parsed, reply_future.result()))(scope, receive, send)
+                response = JSONResponse(self._dialect.format_reply(parsed, reply_future.result()))
+            await response(scope, receive, send)
             return not disconnected.done()
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         while not reply_future.done():
@@ -102,28 +141,6 @@ class ReplyHandler:
                 return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
-
-
-class TokenCountHandler:
-    """Handles requests for the number of prompt tokens, in one dialect."""
-
-    def __init__(self, get_session: SessionLookup, dialect: Dialect) -> None:
-        self._get_session, self._dialect = get_session, dialect
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request for the number of prompt tokens."""
-        http = HttpRequest(scope, receive)
-        session: RolloutSession | None = None
-        try:
-            session = self._get_session(http)
-            parsed = await _parse_http_request(http, self._dialect, session)
-            body = self._dialect.format_token_count(session.count_prompt_tokens(parsed.request))
-        except RamifyError as error:
-            _record_refusal(session, http, error)
-            return await _send_error(self._dialect, error, scope, receive, send)
-        except ClientDisconnect:
-            return None
-        return await JSONResponse(body)(scope, receive, send)
 
 
 async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
@@ -149,15 +166,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _record_refusal(session: RolloutSession | None, http: HttpRequest, error: RamifyError) -> None:
-    """Record a refusal in the trace of the rollout, if the session is known."""
-    if session is not None:
-        session.record_refusal(http.url.path, get_http_status(error), error.name, error.message)
+def _record_refusal(session: RolloutSession, http: HttpRequest, error: RamifyError) -> None:
+    session.record_refusal(http.url.path, get_http_status(error), error.name, error.message)
 
 
-async def _send_error(dialect: Dialect, error: RamifyError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)
-    await response(scope, receive, send)
+def _error_response(dialect: Dialect, error: RamifyError) -> JSONResponse:
+    return JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)
 
 
 def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:
