@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from ramify.dialects.chat_format import format_usage
-from ramify.dialects.http_format import SSE_DONE, decode_body, format_sse
-from ramify.errors import RamifyError, RequestInvalid
+from ramify.dialects.http_format import decode_body
+from ramify.errors import RequestInvalid
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
     SampleRequest,
-    build_error_body,
     gather_results,
     merge_streams,
+    stream_response,
     submit_all,
 )
 from ramify.trace import Usage
@@ -54,7 +54,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     request_id = body.request_id or f"generate-{random.getrandbits(64):016x}"
     streams = submit_all(engine, sample_requests, timeout=timeout, incremental=body.stream)
     if body.stream:
-        return StreamingResponse(_stream_events(request_id, streams, body), media_type="text/event-stream")
+        return stream_response(_stream_events(request_id, streams, body))
     results = await gather_results(http, streams)
     with_logprobs = params.logprobs is not None
     response: dict[str, Any] = {
@@ -99,12 +99,9 @@ def format_prompt_logprobs(token_ids: list[int], logprobs: list[float | None]) -
     ]
 
 
-async def _stream_events(request_id: str, streams: list[RequestStream], body: GenerateBody) -> AsyncIterator[bytes]:
+async def _stream_events(
+    request_id: str, streams: list[RequestStream], body: GenerateBody
+) -> AsyncIterator[dict[str, Any]]:
     with_logprobs = body.sampling_params.logprobs is not None
-    try:
-        async for index, output in merge_streams(streams):
-            choice = format_choice(index, output, with_logprobs=with_logprobs)
-            yield format_sse({"request_id": request_id, "choices": [choice]})
-    except RamifyError as error:  # the status is sent already, so the error is an event
-        yield format_sse(build_error_body(error))
-    yield SSE_DONE
+    async for index, output in merge_streams(streams):
+        yield {"request_id": request_id, "choices": [format_choice(index, output, with_logprobs=with_logprobs)]}

@@ -11,11 +11,11 @@ from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from ramify.dialects.chat_format import format_envelope, format_usage
-from ramify.dialects.http_format import SSE_DONE, decode_body, format_sse
-from ramify.errors import RamifyError, RequestInvalid
+from ramify.dialects.http_format import decode_body
+from ramify.errors import RequestInvalid
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
@@ -33,10 +33,10 @@ from ramify.infer.response_formatters import (
 )
 from ramify.infer.streaming import (
     SampleRequest,
-    build_error_body,
     cancel_on_disconnect,
     gather_results,
     merge_streams,
+    stream_response,
     submit_all,
 )
 from ramify.render import Renderer
@@ -170,7 +170,7 @@ async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout:
     incremental = call.body.stream or has_stop_strings
     streams = submit_all(engine, call.sample_requests, timeout=timeout, incremental=incremental)
     if call.body.stream:
-        return StreamingResponse(_stream_events(streams, call), media_type="text/event-stream")
+        return stream_response(_stream_events(streams, call))
     if has_stop_strings:  # decode the text as it grows, so that nothing is computed after a stop string
         await cancel_on_disconnect(http, _collect_until_stop(streams, call.samples), streams)
         for sample, stream in zip(call.samples, streams):
@@ -198,24 +198,20 @@ async def _collect_until_stop(streams: list[RequestStream], samples: list[Stream
                 streams[index].cancel()
 
 
-async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> AsyncIterator[bytes]:
+async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> AsyncIterator[dict[str, Any]]:
     envelope = format_envelope(call.id, call.formatter.chunk_object_type, call.model)
-    try:
-        async for index, output in merge_streams(streams):
-            sample = call.samples[index]
-            if sample.finish_reason is not None:
-                continue  # tokens after a stop string
-            new_text = sample.append(output)
-            if sample.detokenizer.stopped:
-                streams[index].cancel()
-            is_large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
-            choice = await offload(is_large, call.format_delta, index, new_text, output)
-            yield format_sse({**envelope, "choices": [choice]})
-        if call.body.wants_usage:
-            yield format_sse({**envelope, "choices": [], "usage": _count_usage(call, streams)})
-    except RamifyError as error:  # the status is sent already, so the error is an event
-        yield format_sse(build_error_body(error))
-    yield SSE_DONE
+    async for index, output in merge_streams(streams):
+        sample = call.samples[index]
+        if sample.finish_reason is not None:
+            continue  # tokens after a stop string
+        new_text = sample.append(output)
+        if sample.detokenizer.stopped:
+            streams[index].cancel()
+        is_large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
+        choice = await offload(is_large, call.format_delta, index, new_text, output)
+        yield {**envelope, "choices": [choice]}
+    if call.body.wants_usage:
+        yield {**envelope, "choices": [], "usage": _count_usage(call, streams)}
 
 
 def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, Any]:

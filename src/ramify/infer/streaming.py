@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import StreamingResponse
 
-from ramify.dialects.http_format import format_openai_error, get_error_code, get_http_status
+from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
 from ramify.errors import ContextOverflow, RamifyError
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.request import RequestOutput, SamplingParams
@@ -120,6 +121,20 @@ def cancel_all(streams: Sequence[RequestStream]) -> None:
     """Cancel the streams that have not finished."""
     for stream in streams:
         stream.cancel()
+
+
+def stream_response(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Return a response that sends events as they come. The status is sent before them, so an error is an event too."""
+
+    async def format_events() -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield format_sse(event)
+        except RamifyError as error:
+            yield format_sse(build_error_body(error))
+        yield SSE_DONE
+
+    return StreamingResponse(format_events(), media_type="text/event-stream")
 
 
 def build_error_body(error: RamifyError) -> dict[str, Any]:
