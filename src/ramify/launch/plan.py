@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ramify.config import Config, raise_config_invalid, write_toml
-from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
+from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
@@ -26,7 +26,7 @@ from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.launch.published_weights import link_newest_weights
 from ramify.model.resolve import fetch_model, resolve_model_path
-from ramify.orchestrate.config import RunConfig, RunSourceConfig
+from ramify.orchestrate.config import RunConfig
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
@@ -34,7 +34,7 @@ ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.serve
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
 
-SourceT = TypeVar("SourceT", bound=RunSourceConfig)
+SourceT = TypeVar("SourceT", bound=ServedSourceConfig)
 
 
 @dataclass(frozen=True, slots=True)

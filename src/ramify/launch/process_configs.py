@@ -12,7 +12,7 @@ from ramify.envserver.config import EnvServerConfig, ServedSourceConfig
 from ramify.infer.config import ExternalConfig, VLLMConfig
 from ramify.launch.devices import Gpu, uses_gpu, visible_gpus
 from ramify.launch.ports import build_source_addresses
-from ramify.orchestrate.config import RunConfig, RunSourceConfig
+from ramify.orchestrate.config import RunConfig
 
 ConfigTable = dict[str, Any]
 
@@ -87,7 +87,7 @@ def _resolve_engine_dtype(run_config: RunConfig, gpus: list[Gpu] | None) -> str:
     return "bfloat16" if uses_gpu(run_config.trainer.device, visible_gpus() if gpus is None else gpus) else "float32"
 
 
-def _build_source_table(run_config: RunConfig, source: RunSourceConfig, address: str | None) -> ConfigTable:
+def _build_source_table(run_config: RunConfig, source: ServedSourceConfig, address: str | None) -> ConfigTable:
     table = {name: value for name, value in _dump_set_fields(source).items() if name in ServedSourceConfig.model_fields}
     table |= {
         "name": source.source_name,

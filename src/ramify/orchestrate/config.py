@@ -38,22 +38,11 @@ class EndpointConfig(Config):
     """Environment variable with the API key. None: no key is sent."""
 
 
-class RunSourceConfig(ServedSourceConfig):
-    """An environment of the run, served by an env server that the run starts, or that runs at `address`."""
+class TrainSourceConfig(ServedSourceConfig):
+    """`[[train]]`: an environment to train on."""
 
     endpoint: EndpointConfig | None = None
     """Model server of its agents. Default: the run's inference."""
-
-    @model_validator(mode="after")
-    def _pool_requires_managed_server(self) -> "RunSourceConfig":
-        if self.address is not None and self.pool != ElasticPoolConfig():
-            raise ValueError("pool is not allowed with `address`: the run does not start that server")
-        return self
-
-
-class TrainSourceConfig(RunSourceConfig):
-    """`[[train]]`: an environment to train on."""
-
     ratio: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the ratios of the other sources."""
     group_size: int | None = Field(default=None, ge=1)
@@ -76,7 +65,7 @@ class TrainSourceConfig(RunSourceConfig):
         return self
 
 
-class EvalSourceConfig(RunSourceConfig):
+class EvalSourceConfig(ServedSourceConfig):
     """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
 
     num_tasks: int = Field(default=128, ge=1)
@@ -87,6 +76,8 @@ class EvalSourceConfig(RunSourceConfig):
     """Steps between evals. None: only before the first and after the last step."""
     threshold: float = 1.0
     """Minimum reward of a passing rollout, for pass@k and pass^k."""
+    endpoint: EndpointConfig | None = None
+    """Model server of its agents. Default: the run's inference."""
     hold_weights: bool | None = None
     """Do not update weights during the eval. Default: true if the run's engines serve it."""
 
@@ -234,9 +225,12 @@ class RunConfig(Config):
     _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
 
     @model_validator(mode="after")
-    def _source_seq_len_within_run(self) -> "RunConfig":
+    def _sources_fit_the_run(self) -> "RunConfig":
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             for number, source in enumerate(sources):
+                if source.address is not None and source.pool != ElasticPoolConfig():
+                    problem = "pool is not allowed with `address`: the run does not start that server"
+                    raise ValueError(f"{kind}.{number}: {problem}")
                 if source.seq_len is not None and source.seq_len > self.seq_len:
                     problem = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
                     raise ValueError(f"{kind}.{number}.seq_len: {problem}")
@@ -253,7 +247,7 @@ class RunConfig(Config):
         """Return the attempts per group of a source."""
         return source.group_size or self.orchestrator.group_size
 
-    def with_default_seq_len(self, source: RunSourceConfig) -> RunSourceConfig:
+    def with_default_seq_len(self, source: ServedSourceConfig) -> ServedSourceConfig:
         """Return the source with the run's `seq_len` if it has none."""
         return source if source.seq_len is not None else source.model_copy(update={"seq_len": self.seq_len})
 
