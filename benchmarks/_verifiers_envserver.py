@@ -28,7 +28,7 @@ def start_engine():
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     stop = backend.token_to_id("<|im_end|>")
     ids = [*backend.encode(REPLY, add_special_tokens=False).ids, stop]
-    command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
+    command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
     command += ["--stop", str(stop), "--late", str(ENGINE_DELAY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

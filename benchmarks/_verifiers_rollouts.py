@@ -79,7 +79,7 @@ def start_engine():
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     stop = backend.token_to_id("<|im_end|>")
     ids = [*backend.encode(REPLY, add_special_tokens=False).ids, stop]
-    command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
+    command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
     with subprocess.Popen([*command, "--stop", str(stop)], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"

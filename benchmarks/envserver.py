@@ -38,7 +38,7 @@ SUSTAINED, CONCURRENCY = 1000, 256
 LONG_REPEAT = 200  # repetitions of the question in a prompt, to measure bytes per second
 LATENCY_CONCURRENCY = 4  # concurrent rollouts while latency is measured, started at even intervals
 WORKERS = (1, 2, 4)
-TASKSET = Path(__file__).with_name("_trains.py")
+TASKSET = Path(__file__).with_name("_two_turn_taskset.py")
 REPLY = "The first train arrives ten minutes before the second. <answer>the first, by ten minutes</answer>"
 
 
@@ -47,7 +47,7 @@ def start_engine() -> Iterator[str]:
     """Start the delayed engine and yield its address."""
     renderer = load_renderer(resolve_model_path("tiny"))
     ids = [*renderer.tokenizer.encode(REPLY, continues_text=True).ids.tolist(), renderer.stop_ids[0]]
-    command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
+    command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
     command += ["--stop", str(renderer.stop_ids[0]), "--late", str(ENGINE_DELAY)]
     command += ["--card", json.dumps({"id": "tiny", "max_model_len": 1 << 20})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -88,7 +88,7 @@ def start_engine(renderer: Renderer, *, calls: bool) -> Iterator[str]:
     def ids(text: str) -> str:
         return json.dumps([*renderer.tokenizer.encode(text, continues_text=True).ids.tolist(), renderer.stop_ids[0]])
 
-    command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", ids(REPLY)]
+    command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", ids(REPLY)]
     command += ["--stop", str(renderer.stop_ids[0]), *(["--call", ids(CALL), "--turns", "3"] if calls else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Two sizes of every property: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for the long hunt."""
+"""Two sizes of every property: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for a long search."""
 
 import os
 import subprocess
@@ -7,10 +7,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Slow data generation is judged by the clock, so that check would make the outcome depend on the machine.
-CLOCK = [HealthCheck.too_slow]
+TIME_DEPENDENT_CHECKS = [HealthCheck.too_slow]
 
-settings.register_profile("bounded", max_examples=50, deadline=None, derandomize=True, suppress_health_check=CLOCK)
-settings.register_profile("full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=CLOCK)
+settings.register_profile(
+    "bounded", max_examples=50, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
+)
+settings.register_profile(
+    "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=TIME_DEPENDENT_CHECKS
+)
 settings.load_profile("full" if os.environ.get("RAMIFY_FULL") else "bounded")
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model

@@ -249,7 +249,7 @@ def test_deadline_in_a_stream_is_an_error_event(http, server, path):
 @pytest.fixture
 def breaking_server(model):
     """The address of a server in its own process, and a function that makes its engine fail."""
-    command = [sys.executable, "-m", "tests.infer.breaking", str(model)]
+    command = [sys.executable, "-m", "tests.infer.failing_server", str(model)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
         serving_line = next(line for line in process.stdout if line.startswith("serving"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rl.running import run_command, write_config
+from tests.rl.run_helpers import run_command, write_config
 
 
 @pytest.fixture(scope="package")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.rl.running import FULL, TIMEOUT, command, metrics, run_command, write_config
+from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command, write_config
 
 EXIT_TIMEOUT = 10.0  # seconds after Ctrl-C
 LORA = ["--trainer.lora.enabled", "true", "--trainer.lora.rank", "8", "--trainer.lora.alpha", "16"]

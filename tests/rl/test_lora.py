@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.rl.running import FULL, metrics, run_command
+from tests.rl.run_helpers import FULL, metrics, run_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text" / "rl.toml"
 LORA = ["--trainer.lora.enabled", "true", "--trainer.lora.rank", "8", "--trainer.lora.alpha", "16"]

@@ -13,7 +13,7 @@ from ramify.model.resolve import resolve_model_path
 from ramify.trace import Forest
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchRecording
-from tests.rl.running import FULL, metrics, replay_gradient_norms, run_command, write_config
+from tests.rl.run_helpers import FULL, metrics, replay_gradient_norms, run_command, write_config
 
 TOKENS = 100_000 if FULL else 100
 LONG = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.running import run_command
+from tests.rl.run_helpers import run_command
 
 OLDER_RUNS = Path(__file__).parents[1] / "fixtures" / "older_runs"
 

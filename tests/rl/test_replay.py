@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rl.running import metrics, replay_gradient_norms
+from tests.rl.run_helpers import metrics, replay_gradient_norms
 
 
 def test_replay_has_the_gradients_of_the_run_also_with_flat_packs(finished, capsys, tmp_path):

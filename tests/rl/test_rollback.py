@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.rl.running import FULL, run_command, write_config
+from tests.rl.run_helpers import FULL, run_command, write_config
 
 STEPS = ["--checkpoint.interval", "2", "--max_steps"]
 

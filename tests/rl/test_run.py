@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 import ramify as rf
-from tests.rl.running import FULL, KILLS, TIMEOUT, command, metrics, run_command, write_config
+from tests.rl.run_helpers import FULL, KILLS, TIMEOUT, command, metrics, run_command, write_config
 
 
 def test_every_step_is_trained_and_has_metrics(finished):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ramify.train.weights_directory import get_weights_directory
-from tests.rl.running import FULL, TIMEOUT, command, metrics, run_command, write_config
+from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command, write_config
 
 SHM = ["--weights.transport", "shm", "--checkpoint.interval", "1000"]
 

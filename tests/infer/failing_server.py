@@ -1,4 +1,4 @@
-"""`python -m tests.infer.breaking MODEL`: a native server whose engine fails on SIGUSR1."""
+"""`python -m tests.infer.failing_server MODEL`: a native server whose engine fails on SIGUSR1."""
 
 import asyncio
 import signal
