@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ramify.launch.process import ProcessRole, ProcessSpec
-from tests.processes import runs
+from tests.process_checks import runs
 
 RUNS_FOREVER = "import signal; signal.pause()"
 IGNORES_SIGTERM = """

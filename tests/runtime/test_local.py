@@ -12,7 +12,7 @@ import pytest
 from ramify.env import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import LocalRuntime, LocalRuntimeConfig
-from tests.processes import runs
+from tests.process_checks import runs
 
 # A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
 PROCESS_TREE = """

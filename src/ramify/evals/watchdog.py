@@ -22,9 +22,8 @@ from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-import psutil
-
 from ramify.errors import WorkerDied
+from ramify.processes.cleanup import kill_descendants
 from ramify.wire import LoopMonitor
 
 POLL_INTERVAL = 0.25  # seconds between polls of the event loop
@@ -117,9 +116,7 @@ class Watchdog:
 
     def _terminate(self, message: str, exit_code: int) -> NoReturn:
         """Kill all child processes and exit immediately."""
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
+        kill_descendants()
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
         os.write(2, f"{message}\n{self._advice}\n".encode())  # sys.stderr may be locked by another thread

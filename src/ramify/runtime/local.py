@@ -1,8 +1,8 @@
 """The local runtime: a temporary directory and processes of this machine.
 
 Programs are not isolated from the rest of the machine, but all of them are killed at the end. Each program leads its
-own session and has a marker in its environment, which all processes it starts inherit (see `process_cleanup`). The
-directory is created on first use: most rollouts do not need one.
+own session and has a marker in its environment, which all processes it starts inherit (see
+`ramify.processes.cleanup`). The directory is created on first use: most rollouts do not need one.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from typing import IO
 from ramify.env.runtime import TIMEOUT_EXIT_CODE, CommandLine, ExecResult, Runtime, RuntimeProcess
 from ramify.env.task import Task
 from ramify.errors import ConfigInvalid, SandboxError
+from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
 from ramify.runtime.bounded_output import BoundedOutput
 from ramify.runtime.config import LocalRuntimeConfig
-from ramify.runtime.process_cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
 
 OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
 REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove

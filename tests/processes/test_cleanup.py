@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.runtime.process_cleanup import MARKER_VARIABLE, _read_marker, kill_marked_processes
-from tests.processes import runs
+from ramify.processes.cleanup import MARKER_VARIABLE, _read_marker, kill_marked_processes
+from tests.process_checks import runs
 
 
 def test_process_that_constantly_calls_exec_is_killed(tmp_path):

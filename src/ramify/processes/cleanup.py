@@ -1,7 +1,8 @@
-"""Kill every process that a program of a runtime started, daemons included.
+"""Kill every process that a program has started, daemons included.
 
-A program may start children, background jobs, and daemons that have left its session and lost their parent. All of them
-inherit its environment. So every program gets a marker variable, and all processes with the marker are killed.
+A program of a runtime may start children, background jobs, and daemons that have left its session and lost their
+parent. All of them inherit its environment. So every program gets a marker variable, and all processes with the marker
+are killed.
 
 The environment of a process is unreadable for a moment during `exec` and while it exits. If a process of this user has
 no readable environment, it is therefore checked again before it counts as unmarked.
@@ -27,6 +28,14 @@ def kill_process_group(pgid: int) -> None:
     """Kill a process group. Its leader must not have been waited for yet: its id could then belong to another group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, signal.SIGKILL)
+
+
+def kill_descendants(*, spared_name: str | None = None) -> None:
+    """Kill all descendants of this process but those with the spared name. Only a subreaper finds orphans."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.name() != spared_name:
+                child.kill()
 
 
 def kill_marked_processes(marker: str) -> None:
