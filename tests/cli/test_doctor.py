@@ -13,8 +13,8 @@ import pytest
 
 from ramify.cli import doctor_checks
 from ramify.launch.machine import CgroupLimits, read_cgroup_limits, usable_cores
-from ramify.launch.subprocess_probe import run_probe
 from ramify.model.precision import cpu_has_bfloat16
+from ramify.processes.probe import run_probe
 from tests.cli.installed_command import ramify_command
 
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])

@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
-from ramify.launch import restart_budget
-from ramify.launch.parent_watch import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
-from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT, ProcessRole, ProcessState, describe_exit
+from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
+from ramify.processes import restart_budget
+from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+from ramify.processes.watcher import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
 from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
 
 DONE = "sys.exit(0)"
@@ -286,11 +287,6 @@ def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
 
 
 # -- helpers -----------------------------------------------------------------------------------------------
-
-
-def test_describe_exit():
-    assert describe_exit(3) == "ended with exit code 3"
-    assert describe_exit(128 + 9) == describe_exit(-9) == "was killed by SIGKILL"
 
 
 def test_only_ramify_failures_are_parsed_from_a_log():

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal
 
 from ramify.launch.machine import read_cgroup_limits, usable_cores, usable_memory
-from ramify.launch.subprocess_probe import run_probe
+from ramify.processes.probe import run_probe
 
 VERSION_TIMEOUT = 5.0  # seconds for a program to print its version
 TORCH_IMPORT_TIMEOUT = 60.0  # seconds, for an import from a cold disk

@@ -11,7 +11,7 @@ from ramify.env.taskset_id import build_taskset_table
 from ramify.interactive import expand_model_name, get_explicit_values
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
-from ramify.launch.preforked import start_prefork_server
+from ramify.launch.process import prefork_shared_modules
 from ramify.orchestrate.config import RunConfig
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def rl(
     """
     run_config = _build_config(config, settings)
     plan = build_plan(run_config)
-    with start_prefork_server(plan.process_specs) as prefork_client:  # it imports modules during the checks below
+    with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import RunContent
         from ramify.launch.execution import execute_plan
 

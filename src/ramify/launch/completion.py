@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.ledger import Ledger

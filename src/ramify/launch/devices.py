@@ -12,8 +12,8 @@ from typing import Literal
 from ramify.config import raise_config_invalid
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.machine import usable_cores
-from ramify.launch.subprocess_probe import run_probe
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.probe import run_probe
 
 QUERY_TIMEOUT = 10.0  # seconds
 NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]

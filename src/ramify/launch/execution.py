@@ -15,11 +15,11 @@ from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.plan import LaunchPlan
-from ramify.launch.preforked import PreforkClient
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_record import RunRecord
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.processes.prefork import PreforkClient
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import describe_holders, write_holder

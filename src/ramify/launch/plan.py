@@ -21,12 +21,12 @@ from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import usable_cores
 from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
-from ramify.launch.preforked import RAMIFY_COMMAND
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.launch.published_weights import link_newest_weights
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.child import RAMIFY_COMMAND
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 

@@ -25,20 +25,13 @@ from enum import Enum
 from ramify.async_calls import cancel_all
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_classes
 from ramify.launch.liveness import get_process_state, wait_for_silence
-from ramify.launch.preforked import PreforkClient
-from ramify.launch.process import (
-    STOP_TIMEOUT,
-    ProcessRole,
-    ProcessSpec,
-    ProcessState,
-    SupervisedProcess,
-    describe_exit,
-    is_signal_exit,
-)
-from ramify.launch.restart_budget import RestartBudget
+from ramify.launch.process import ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
+from ramify.processes.child import STOP_TIMEOUT
+from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
+from ramify.processes.prefork import PreforkClient
+from ramify.processes.restart_budget import RestartBudget
 
-EXIT_CONFIG_INVALID = 2  # exit code of a command with an invalid configuration
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
 FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure

@@ -5,11 +5,11 @@ pipes open. So each program runs in its own session, and the whole session is ki
 """
 
 import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from ramify.processes.cleanup import kill_process_group
 
 
 class ProbeResult(NamedTuple):
@@ -47,8 +47,7 @@ def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
 
 def _kill_session(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_process_group(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1.0)
     for pipe in (process.stdout, process.stderr):

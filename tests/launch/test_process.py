@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from ramify.launch.preforked import RAMIFY_COMMAND, start_prefork_server
-from ramify.launch.process import ProcessSpec, SupervisedProcess
+from ramify.launch.process import ProcessSpec, SupervisedProcess, prefork_shared_modules
+from ramify.processes.child import RAMIFY_COMMAND
 from tests.launch.scripts import until
 
 ENVIRONMENT = {"RAMIFY_TEST": "seen"}
@@ -59,9 +59,9 @@ async def run_process(spec: ProcessSpec, client):
 @with_timeout
 async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
     help_spec, wrong_spec, _ = build_specs(tmp_path, ("doctor", "--help"), ("serv",))
-    with start_prefork_server([help_spec, wrong_spec]) as client:
+    with prefork_shared_modules([help_spec, wrong_spec]) as client:
         children = psutil.Process().children()
-        (server,) = [child for child in children if "ramify.launch.preforked" in child.cmdline()]
+        (server,) = [child for child in children if "ramify.processes.prefork" in child.cmdline()]
         async with run_process(help_spec, client) as process:
             assert await process.wait_for_exit() == 0
         assert "usage: ramify doctor" in help_spec.log.read_text()
@@ -74,7 +74,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             command = psutil.Process(process.pid)
             until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
             watcher = command.parent()
-            assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.parent_watch", "2.0"]
+            assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", "2.0"]
             assert watcher.parent() == server
             assert os.getsid(command.pid) == watcher.pid
             assert command.environ()["RAMIFY_TEST"] == "seen"
@@ -85,7 +85,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
 @with_timeout
 async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
-    with start_prefork_server([spec, *others]) as client:
+    with prefork_shared_modules([spec, *others]) as client:
         async with run_process(spec, client) as process:
             command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
@@ -96,7 +96,7 @@ async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
 @with_timeout
 async def test_process_is_started_directly_without_a_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, ("--version",), modules=("a_missing_module",))
-    with start_prefork_server([spec, *others]) as client:
+    with prefork_shared_modules([spec, *others]) as client:
         async with run_process(spec, client) as process:
             assert await process.wait_for_exit() == 0
         async with run_process(spec, client) as process:  # the client knows by now that the server is dead
@@ -107,7 +107,7 @@ async def test_process_is_started_directly_without_a_fork_server(tmp_path):
 @with_timeout
 async def test_forked_processes_survive_the_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
-    with start_prefork_server([spec, *others]) as client:
+    with prefork_shared_modules([spec, *others]) as client:
         async with run_process(spec, client) as process:
             command = psutil.Process(process.pid)
             server = command.parent().parent()
@@ -119,7 +119,7 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
 
 def test_fork_server_needs_two_processes_with_the_same_environment(tmp_path):
     first, second = build_specs(tmp_path, ("--version",))
-    with start_prefork_server([first]) as client:
+    with prefork_shared_modules([first]) as client:
         assert client is None
-    with start_prefork_server([first, dataclasses.replace(second, env={})]) as client:
+    with prefork_shared_modules([first, dataclasses.replace(second, env={})]) as client:
         assert client is None

@@ -1,10 +1,10 @@
-"""`python -m ramify.launch.parent_watch TIMEOUT COMMAND ...`: run a command, and kill it when the supervisor exits.
+"""`python -m ramify.processes.watcher TIMEOUT COMMAND ...`: run a command, and stop it when the parent process exits.
 
-    supervisor ==control socket==> watcher ---> command ---> its descendants
+    parent ==control socket==> watcher ---> command ---> its descendants
 
 A process cannot clean up after its own `kill -9`, so a small watcher process is its parent. The watcher waits for the
 exit of the command, whose exit code becomes its own (128 + n for signal n), or for the end of its standard input, which
-the kernel closes however the supervisor dies. In the latter case the command gets SIGTERM, and SIGKILL after TIMEOUT
+the kernel closes however the parent dies. In the latter case the command gets SIGTERM, and SIGKILL after TIMEOUT
 seconds. The watcher is a subreaper: it inherits the descendants of the command, daemons included, and kills them too.
 If the watcher itself is killed, the kernel kills the command.
 """
@@ -20,34 +20,43 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from ramify.processes.exit_codes import EXIT_NOT_STARTED, SIGNAL_EXIT_OFFSET
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+WATCHER_NAME = "ramify-watcher"  # at most 15 bytes
 KILL_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
+CLEANUP_TIMEOUT = 1.5  # seconds of these for the watchers below this one to clean up; they end by themselves
 POLL_INTERVAL = 0.01  # seconds between attempts to kill the descendants
-SIGNAL_EXIT_OFFSET = 128  # added to the number of the signal that killed the command
-EXIT_NOT_STARTED = 127  # exit code of a command that cannot be started
 
 
-def run_watched(run: Callable[[], int], *, stop_timeout: float) -> int:
-    """Fork. The child returns the result of `run`; the parent watches it, and exits with the child's exit code.
+def fork_under_watcher(*, stop_timeout: float, cleanup: Callable[[], None] | None = None) -> None:
+    """Fork, and return in the child only. The parent becomes the watcher of the child, and exits with its exit code.
 
-    The parent sends its own pid, the child's pid and its own pidfd over the control socket, which is its standard
-    input, and at the end the exit code.
+    Standard input must be the control socket. The watcher sends its own pid, the child's pid and its own pidfd over it,
+    and at the end the exit code. It calls `cleanup` after the child and all descendants have exited.
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watcher_pid, pid = os.getpid(), os.fork()
     if pid == 0:
         die_with_parent(watcher_pid)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        return run()
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(devnull, 0)
+        os.close(devnull)
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # only the command handles them
+    LIBC.prctl(PR_SET_NAME, WATCHER_NAME.encode(), 0, 0, 0)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # only the command uses them
     control_socket = socket.socket(fileno=os.dup(0))
     with contextlib.suppress(OSError):
         socket.send_fds(control_socket, [f"{watcher_pid} {pid}".encode()], [os.pidfd_open(watcher_pid)])
     exit_code = _wait_for_exit(pid, stop_timeout)
-    _kill_descendants()
+    _kill_orphans()
+    if cleanup is not None:
+        cleanup()
     with contextlib.suppress(OSError):
         control_socket.send(str(exit_code).encode())
     os._exit(exit_code)  # skip the cleanup of imported modules
@@ -71,7 +80,7 @@ def exec_command(command: Sequence[str]) -> NoReturn:
 
 
 def _wait_for_exit(pid: int, stop_timeout: float) -> int:
-    """Wait for the exit of the command, stop it if the supervisor exits first, and return its exit code."""
+    """Wait for the exit of the command, stop it if the parent process exits first, and return its exit code."""
     pidfd = os.pidfd_open(pid)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
@@ -95,26 +104,25 @@ def _wait_for_exit(pid: int, stop_timeout: float) -> int:
 def _is_parent_gone() -> bool:
     try:
         return not os.read(0, 4096)
-    except OSError:  # the supervisor died before it received the pids
+    except OSError:  # the parent process died before it received the pids
         return True
 
 
-def _kill_descendants() -> None:
+def _kill_orphans() -> None:
     """Kill all remaining descendants; orphans become children of this subreaper."""
-    deadline = time.monotonic() + KILL_TIMEOUT
-    while time.monotonic() < deadline:
+    started_at = time.monotonic()
+    while (elapsed := time.monotonic() - started_at) < KILL_TIMEOUT:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        import psutil  # imported late to keep the watcher small: most commands leave no descendants
+        from ramify.processes.cleanup import kill_descendants  # most commands leave none: the watcher stays small
 
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
+        kill_descendants(spared_name=WATCHER_NAME if elapsed < CLEANUP_TIMEOUT else None)
         time.sleep(POLL_INTERVAL)
 
 
 if __name__ == "__main__":
-    sys.exit(run_watched(lambda: exec_command(sys.argv[2:]), stop_timeout=float(sys.argv[1])))
+    fork_under_watcher(stop_timeout=float(sys.argv[1]))
+    exec_command(sys.argv[2:])

@@ -1,0 +1,200 @@
+"""One child process, from its start to its exit.
+
+The process runs under a watcher (see `watcher`), in its own session, so that Ctrl-C reaches only its parent. The parent
+holds the control socket: when it is closed, the watcher stops the process. The parent notices the exit at once, through
+a pidfd.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from ramify.processes.prefork import PreforkClient
+
+RAMIFY_COMMAND = (sys.executable, "-m", "ramify")  # the `ramify` command of this environment
+WATCHER_COMMAND = (sys.executable, "-m", "ramify.processes.watcher")
+STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
+KILL_TIMEOUT = 3.0  # seconds for the watcher to kill the descendants
+START_TIMEOUT = 10.0  # seconds for the watcher to send the pids
+PREFORK_TIMEOUT = 120.0  # the same, for the fork server, which may still be importing modules
+
+
+class ChildProcess:
+    """One execution of a command. Call `start` once, and `stop` in any case.
+
+    Attributes:
+        pid: process id of the command; 0 until it is known.
+        exit_code: exit code of the command; None until `poll`, `wait` or `stop` has seen it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, stop_timeout: float = STOP_TIMEOUT
+    ) -> None:
+        """Prepare a command; `env` is added to the environment of this process."""
+        self.command, self.env, self.stop_timeout = tuple(command), dict(env or {}), stop_timeout
+        self.pid = 0
+        self.exit_code: int | None = None
+        self._control_socket: socket.socket | None = None  # the watcher stops the process when this is closed
+        self._watcher_pid = 0
+        self._pidfd: int | None = None  # of the watcher
+        self._watcher: subprocess.Popen[bytes] | None = None  # None if it is a child of the fork server
+
+    async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), forks_watcher: bool = False) -> None:
+        """Start the process with its output to `output_fd`.
+
+        With `forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an interpreter.
+        """
+        watcher = () if forks_watcher else (*WATCHER_COMMAND, str(self.stop_timeout))
+        with self._open_control_socket() as child_socket:
+            self._watcher = subprocess.Popen(
+                [*watcher, *self.command],
+                stdin=child_socket.fileno(),
+                stdout=output_fd,
+                stderr=output_fd,
+                env={**os.environ, **self.env},
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        self._watcher_pid, self._pidfd = self._watcher.pid, os.pidfd_open(self._watcher.pid)
+        await self._receive_pids(START_TIMEOUT)  # a failure is noticed by the exit of the process
+
+    async def start_preforked(self, client: PreforkClient, modules: Sequence[str], output_fd: int) -> bool:
+        """Fork the process from a fork server that has imported `modules`; return False if it cannot be forked."""
+        with self._open_control_socket() as child_socket:
+            is_requested = client.request_fork(
+                self.command, modules, self.env, stop_timeout=self.stop_timeout, fds=(child_socket.fileno(), output_fd)
+            )
+        return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
+
+    async def wait_until_ready(
+        self, is_ready: Callable[[], Awaitable[bool]], *, timeout: float, poll_interval: float
+    ) -> bool:
+        """Wait until `is_ready()`; return False if the process exits first. Raises TimeoutError after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            exit_code = self.poll()  # before `is_ready`, which may read the last output
+            if await is_ready():
+                return True
+            if exit_code is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not ready within {timeout:g} s")
+            await asyncio.sleep(poll_interval)
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process and its descendants have exited, else None."""
+        if self.exit_code is None and self._pidfd is not None and _is_readable(self._pidfd):
+            self.exit_code = self._watcher.wait() if self._watcher is not None else self._receive_exit_code()
+        return self.exit_code
+
+    async def wait(self) -> int:
+        """Wait until the process and its descendants have exited, and return the exit code."""
+        while (exit_code := self.poll()) is None:
+            assert self._pidfd is not None, "the process was not started"
+            await _wait_readable(self._pidfd)
+        return exit_code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the command, if it is running."""
+        if self.pid and self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def kill(self) -> None:
+        """Kill the process, and after KILL_TIMEOUT seconds its watcher, which may be stopped too."""
+        self.send_signal(signal.SIGKILL)
+        await asyncio.sleep(KILL_TIMEOUT)
+        self._kill_watcher()
+
+    def request_stop(self) -> None:
+        """Let the watcher stop the process: by SIGTERM, and after `stop_timeout` seconds by SIGKILL."""
+        if self._control_socket is not None:
+            with contextlib.suppress(OSError):  # the watcher has exited
+                self._control_socket.shutdown(socket.SHUT_WR)
+
+    async def stop(self) -> int | None:
+        """Stop the process and all its descendants, and return the exit code; None if it was never started.
+
+        If this is cancelled, the process is killed. One that is stuck in the kernel counts as killed.
+        """
+        try:
+            if self._pidfd is not None:
+                self.request_stop()
+                await asyncio.wait_for(self.wait(), self.stop_timeout + KILL_TIMEOUT)
+        except TimeoutError:  # the watcher itself hangs
+            self._kill_watcher()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), KILL_TIMEOUT)
+        finally:
+            self._close()
+        return self.exit_code
+
+    def _close(self) -> None:
+        if self._pidfd is not None:
+            self.send_signal(signal.SIGKILL)
+            self.exit_code = -signal.SIGKILL if self.exit_code is None else self.exit_code
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._control_socket is not None:
+            self._control_socket.close()
+            self._control_socket = None
+
+    def _kill_watcher(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._watcher_pid, signal.SIGKILL)
+
+    def _open_control_socket(self) -> socket.socket:
+        """Open a new control socket, and return its other end."""
+        self._close()
+        self._control_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control_socket.setblocking(False)
+        return child_socket
+
+    async def _receive_pids(self, timeout: float) -> bool:
+        """Receive the pids and a pidfd from the watcher. Return False if it does not send them in time."""
+        assert self._control_socket is not None
+        try:
+            await asyncio.wait_for(_wait_readable(self._control_socket.fileno()), timeout)
+            message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)
+        except (TimeoutError, OSError):
+            return False
+        if not message or not fds:
+            return False
+        self._watcher_pid, self.pid = map(int, message.split())
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._pidfd = fds[0]
+        return True
+
+    def _receive_exit_code(self) -> int:
+        with contextlib.suppress(OSError):
+            message = self._control_socket.recv(64) if self._control_socket is not None else b""
+            return int(message or -signal.SIGKILL)  # a killed watcher sends nothing
+        return -signal.SIGKILL
+
+
+def _is_readable(fd: int) -> bool:
+    """Return whether a file descriptor is readable or at its end."""
+    poller = select.poll()  # `select` takes no descriptors above 1023
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+async def _wait_readable(fd: int) -> None:
+    """Wait until a file descriptor is readable or at its end. Several tasks may wait for the same one."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    own_fd = os.dup(fd)  # an event loop has one reader per descriptor
+    loop.add_reader(own_fd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(own_fd)
+        os.close(own_fd)

@@ -1,0 +1,139 @@
+"""`python -m ramify.processes.prefork PARENT_PID MODULES`: a fork server that imports shared modules once.
+
+    parent ==request socket==> fork server ---> watcher ---> command
+
+An engine and a trainer spend their first seconds importing the same modules. The fork server imports them once and
+forks each process from itself. A forked process is like a started one: it has a watcher, its own session, its own
+process title and the given standard streams, and its watcher sends the same messages. If the fork server is missing or
+dead, processes are started directly.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ramify.processes.watcher import die_with_parent, fork_under_watcher
+
+PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
+MAX_MESSAGE_BYTES = 1 << 16  # of a request
+TITLE_PADDING = " " * 1024  # an argument that leaves room for the titles of the forked processes
+
+
+class PreforkClient:
+    """The connection to a fork server, whose environment has the additional variables `env`."""
+
+    def __init__(self, request_socket: socket.socket, env: Mapping[str, str]) -> None:
+        self._request_socket, self._env = request_socket, dict(env)
+
+    def request_fork(
+        self,
+        command: Sequence[str],
+        modules: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stop_timeout: float,
+        fds: tuple[int, int],
+    ) -> bool:
+        """Request a process that has imported `modules`; return False if the server cannot fork it.
+
+        `fds` are the control socket of its watcher and the file for its output.
+        """
+        if not is_forkable(command, modules) or env != self._env:
+            return False
+        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules}
+        try:
+            socket.send_fds(self._request_socket, [json.dumps(request).encode()], fds)
+        except OSError:  # the fork server is dead
+            return False
+        return True
+
+
+def is_forkable(command: Sequence[str], modules: Sequence[str]) -> bool:
+    """Return whether a command can be forked, and has modules to import before."""
+    return bool(modules) and tuple(command[:2]) == PYTHON_MODULE
+
+
+@contextlib.contextmanager
+def start_prefork_server(modules: Sequence[str], env: Mapping[str, str]) -> Generator[PreforkClient]:
+    """Start a fork server that imports `modules`, with additional environment variables, and yield its client."""
+    parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with parent_socket, child_socket:
+        parent_socket.setblocking(False)
+        server = subprocess.Popen(
+            [*PYTHON_MODULE, "ramify.processes.prefork", str(os.getpid()), *modules, TITLE_PADDING],
+            stdin=child_socket.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # a failing import is reported when the process is started directly
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        child_socket.close()
+        try:
+            yield PreforkClient(parent_socket, env)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def main(parent_pid: int, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork once per request; each forked child runs its command.
+
+    The server itself returns when its parent closes the socket.
+    """
+    die_with_parent(parent_pid)
+    gc.disable()  # modules are not garbage, and collections take a fifth of the time
+    _import_modules(modules)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children; nobody waits for them here
+    with socket.socket(fileno=0) as request_socket:
+        while True:
+            data, fds, _, _ = socket.recv_fds(request_socket, MAX_MESSAGE_BYTES, 2)
+            if not data:
+                return
+            request = json.loads(data)
+            _import_modules(request["modules"])
+            if os.fork() == 0:
+                break
+            for fd in fds:
+                os.close(fd)
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for number, fd in enumerate((*fds, fds[-1])):  # control socket, output, output
+        os.dup2(fd, number)
+    for fd in fds:
+        os.close(fd)
+    command, stop_timeout = request["command"], request["stop_timeout"]
+    _set_process_title([*PYTHON_MODULE, "ramify.processes.watcher", str(stop_timeout), *command])
+    fork_under_watcher(stop_timeout=stop_timeout)
+    _set_process_title(command)
+    _, _, module, *arguments = command
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _import_modules(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
+    gc.freeze()  # keeps the collector from writing to pages that forked processes share
+
+
+def _set_process_title(argv: Sequence[str]) -> None:
+    """Overwrite the command line of this process, which `ps` shows, in the memory where the kernel reads it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted from the state
+    title = "\0".join(argv).encode()[: end - start - 1]
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:-1])

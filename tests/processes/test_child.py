@@ -1,0 +1,167 @@
+"""A child process is started, watched and stopped with all its descendants, however its parent ends."""
+
+import asyncio
+import functools
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ramify.processes.child import ChildProcess
+from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.log import ProcessLog
+from tests.process_checks import runs
+
+PYTHON = (sys.executable, "-S", "-c")
+RUNS_FOREVER = "import signal; print('up', flush=True)\nwhile 1: signal.pause()"
+IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN)\n{RUNS_FOREVER}"
+# A process with a daemon in another session; it prints the pids of both.
+STARTS_DAEMON = """
+import os, signal, subprocess, sys
+daemon = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True)
+print(os.getpid(), daemon.pid, flush=True)
+signal.pause()
+"""
+PARENT = """
+import asyncio, sys
+from ramify.processes.child import ChildProcess
+
+async def main():
+    child = ChildProcess(sys.argv[1:], stop_timeout=1.0)
+    await child.start(1)
+    await child.wait()
+
+asyncio.run(main())
+"""
+
+
+def with_timeout(test):
+    """Run an async test with a timeout."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 30))
+
+    return run
+
+
+async def start(tmp_path: Path, *command: str, stop_timeout: float = 5.0) -> tuple[ChildProcess, ProcessLog]:
+    child, log = ChildProcess(command, stop_timeout=stop_timeout), ProcessLog(tmp_path / "logs" / "child.log")
+    with log.open() as output:
+        await child.start(output.fileno())
+    return child, log
+
+
+async def wait_until_up(child: ChildProcess, log: ProcessLog) -> None:
+    async def is_up() -> bool:
+        return log.tail() == "up"
+
+    assert await child.wait_until_ready(is_up, timeout=20, poll_interval=0.01)
+
+
+def wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
+)
+@with_timeout
+async def test_exit_code_of_the_command(tmp_path, code, exit_code):
+    child, _ = await start(tmp_path, *PYTHON, code)
+    assert await asyncio.gather(child.wait(), child.wait()) == [exit_code, exit_code]
+    assert await child.stop() == exit_code
+
+
+@with_timeout
+async def test_missing_command_is_reported_in_the_log(tmp_path):
+    child, log = await start(tmp_path, "/nowhere/program")
+    assert await child.wait() == EXIT_NOT_STARTED
+    await child.stop()
+    assert log.tail() == "/nowhere/program cannot be started: No such file or directory"
+
+
+@with_timeout
+async def test_stop_sends_sigterm_then_sigkill(tmp_path):
+    for code, number in ((RUNS_FOREVER, signal.SIGTERM), (IGNORES_SIGTERM, signal.SIGKILL)):
+        child, log = await start(tmp_path, *PYTHON, code, stop_timeout=0.5 if number == signal.SIGKILL else 20.0)
+        await wait_until_up(child, log)
+        assert child.poll() is None
+        assert await child.stop() == 128 + number
+        assert not runs(child.pid)
+
+
+@with_timeout
+async def test_cancelled_stop_kills_the_process(tmp_path):
+    child, log = await start(tmp_path, *PYTHON, IGNORES_SIGTERM, stop_timeout=60.0)
+    await wait_until_up(child, log)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(child.stop(), 0.1)
+    wait_until_gone(child.pid)
+
+
+@with_timeout
+async def test_stop_before_start_does_nothing():
+    assert await ChildProcess(["true"]).stop() is None
+
+
+@with_timeout
+async def test_process_that_exits_or_hangs_is_not_ready(tmp_path):
+    async def never() -> bool:
+        return False
+
+    child, _ = await start(tmp_path, *PYTHON, "pass")
+    assert not await child.wait_until_ready(never, timeout=20, poll_interval=0.01)
+    await child.stop()
+    child, _ = await start(tmp_path, *PYTHON, RUNS_FOREVER)
+    with pytest.raises(TimeoutError, match=r"not ready within 0.1 s"):
+        await child.wait_until_ready(never, timeout=0.1, poll_interval=0.01)
+    await child.stop()
+
+
+@with_timeout
+async def test_daemons_are_killed_when_the_command_exits(tmp_path):
+    child, log = await start(tmp_path, *PYTHON, STARTS_DAEMON)
+
+    async def has_started() -> bool:
+        return log.tail().count(" ") == 1
+
+    assert await child.wait_until_ready(has_started, timeout=20, poll_interval=0.01)
+    command, daemon = map(int, log.tail().split())
+    assert command == child.pid and runs(daemon)
+    child.send_signal(signal.SIGKILL)
+    assert await child.wait() == 128 + 9
+    assert not runs(daemon)
+    await child.stop()
+
+
+def test_killed_parent_leaves_no_process():
+    code = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEMON}"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *PYTHON, code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait(20)
+    wait_until_gone(*pids)
+    parent.stdout.close()
+
+
+def test_log_shows_the_last_lines_since_it_was_opened(tmp_path):
+    log = ProcessLog(tmp_path / "logs" / "a.log", append=True)
+    assert log.tail() == "(no log)"
+    with log.open() as file:
+        file.write(b"before\n")
+    with log.open() as file:
+        assert log.tail() == "(nothing)"
+        file.write(b"".join(b"line %d\n" % number for number in range(40)))
+    assert log.tail().splitlines() == [f"line {number}" for number in range(10, 40)]
+    assert log.tail(None).startswith("line 0\n")
+    assert log.describe_tail().startswith(f"last lines of {tmp_path}/logs/a.log:\nline 10\n")
+    assert (tmp_path / "logs" / "a.log").read_bytes().startswith(b"before\n")
