@@ -13,9 +13,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -23,6 +24,8 @@ import psutil
 from ramify.envserver.log import EnvServerLog, WorkerOutput
 from ramify.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, WorkerSpec
 from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
+from ramify.processes.child import ChildProcess
+from ramify.processes.exit_codes import describe_exit
 from ramify.wire import LoopMonitor, WireClient, WireMessage, WireSettings
 
 STOP_TIMEOUT = 5.0  # seconds for a worker to exit by itself
@@ -67,7 +70,7 @@ class WorkerProcess:
         self.info: EnvServerInfo | None = None
         self._secret = secrets.token_hex(16)
         self._temp_root, self._log, self._loop_monitor, self._on_lost = temp_root, log, loop_monitor, on_lost
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: ChildProcess | None = None
         self._client: WireClient | None = None
         self._output: WorkerOutput | None = None
         self._exit_task: asyncio.Task[None] | None = None
@@ -79,37 +82,13 @@ class WorkerProcess:
         spec.id, spec.secret = self.id, self._secret
         temp_dir = self._temp_root / self.id
         temp_dir.mkdir(parents=True)
-        self._output, output_fd = await WorkerOutput.open(self._log, self.id)
-        read_fd, report_fd = os.pipe()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "ramify.envserver.worker_main",
-                str(temp_dir),
-                str(report_fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output_fd,
-                stderr=output_fd,
-                pass_fds=(report_fd,),
-                start_new_session=True,
-                env={**os.environ, **({"TMPDIR": str(temp_dir)} if private_temp else {})},
-            )
-        except OSError:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(output_fd)
-            os.close(report_fd)
-        self._exit_task = asyncio.create_task(self._wait_for_exit(), name=f"exit of {self.id}")
-        assert self._process.stdin is not None
-        spec_bytes = msgspec.json.encode(spec)
-        self._process.stdin.write(len(spec_bytes).to_bytes(8, "big") + spec_bytes)
+        env = {"TMPDIR": str(temp_dir)} if private_temp else {}
         try:
             async with asyncio.timeout(timeout):
-                report_bytes = await _read_pipe(read_fd)
+                report_bytes = await self._start_and_read_report(msgspec.json.encode(spec), temp_dir, env)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.id} was not ready within {timeout:g} s") from None
+        assert self._exit_task is not None
         try:
             report = msgspec.json.decode(report_bytes, type=WorkerReady)
         except msgspec.DecodeError as error:  # it exited before or while it reported
@@ -129,6 +108,24 @@ class WorkerProcess:
             raise self._boot_error("exited")
         connecting.result()
         self.info, self.state = report.info, WorkerState.READY
+
+    async def _start_and_read_report(self, spec: bytes, temp_dir: Path, env: Mapping[str, str]) -> bytes:
+        """Start the process, and return all that it writes to its report."""
+        self._output, output_fd = await WorkerOutput.open(self._log, self.id)
+        read_fd, report_fd = os.pipe()
+        with os.fdopen(read_fd, "rb", 0) as report, os.fdopen(os.memfd_create("worker spec"), "w+b", 0) as spec_file:
+            spec_file.write(spec)
+            spec_file.seek(0)
+            fds = (report_fd, spec_file.fileno())
+            command = (sys.executable, "-m", "ramify.envserver.worker_main", str(temp_dir), *map(str, fds))
+            self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
+            try:
+                await self._child.start(output_fd, pass_fds=fds, forks_watcher=True)
+            finally:
+                os.close(output_fd)
+                os.close(report_fd)
+            self._exit_task = asyncio.create_task(self._wait_for_exit(self._child), name=f"exit of {self.id}")
+            return await _read_pipe(report)
 
     def _boot_error(self, exit_description: str) -> WorkerDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
@@ -210,41 +207,40 @@ class WorkerProcess:
         """Mark the worker lost: fail its requests now, and kill the process with all it started."""
         if self.state in LIVE_STATES:
             self.state, self.reason = WorkerState.LOST, reason
-            self._close_lifeline()
+            self._request_kill()
             self._on_lost(self)
 
     async def reap(self) -> None:
         """Kill the process, wait for its exit and the end of its output, and close the connection."""
-        self._close_lifeline()
+        self._request_kill()
+        if self._child is not None:
+            await self._child.stop()
         if self._exit_task is not None:
-            await asyncio.wait([self._exit_task], timeout=2 * STOP_TIMEOUT)
+            await asyncio.wait([self._exit_task], timeout=STOP_TIMEOUT)
         if self._client is not None:
             await self._client.close()
         if self._output is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._output.closed.wait(), STOP_TIMEOUT)
 
-    def _close_lifeline(self) -> None:
-        """Close the pipe to the watcher process, which then kills the worker, and fail open requests."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+    def _request_kill(self) -> None:
+        """Let the watcher process kill the worker, and fail open requests."""
+        if self._child is not None:
+            self._child.request_stop()
         if self._client is not None:
             self._client.fail_pending(f"{self.id} {self.reason}")
 
-    async def _wait_for_exit(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
-        exit_description = f"was killed by signal {code - 128}" if code > 128 else f"exited with code {code}"
+    async def _wait_for_exit(self, child: ChildProcess) -> None:
+        exit_description = describe_exit(await child.wait())
         if self.state is WorkerState.BOOTING:
             self.reason = self.reason or exit_description
         else:
             self.mark_lost(exit_description)
-        self._close_lifeline()
+        self._request_kill()
 
 
-async def _read_pipe(fd: int) -> bytes:
+async def _read_pipe(pipe: IO[bytes]) -> bytes:
     reader = asyncio.StreamReader()
-    pipe = os.fdopen(fd, "rb", 0)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
