@@ -14,7 +14,7 @@ from ramify.config import parse
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState
-from tests.processes import runs
+from tests.process_checks import runs
 
 SERVER_PROGRAM = """
     import json, os, signal, subprocess, sys
@@ -58,7 +58,7 @@ def launch(tmp_path):
 
 
 def read_child_pid(server: VLLMServer) -> int:
-    return next(int(line.split()[1]) for line in server.read_log_tail().splitlines() if line.startswith("child"))
+    return next(int(line.split()[1]) for line in server.log.tail().splitlines() if line.startswith("child"))
 
 
 def has_ended(pid: int) -> bool:
@@ -75,7 +75,7 @@ def test_server_is_started_and_stopped_with_its_children(launch):
     async def main():
         async with server:
             assert server.state is VLLMServerState.READY
-            posted = next(line for line in server.read_log_tail().splitlines() if line.startswith("posted"))
+            posted = next(line for line in server.log.tail().splitlines() if line.startswith("posted"))
             assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
             assert runs(read_child_pid(server))
 
@@ -95,7 +95,7 @@ def test_unhealthy_server_is_ended_at_the_deadline(launch):
     server = launch("import time; print('compiling', flush=True); time.sleep(600)", start_deadline=1.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*compiling"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
-    assert server._process is not None and server._process.poll() is not None
+    assert server._child is not None and server._child.exit_code is not None
 
 
 def test_exit_of_the_server_is_reported(launch):

@@ -70,7 +70,7 @@ def _serve_vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int
 
     server = VLLMServer(config.model.name, inference, config.server)
     if dry:
-        print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log_path}")
+        print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log.path}")
         print(shlex.join(server.build_command()))
         return 0
     with contextlib.suppress(KeyboardInterrupt):

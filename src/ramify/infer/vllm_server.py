@@ -4,19 +4,14 @@
                |                  ^
                +------------------+   it exited, or was not ready in time: the error shows the end of its log
 
-vLLM runs in its own Python environment, so that its dependencies do not conflict with ours. Its processes form one
-process group, which is ended as a whole. Once it runs, everything goes through HTTP: `ramify.client` samples from it
-and updates its weights.
+vLLM runs in its own Python environment, so that its dependencies do not conflict with ours. It is stopped with all
+processes that it started, also if this process is killed. Once it runs, everything goes through HTTP: `ramify.client`
+samples from it and updates its weights.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
-import subprocess
-import time
-from collections import deque
 from enum import Enum
 from pathlib import Path
 from typing import Self
@@ -26,9 +21,11 @@ from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.model.resolve import resolve_model_path
+from ramify.processes.child import ChildProcess
+from ramify.processes.exit_codes import EXIT_NOT_STARTED, describe_exit
+from ramify.processes.log import ProcessLog
 from ramify.trace.version import PolicyVersion
 
-LOG_TAIL_LINES = 30  # lines of the log that an error shows
 POLL_INTERVAL = 0.25  # seconds
 RESPONSE_TIMEOUT = 5.0  # seconds for a response of the starting server
 
@@ -43,7 +40,7 @@ class VLLMServerState(Enum):
 
 
 class VLLMServer:
-    """One vLLM server. Start it once, stop it once. `log_path` is the file of its output."""
+    """One vLLM server. Start it once, stop it once. `log` is the file of its output."""
 
     def __init__(self, model: str, config: VLLMConfig, server: ServerConfig) -> None:
         self.model_name, self.config, self.server = model, config, server
@@ -51,9 +48,9 @@ class VLLMServer:
         is_published = (self.path / MANIFEST_FILE).is_file()
         self.version = Manifest.read(self.path).version if is_published else PolicyVersion(Path(model).name)
         self.port = server.port or _find_free_port(server.host)
-        self.log_path = Path(config.log)
+        self.log = ProcessLog(Path(config.log))
         self.state = VLLMServerState.NEW
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     @property
     def url(self) -> str:
@@ -96,23 +93,13 @@ class VLLMServer:
         """Start the process; wait until it is healthy and has the version of its weights."""
         if self.state is not VLLMServerState.NEW:
             raise ProviderError(f"a vLLM server starts once; this one is {self.state.value}")
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    self.build_command(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self.build_environment(),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                message = f"inference.python = {self.config.python!r} cannot be started: {error.strerror}"
-                raise ProviderError(message) from error
+        command, env = self.build_command(), self.build_environment()
+        self._child = ChildProcess(command, env=env, stop_timeout=self.server.shutdown)
         self.state = VLLMServerState.STARTING
         try:
-            await self._wait_until_ready()
+            with self.log.open() as log:
+                await self._child.start(log.fileno())
+            await self._wait_until_ready(self._child)
         except BaseException:
             await self.stop()
             raise
@@ -121,23 +108,16 @@ class VLLMServer:
 
     async def wait(self) -> None:
         """Return when the server was stopped; raise ProviderError if it exits by itself."""
-        while self.state is VLLMServerState.READY:
-            self._raise_if_exited()
-            await asyncio.sleep(POLL_INTERVAL)
+        if self._child is not None and self.state is VLLMServerState.READY:
+            code = await self._child.wait()
+            if self.state is VLLMServerState.READY:
+                raise self._build_exit_error(code)
 
     async def stop(self) -> None:
-        """End the process group: by SIGTERM, and after `server.shutdown` seconds by SIGKILL."""
-        process, self.state = self._process, VLLMServerState.STOPPED
-        if process is None:
-            return
-        self._signal_group(process, signal.SIGTERM)
-        deadline = time.monotonic() + self.server.shutdown
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-        finally:  # even if this is cancelled
-            self._signal_group(process, signal.SIGKILL)  # also processes that the first one left behind
-            process.wait()
+        """Stop the process and all that it started: by SIGTERM, and after `server.shutdown` seconds by SIGKILL."""
+        self.state = VLLMServerState.STOPPED
+        if self._child is not None:
+            await self._child.stop()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -145,21 +125,18 @@ class VLLMServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def read_log_tail(self) -> str:
-        """Return the last lines of the log."""
-        with contextlib.suppress(OSError), self.log_path.open(errors="replace") as log:
-            return "".join(deque(log, LOG_TAIL_LINES))
-        return "(no log)"
-
-    async def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.config.start_deadline
+    async def _wait_until_ready(self, child: ChildProcess) -> None:
+        timeout = self.config.start_deadline
         async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
-            while not await self._is_healthy(http):
-                self._raise_if_exited()
-                if time.monotonic() > deadline:
-                    message = f"vLLM did not answer within {self.config.start_deadline:g} s"
-                    raise DeadlineExceeded(f"{message}; the end of {self.log_path}:\n{self.read_log_tail()}")
-                await asyncio.sleep(POLL_INTERVAL)
+            try:
+                is_ready = await child.wait_until_ready(
+                    lambda: self._is_healthy(http), timeout=timeout, poll_interval=POLL_INTERVAL
+                )
+            except TimeoutError:
+                message = f"vLLM did not answer within {timeout:g} s; {self.log.describe_tail()}"
+                raise DeadlineExceeded(message) from None
+            if not is_ready:
+                raise self._build_exit_error(await child.wait())
             async with asyncio.timeout(RESPONSE_TIMEOUT):
                 await send_request(http, "POST", "/update_weight_version", {"new_version": str(self.version)})
 
@@ -170,17 +147,10 @@ class VLLMServer:
         except (RequestFailed, TimeoutError):
             return False
 
-    def _raise_if_exited(self) -> None:
-        code = self._process.poll() if self._process is not None else None
-        if code is not None:
-            raise ProviderError(
-                f"vLLM ended with exit code {code}; the end of {self.log_path}:\n{self.read_log_tail()}"
-            )
-
-    @staticmethod
-    def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    def _build_exit_error(self, code: int) -> ProviderError:
+        if code == EXIT_NOT_STARTED:
+            return ProviderError(f"inference.python = {self.config.python!r}: {self.log.tail()}")
+        return ProviderError(f"vLLM {describe_exit(code)}; {self.log.describe_tail()}")
 
 
 def _find_free_port(host: str) -> int:
