@@ -6,7 +6,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -416,35 +415,6 @@ def test_eval_starts_an_engine_for_the_model(capsys):
     assert (path / "logs" / "inference.log").is_file()
     assert main(command) == 0
     assert "is already finished" in capsys.readouterr().out
-
-
-WATCHED = """
-import threading, time
-from ramify.cli.parent_watch import exit_when_stdin_closes
-threading.Thread(target=exit_when_stdin_closes, daemon=True).start()
-print(0, flush=True)
-time.sleep(600)
-"""
-STARTER = """
-import subprocess, sys, time
-print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=-1).pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_engine_exits_when_its_parent_is_killed():
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, WATCHED], stdout=-1, text=True)
-    pid = max(int(starter.stdout.readline()) for _ in range(2))
-    starter.kill()
-    starter.communicate(timeout=30)
-    when(lambda: not _is_running(pid))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_changed_environment_is_refused_by_run_and_dry_run(engine, tmp_path, capsys):

@@ -15,6 +15,7 @@ from ramify.config import write_toml
 from ramify.envserver import EnvClient
 from ramify.envserver.server_process import EnvServerProcess
 from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled
+from ramify.processes import server_process
 from tests.cli.installed_command import ramify_command
 from tests.envserver.helpers import QUICK, descendants, make_config, task, wait_until, wait_until_gone
 
@@ -94,7 +95,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
                 for rollout in rollouts:
                     with pytest.raises((PeerLost, RequestCancelled)):
                         await rollout
-                assert restarted.output_tail == ""
+                assert re.fullmatch(r"serving \S+ at \S+", restarted.log.tail())
         log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
         assert "Traceback" not in log
         assert re.search(r"broker closing, 2 attempts are cancelled\n.*broker closed\n", log)
@@ -129,12 +130,12 @@ def test_all_output_is_read_and_the_address_is_found(engine, tmp_path, monkeypat
     script.write_text(OUTPUT_SCRIPT.format(python=sys.executable))
     script.chmod(0o755)
     config = make_config(engine.url, tmp_path)
-    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(server_process, "RAMIFY_COMMAND", (str(script),))
 
     async def main():
         async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=20) as child:
             assert child.address == "tcp://127.0.0.1:9"
-            await wait_until(lambda: child.output_tail.endswith("the last word"), "the last word", 20)
+            await wait_until(lambda: child.log.tail().endswith("the last word"), "the last word", 20)
 
     asyncio.run(main())
 

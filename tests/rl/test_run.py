@@ -52,7 +52,7 @@ def find_processes(parent: int) -> dict[str, list[psutil.Process]]:
         with contextlib.suppress(psutil.Error):
             command_line = " ".join(child.cmdline())
             for role in ("orchestrator", "trainer", "serve", "env-server"):
-                if f"ramify {role} " in command_line or f"ramify.cli.parent_watch {role} " in command_line:
+                if f"ramify {role} " in command_line:
                     processes.setdefault(role, []).append(child)
             if "envserver" in command_line:
                 processes.setdefault("worker", []).append(child)

@@ -57,7 +57,6 @@ def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> 
     child = EngineProcess(config, tmp_path_factory.mktemp("serve"), start_timeout=120.0)
     runner.run(child.start())
     yield child
-    assert child.pid is not None
     os.kill(child.pid, signal.SIGCONT)
     runner.run(child.stop())
 
@@ -94,8 +93,7 @@ async def send_signal(pid: int, signum: signal.Signals) -> None:
 def test_stopped_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> tuple[Trace, Trace]:
         pid = server.pid
-        assert pid is not None
-        async with policy_at(server.url) as policy:
+        async with policy_at(server.address) as policy:
             plain = await rollout(policy, harness={"timeout": 60})
             stopped = await run_interrupted(
                 rollout(policy, TwoTurns),
@@ -116,7 +114,7 @@ def test_stopped_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runn
 
 def test_paused_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
-        async with policy_at(server.url) as policy, InferenceClient(server.url) as control:
+        async with policy_at(server.address) as policy, InferenceClient(server.address) as control:
             return await run_interrupted(rollout(policy), control.pause, control.resume)
 
     trace = runner.run(main())
@@ -127,8 +125,7 @@ def test_paused_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runne
 def test_engine_that_never_continues_is_a_system_failure(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
         pid = server.pid
-        assert pid is not None
-        async with policy_at(server.url) as policy:
+        async with policy_at(server.address) as policy:
             rollout_task = rollout(policy, harness={"timeout": 0.2}, timeouts={"engine_stall": 1.0})
             return await run_interrupted(
                 rollout_task, lambda: send_signal(pid, signal.SIGSTOP), lambda: send_signal(pid, signal.SIGCONT)

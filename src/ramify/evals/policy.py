@@ -30,7 +30,7 @@ class ServedPolicy:
     def engine_url(self) -> str:
         """The address of the started engine."""
         assert self.engine is not None
-        return self.engine.url
+        return self.engine.address
 
 
 def check_server(config: EvalConfig) -> None:
@@ -56,7 +56,7 @@ async def open_policy(
         engine = await stack.enter_async_context(
             EngineProcess(serve_config, run_dir, start_timeout=config.start_deadline)
         )
-        policy = await connect_policy([engine.url], config.model.name, config.renderer, stack, client_mode="tokens")
+        policy = await connect_policy([engine.address], config.model.name, config.renderer, stack, client_mode="tokens")
         yield ServedPolicy(policy, engine)
 
 

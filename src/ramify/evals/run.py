@@ -269,8 +269,7 @@ async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncGenera
 
     async def wait_for_exit(server: EngineProcess) -> None:
         nonlocal engine_exited
-        while server.is_alive():
-            await asyncio.sleep(REFRESH_INTERVAL)
+        await server.wait()
         engine_exited = True
         current_task.cancel()
 
@@ -284,7 +283,6 @@ async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncGenera
         if not engine_exited:
             raise
         current_task.uncancel()
-        message = f"the model server exited; last lines of {engine.log_path}:\n{engine.log_tail()}"
-        raise ProviderError(message) from None
+        raise ProviderError(f"the model server exited; {engine.log.describe_tail()}") from None
     finally:
         watch_task.cancel()

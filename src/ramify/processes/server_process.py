@@ -1,0 +1,103 @@
+"""A `ramify` command that serves at an address, as a child process.
+
+The command reads its configuration from a file and prints one line when it is ready: `serving NAME at ADDRESS`.
+"""
+
+import re
+from pathlib import Path
+from typing import IO, Self
+
+from ramify.config import Config, write_toml
+from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
+from ramify.processes.child import RAMIFY_COMMAND, ChildProcess
+from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit
+from ramify.processes.log import ProcessLog
+
+ADDRESS_PATTERN = re.compile(r"^serving .+ at (\S+)$", re.MULTILINE)
+POLL_INTERVAL = 0.05  # seconds between two looks at the log
+
+
+class ServerProcess:
+    """One process that serves. Start it once, stop it once; it is also an async context manager.
+
+    Attributes:
+        title: what it is, as the subject of a sentence.
+        exit_error: the failure to raise if it exits before it is ready.
+        address: where it listens; empty before `start` has returned.
+        log: the file with its output.
+    """
+
+    title: str
+    exit_error: type[RamifyError]
+
+    def __init__(
+        self,
+        command: str,
+        config: Config,
+        config_path: Path,
+        log_path: Path,
+        *,
+        start_timeout: float,
+        stop_timeout: float,
+    ) -> None:
+        self.config_path, self.log, self.address = config_path, ProcessLog(log_path), ""
+        self._config, self._start_timeout = config, start_timeout
+        self._child = ChildProcess((*RAMIFY_COMMAND, command, "@", str(config_path)), stop_timeout=stop_timeout)
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before `start`."""
+        return self._child.pid
+
+    def open_files(self) -> IO[bytes]:
+        """Write the configuration file, and open the log."""
+        write_toml(self._config, self.config_path)
+        return self.log.open()
+
+    async def start(self) -> Self:
+        """Start the process and wait until it has printed its address.
+
+        Raises ConfigInvalid, `exit_error` or DeadlineExceeded, with the end of the log, if it does not.
+        """
+        log = self.open_files()
+        try:
+            with log:
+                await self._child.start(log.fileno())
+            await self._wait_for_address()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def _wait_for_address(self) -> None:
+        try:
+            is_ready = await self._child.wait_until_ready(
+                self._has_address, timeout=self._start_timeout, poll_interval=POLL_INTERVAL
+            )
+        except TimeoutError:
+            message = f"{self.title} was not ready within {self._start_timeout:g} s"
+            raise DeadlineExceeded(f"{message}; {self.log.describe_tail()}") from None
+        if not is_ready:
+            code = await self._child.wait()
+            if code == EXIT_CONFIG_INVALID:
+                raise ConfigInvalid(self.log.tail())
+            raise self.exit_error(f"{self.title} {describe_exit(code)}; {self.log.describe_tail()}")
+
+    async def _has_address(self) -> bool:
+        match = ADDRESS_PATTERN.search(self.log.tail(None))
+        self.address = match[1] if match else ""
+        return bool(match)
+
+    async def stop(self) -> int | None:
+        """Stop the process and all its descendants; return its exit code, None if it was never started."""
+        return await self._child.stop()
+
+    async def wait(self) -> int:
+        """Wait until the process has exited, and return its exit code."""
+        return await self._child.wait()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
