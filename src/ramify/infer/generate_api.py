@@ -8,7 +8,6 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -21,6 +20,7 @@ from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
     SampleRequest,
     gather_results,
+    json_response,
     merge_streams,
     stream_response,
     submit_all,
@@ -65,7 +65,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
         response["prompt_logprobs"] = format_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
     num_sampled = sum(len(result.token_ids) for result in results)
     response["usage"] = format_usage(Usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens))
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 def format_choice(index: int, output: RequestOutput, *, with_logprobs: bool) -> dict[str, Any]:

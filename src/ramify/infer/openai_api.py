@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -19,7 +18,7 @@ from ramify.errors import RequestInvalid
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
-from ramify.infer.prompts import encode_prompts, render_chat
+from ramify.infer.prompts import encode_prompts, render_chat, require_renderer
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody
 from ramify.infer.response_formatters import (
@@ -35,6 +34,7 @@ from ramify.infer.streaming import (
     SampleRequest,
     cancel_on_disconnect,
     gather_results,
+    json_response,
     merge_streams,
     stream_response,
     submit_all,
@@ -112,8 +112,7 @@ async def create_chat_completion(
 ) -> Response:
     """Generate the next assistant turn of a conversation."""
     body = decode_body(await http.body(), ChatBody)
-    if renderer is None:
-        raise RequestInvalid("this server has no renderer for its model, so it cannot chat; send token ids instead")
+    renderer = require_renderer(renderer)
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
@@ -187,7 +186,7 @@ async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout:
     if call.body.prompt_logprobs is not None and not call.formatter.prompt_logprobs_in_choice:
         first = call.samples[0]
         response["prompt_logprobs"] = format_prompt_logprobs(first.prompt_token_ids, first.prompt_logprobs)
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def _collect_until_stop(streams: list[RequestStream], samples: list[StreamedSample]) -> None:

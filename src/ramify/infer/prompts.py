@@ -14,6 +14,13 @@ from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 
 
+def require_renderer(renderer: Renderer | None) -> Renderer:
+    """Return the renderer. Raises RequestInvalid if the server has none for its model."""
+    if renderer is None:
+        raise RequestInvalid("this server has no tokenizer for its model, so it takes no text; send token ids")
+    return renderer
+
+
 async def render_chat(
     messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
 ) -> RenderedPrompt:
@@ -46,9 +53,7 @@ async def encode_prompts(prompt: Any, engine: Engine, renderer: Renderer | None)
     prompts: list[list[int]] = []
     for item in prompt:
         if isinstance(item, str):
-            if renderer is None:
-                raise RequestInvalid("prompt: this server has no tokenizer for its model; send token ids instead")
-            prompts.append(await encode_text(item, engine, renderer))
+            prompts.append(await encode_text(item, engine, require_renderer(renderer)))
         elif isinstance(item, list):
             prompts.append(item)
         else:

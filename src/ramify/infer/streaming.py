@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
 from ramify.errors import ContextOverflow, RamifyError
@@ -121,6 +122,11 @@ def cancel_all(streams: Sequence[RequestStream]) -> None:
     """Cancel the streams that have not finished."""
     for stream in streams:
         stream.cancel()
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """Return a response with a JSON body."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def stream_response(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:

@@ -5,18 +5,16 @@ No special tokens are added to a text, because `/v1/completions` adds none.
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
 from ramify.infer.engine import Engine
-from ramify.infer.prompts import encode_text, render_chat
+from ramify.infer.prompts import encode_text, render_chat, require_renderer
 from ramify.infer.request_bodies import DetokenizeBody, TokenizeBody
 from ramify.infer.response_formatters import make_decoder
+from ramify.infer.streaming import json_response
 from ramify.render import Renderer
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
@@ -24,7 +22,7 @@ from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 async def tokenize(http: HttpRequest, engine: Engine, renderer: Renderer | None) -> Response:
     """Return the tokens of a text, or of the prompt for a conversation."""
     body = decode_body(await http.body(), TokenizeBody)
-    renderer = _require_renderer(renderer)
+    renderer = require_renderer(renderer)
     if body.add_special_tokens:
         raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
     if body.messages is not None:
@@ -37,35 +35,25 @@ async def tokenize(http: HttpRequest, engine: Engine, renderer: Renderer | None)
         await offload(len(ids) >= OFFLOAD_MIN_TOKENS, _decode_each, ids, renderer) if body.return_token_strs else None
     )
     length = engine.core.max_model_len
-    return _json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
+    return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
 
 async def detokenize(http: HttpRequest, renderer: Renderer | None) -> Response:
     """Return the text of token ids."""
     body = decode_body(await http.body(), DetokenizeBody)
-    decode = make_decoder(_require_renderer(renderer))
+    decode = make_decoder(require_renderer(renderer))
     if any(not 0 <= token < 2**31 for token in body.tokens):
         raise RequestInvalid("tokens: expected token ids")
     text = await offload(len(body.tokens) >= OFFLOAD_MIN_TOKENS, decode, body.tokens)
-    return _json_response({"prompt": text})
+    return json_response({"prompt": text})
 
 
 async def tokenizer_info(_: HttpRequest, engine: Engine, renderer: Renderer | None) -> Response:
     """Return the token that ends a text; evaluation tools ask for it."""
-    renderer = _require_renderer(renderer)
+    renderer = require_renderer(renderer)
     eos_ids = sorted(engine.core.model.eos_ids) or sorted(renderer.stop_ids)
-    return _json_response({"eos_token": renderer.tokenizer.decode(eos_ids[:1]) if eos_ids else None})
+    return json_response({"eos_token": renderer.tokenizer.decode(eos_ids[:1]) if eos_ids else None})
 
 
 def _decode_each(token_ids: list[int], renderer: Renderer) -> list[str]:
     return [renderer.tokenizer.decode([id]) for id in token_ids]
-
-
-def _require_renderer(renderer: Renderer | None) -> Renderer:
-    if renderer is None:
-        raise RequestInvalid("this server has no tokenizer for its model, so it takes no text; send token ids")
-    return renderer
-
-
-def _json_response(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
