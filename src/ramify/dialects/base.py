@@ -1,7 +1,5 @@
 """The `Dialect` base class and what it makes of a request."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """OpenAI's Chat Completions: `POST /v1/chat/completions`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The format of OpenAI's Chat Completions: messages, tool calls, tools and token counts, in both directions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """What all chat APIs share over HTTP: decoding of bodies, statuses and codes of errors, server-sent events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 An image that a client gives by URL is not downloaded: its media entry holds the URL, as `text/uri-list`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 

@@ -1,7 +1,5 @@
 """Parsing of messages, images and tools, as far as the dialects share it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

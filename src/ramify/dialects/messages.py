@@ -4,8 +4,6 @@ A user message may contain tool results, which become separate messages. The thi
 assistant message become one message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Requests of every dialect are converted to this form before rendering, so that all of them can be trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

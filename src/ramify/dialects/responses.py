@@ -5,8 +5,6 @@ message. Nothing is stored beyond the session, but `previous_response_id` works 
 the model sees it as `NAMESPACE__NAME`, and its calls are returned with namespace and name.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

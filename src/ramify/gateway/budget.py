@@ -5,8 +5,6 @@ exceed a limit. A call waits for running calls if their reservations would shrin
 truncated only because of tokens really used, never because of the order of arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ text, tool calls as (id, name, parsed arguments) and tool call id. Reasoning is 
 client sent it. The text of replies is compared without surrounding whitespace.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, cast

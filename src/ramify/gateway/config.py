@@ -1,7 +1,5 @@
 """Configuration of the model calls of a source: sampling parameters and limits."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from ramify.config import Config

@@ -4,8 +4,6 @@ A waiting stream sends keepalives so that proxies do not drop the connection. No
 keepalive, so a call that fails quickly still gets its own HTTP status.
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable

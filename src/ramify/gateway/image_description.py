@@ -5,8 +5,6 @@ description of it instead. An image in a prompt is not replaced but rejected lat
 without seeing it.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 

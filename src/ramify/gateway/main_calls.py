@@ -14,8 +14,6 @@ calls that continue it:
 5. Otherwise all are main: nothing distinguishes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

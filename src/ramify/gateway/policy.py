@@ -4,8 +4,6 @@ A policy turns a conversation into a prompt (`prepare`) and samples a reply (`sa
 renderers or endpoints; it only uses the number of tokens of a prompt and the spans of its messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ The graph places a turn by its tokens; the conversation trie only knows the mess
 where the graph forks. Its reason is the renderer's if the renderer rewrote the history, else what the client changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ request was never delivered; a retry joins the original call. Any other request 
     running ──> answered ──> delivered          running ──> abandoned (no client within `abandon_after` seconds)
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any

@@ -1,7 +1,5 @@
 """The sampling parameters of a call: from the source's config, the client's overrides, and a derived seed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ sampled tokens are reused unchanged; reserves its budget; samples, with retries 
 recorded before the reply is returned.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Engines stop at token ids, but a string may end inside a token. The tokens are t
 the string, and the text before the string. A prefix of a sample is still an exact sample.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

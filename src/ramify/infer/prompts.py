@@ -1,7 +1,5 @@
 """Encoding of texts and conversations. Those that cannot fit are rejected; large ones are encoded in a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 No special tokens are added to a text, because `/v1/completions` adds none.
 """
 
-from __future__ import annotations
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
