@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from ramify.errors import EnvironmentChanged
-from ramify.store.differences import diff_values
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
 
 ENVIRONMENTS_KEY = "environments"  # the fact that holds identity and revision of each source
@@ -102,6 +101,21 @@ def get_task_numbers(store: RunStore, source: str) -> list[int]:
 def format_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return all lines, each after the name of its source if that is not empty."""
     return [f"{name}: {line}" if name else line for name, lines in changes.items() for line in lines]
+
+
+def diff_values(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """Yield one line for each key whose value differs, such as `sampling.top_p: was 1.0, now 0.9`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            inner_key = f"{key}.{name}" if key else str(name)
+            if name not in old:
+                yield f"{inner_key}: was not set, now {new[name]!r}"
+            elif name not in new:
+                yield f"{inner_key}: was {old[name]!r}, now not set"
+            else:
+                yield from diff_values(old[name], new[name], inner_key)
+    elif old != new:
+        yield f"{key}: was {old!r}, now {new!r}"
 
 
 def _diff_environment(

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
-from ramify.store.differences import diff_values
-from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT
+from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT, diff_values
 from ramify.store.run_log import RunLog
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lock
 
