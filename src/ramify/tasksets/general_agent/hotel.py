@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from ramify.tasksets.general_agent.world import (
     ActionRefused,
+    Person,
     World,
     WorldGoal,
     draw_people,
@@ -26,12 +27,6 @@ class Room(BaseModel):
     price: int
 
 
-class Guest(BaseModel):
-    """A guest."""
-
-    name: str
-
-
 class Stay(BaseModel):
     """A stay of one night; `guest` and `room` are keys."""
 
@@ -44,7 +39,7 @@ class Hotel(World):
     """Rooms, guests, and stays of one night, keyed by room and night."""
 
     rooms: dict[str, Room]
-    guests: dict[str, Guest]
+    guests: dict[str, Person]
     stays: dict[str, Stay]
 
     @classmethod
@@ -52,7 +47,7 @@ class Hotel(World):
         """Return a hotel with `size` rooms, and guests and stays."""
         prices = rng.sample(range(40, 40 + 5 * size), size)  # all different: one free room is the cheapest
         rooms = {str(101 + n): Room(beds=rng.randint(1, 3), price=price) for n, price in enumerate(prices)}
-        guests = {f"G{n}": Guest(name=name) for n, name in enumerate(draw_people(rng, size))}
+        guests = {f"G{n}": Person(name=name) for n, name in enumerate(draw_people(rng, size))}
         hotel = cls(rooms=rooms, guests=guests, stays={})
         for _ in range(size):
             guest, room, night = rng.choice(list(guests)), rng.choice(list(rooms)), rng.choice(NIGHTS)

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from ramify.tasksets.general_agent.world import (
     ActionRefused,
+    Person,
     World,
     WorldGoal,
     draw_people,
@@ -31,12 +32,6 @@ SUBJECTS = (
 FAULTS = ("is slow", "does not start", "shows nothing", "asks twice", "is too loud", "forgets its settings")
 
 Status = Literal["open", "working", "closed"]
-
-
-class Person(BaseModel):
-    """A member of the team."""
-
-    name: str
 
 
 class Ticket(BaseModel):

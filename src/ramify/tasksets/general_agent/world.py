@@ -21,6 +21,12 @@ class ActionRefused(Exception):
     """A tool refuses a call; the message is for the model."""
 
 
+class Person(BaseModel):
+    """A row of a table of people about whom only the name is known."""
+
+    name: str
+
+
 class WorldCall(BaseModel):
     """A call of a tool."""
 
