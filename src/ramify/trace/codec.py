@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from ramify.trace.trace import TRACE_SCHEMA, Episode, Trace, TraceHeader
 _PREFIX = struct.Struct("<4sHHQII")
 _MAGIC = b"RMFY"
 _CRC_OFFSET = _PREFIX.size - 4
-_ALIGNMENT = 8
+ALIGNMENT = 8
 _DTYPE_RE = re.compile(rf"[<|][{ARRAY_DTYPE_KINDS}][1-9]\d{{0,4}}(\[\w+\])?")
 
 FRAME_KIND, EPISODE_KIND = 0, 1
@@ -143,7 +143,7 @@ def decode_episode(data: bytes | bytearray | memoryview) -> Episode:
     header, body = _parse_envelope(data, EPISODE_KIND)
     try:
         lengths = _decode_lengths(header)
-        return Episode(tuple(decode_trace(part) for part in _split_body(body, lengths)))
+        return Episode(tuple(decode_trace(part) for part in split_body(body, lengths)))
     except (msgspec.MsgspecError, TraceInvalid) as error:
         raise TraceCorrupt(f"the traces of the episode cannot be decoded: {error}") from error
 
@@ -158,12 +158,12 @@ def encode_frame(
     graph, until = trace.graph, ColumnLengths.from_graph(trace.graph)
     parts: list[memoryview] = []
     for name in _COLUMNS:
-        parts.append(_byte_view(getattr(graph, name).view[getattr(since, name) :]))
+        parts.append(byte_view(getattr(graph, name).view[getattr(since, name) :]))
     array_specs: list[ArraySpec] = []
     for node in sorted(node for node in graph.arrays if node >= since.nodes):
         for name, array in graph.arrays[node].items():
             array_specs.append(ArraySpec(node, name, array.dtype.newbyteorder("<").str, array.shape))
-            parts.append(_byte_view(array.astype(array.dtype.newbyteorder("<"), copy=False)))
+            parts.append(byte_view(array.astype(array.dtype.newbyteorder("<"), copy=False)))
     frame_header = TraceFrameHeader(
         trace=trace.id,
         attempt=trace.attempt,
@@ -187,7 +187,7 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader,
         since, until = frame_header.since, frame_header.until
         layout = [(dtype, (getattr(until, name) - getattr(since, name),)) for name, dtype in _COLUMNS.items()]
         layout += [(np.dtype(spec.dtype), spec.shape) for spec in frame_header.arrays]
-        views = _split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
+        views = split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
         parts = zip(views, layout, strict=True)
         return frame_header, [np.frombuffer(view, dtype).reshape(shape) for view, (dtype, shape) in parts]
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
@@ -296,9 +296,9 @@ def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> Struc
 
 def _build_envelope(kind: int, header: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
     """Return the prefix with the checksum, the header and the aligned parts as one buffer."""
-    pieces: list[bytes | memoryview] = [b"", header, *_make_padding(_PREFIX.size + len(header))]
+    pieces: list[bytes | memoryview] = [b"", header, bytes(-(_PREFIX.size + len(header)) % ALIGNMENT)]
     for part in parts:
-        pieces += [part, *_make_padding(len(part))]
+        pieces += [part, bytes(-len(part) % ALIGNMENT)]
     length = _PREFIX.size + sum(len(piece) for piece in pieces)
     prefix = _PREFIX.pack(_MAGIC, TRACE_SCHEMA, kind, length, len(header), 0)
     pieces[0] = prefix
@@ -328,29 +328,26 @@ def _parse_envelope(data: bytes | bytearray | memoryview, expected_kind: int) ->
     if kind != expected_kind:
         raise TraceCorrupt(f"expected a {('frame', 'episode')[expected_kind]}, found kind {kind}")
     header_stop = _PREFIX.size + header_length
-    return view[_PREFIX.size : header_stop], view[_align_up(header_stop) :]
+    return view[_PREFIX.size : header_stop], view[align_up(header_stop) :]
 
 
-def _split_body(body: memoryview, lengths: Sequence[int]) -> list[memoryview]:
+def split_body(body: memoryview, lengths: Sequence[int]) -> list[memoryview]:
     """Return the parts of a body, which are aligned and must fill it exactly."""
     views: list[memoryview] = []
     offset = 0
     for length in lengths:
         views.append(body[offset : offset + length])
-        offset += _align_up(length)
+        offset += align_up(length)
     if offset != len(body) or any(length < 0 for length in lengths):
         raise TraceCorrupt(f"expected columns of {offset} bytes, found {len(body)}")
     return views
 
 
-def _align_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def align_up(num_bytes: int) -> int:
+    """Return the number of bytes, rounded up to a multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _make_padding(num_bytes: int) -> Iterator[bytes]:
-    if num_bytes % _ALIGNMENT:
-        yield bytes(_align_up(num_bytes) - num_bytes)
-
-
-def _byte_view(array: npt.NDArray[Any]) -> memoryview:
+def byte_view(array: npt.NDArray[Any]) -> memoryview:
+    """Return the bytes of an array, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

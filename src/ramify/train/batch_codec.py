@@ -8,21 +8,23 @@ Decoded arrays are views over the buffer: nothing is copied.
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import BatchCorrupt, TraceCorrupt
 from ramify.trace import DroppedTargets, Forest, Media, MediaSpan, PolicyVersion, Targets
+from ramify.trace.codec import ALIGNMENT, align_up, byte_view, split_body
 from ramify.trace.forest import SEGMENT_DTYPE, SEQUENCE_DTYPE
 from ramify.train.batch import Batch
 
 MAGIC = b"RMFB"
 _PREAMBLE = struct.Struct("<4sII4x")
-_ALIGNMENT = 8
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _TARGET_DTYPES = {column.name: _INT if index < 5 else _FLOAT for index, column in enumerate(fields(Targets))}
 
@@ -78,7 +80,7 @@ def encode_batch(batch: Batch) -> bytes:
         columns += [getattr(pack.targets, name) for name in _TARGET_DTYPES]
         columns += [pack.sequences, pack.segments]
     header = msgspec.msgpack.encode(_BatchHeader(batch.step, dict(batch.entry_counts), headers))
-    parts = [part for data in (header, *map(_as_bytes, columns)) for part in (data, bytes(-len(data) % _ALIGNMENT))]
+    parts = [part for data in (header, *map(byte_view, columns)) for part in (data, bytes(-len(data) % ALIGNMENT))]
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -95,43 +97,35 @@ def decode_batch(data: bytes | bytearray | memoryview) -> Batch:
         if zlib.crc32(view[_PREAMBLE.size :]) != crc:
             raise ValueError("the checksum does not match")
         header = _decode_header(view[_PREAMBLE.size : _PREAMBLE.size + length])
-        columns = _ColumnReader(view, _PREAMBLE.size + length)
-        packs = [_decode_forest(pack_header, columns) for pack_header in header.packs]
-        columns.check_fully_read()
-        return Batch(header.step, packs, header.entry_counts)
-    except (struct.error, msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
+        layout = [column for pack in header.packs for column in _list_columns(pack)]
+        body = view[align_up(_PREAMBLE.size + length) :]
+        parts = split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
+        columns = (np.frombuffer(part, dtype).reshape(shape) for part, (dtype, shape) in zip(parts, layout))
+        return Batch(header.step, [_decode_forest(pack, columns) for pack in header.packs], header.entry_counts)
+    except (struct.error, msgspec.MsgspecError, ValueError, TraceCorrupt) as error:
         raise BatchCorrupt(f"not a batch ({len(view)} bytes): {error}") from error
 
 
-class _ColumnReader:
-    """Reads consecutive arrays from a buffer."""
-
-    def __init__(self, view: memoryview, offset: int) -> None:
-        self._view, self._offset = view, offset
-
-    def read(self, dtype: np.dtype[Any], *shape: int) -> npt.NDArray[Any]:
-        start = _align(self._offset)
-        self._offset = start + dtype.itemsize * math.prod(shape)
-        return np.frombuffer(self._view[start : self._offset], dtype).reshape(shape)
-
-    def check_fully_read(self) -> None:
-        if _align(self._offset) != len(self._view):
-            raise ValueError(f"the columns end at byte {self._offset} of {len(self._view)}")
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _decode_forest(header: _PackHeader, columns: _ColumnReader) -> Forest:
+def _list_columns(header: _PackHeader) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Return dtype and shape of each column of a pack, in order."""
     tokens = header.num_tokens
+    position_shape = (header.position_axes, tokens) if header.position_axes else (tokens,)
+    return [
+        *((_INT, shape) for shape in ((tokens,), position_shape, (tokens,))),
+        *((dtype, (header.num_targets,)) for dtype in _TARGET_DTYPES.values()),
+        (SEQUENCE_DTYPE, (header.num_sequences,)),
+        (SEGMENT_DTYPE, (header.num_segments,)),
+    ]
+
+
+def _decode_forest(header: _PackHeader, columns: Iterator[npt.NDArray[Any]]) -> Forest:
     return Forest(
-        token_ids=columns.read(_INT, tokens),
-        position_ids=columns.read(_INT, *((header.position_axes, tokens) if header.position_axes else (tokens,))),
-        subtree_end=columns.read(_INT, tokens),
-        targets=Targets(*(columns.read(dtype, header.num_targets) for dtype in _TARGET_DTYPES.values())),
-        sequences=columns.read(SEQUENCE_DTYPE, header.num_sequences),
-        segments=columns.read(SEGMENT_DTYPE, header.num_segments),
+        token_ids=next(columns),
+        position_ids=next(columns),
+        subtree_end=next(columns),
+        targets=Targets(*islice(columns, len(_TARGET_DTYPES))),
+        sequences=next(columns),
+        segments=next(columns),
         traces=header.traces,
         envs=header.envs,
         versions=tuple(PolicyVersion(*version) for version in header.versions),
@@ -139,7 +133,3 @@ def _decode_forest(header: _PackHeader, columns: _ColumnReader) -> Forest:
         flat_tokens=header.flat_tokens,
         dropped=DroppedTargets(header.too_long, header.cut_tokens),
     )
-
-
-def _as_bytes(column: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
