@@ -25,10 +25,6 @@ class ExampleOrder:
         positions = (divmod(i, self.num_examples) for i in range(position, stop))
         return [int(self._get_epoch_order(epoch)[index]) for epoch, index in positions]
 
-    def count_remaining_steps(self, position: int, batch_size: int) -> int:
-        """Return the number of steps from `position` to the end."""
-        return -(-max(0, len(self) - position) // batch_size)
-
     def _shuffle_epoch(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
 

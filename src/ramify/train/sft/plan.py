@@ -1,6 +1,7 @@
 """The plan of an SFT run: its directory, its conversations and its steps. Importable without torch."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class SftPlan:
 
     def count_total_steps(self, config: SftConfig, steps_done: int = 0, examples_seen: int = 0) -> int:
         """Return the steps of the whole run, of which `steps_done` have trained on `examples_seen` examples."""
-        total = steps_done + self.order.count_remaining_steps(examples_seen, config.batch_size)
+        total = steps_done + math.ceil(max(0, len(self.order) - examples_seen) / config.batch_size)
         return total if config.max_steps is None else min(total, config.max_steps)
 
 

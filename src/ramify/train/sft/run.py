@@ -25,7 +25,6 @@ from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog, read_metrics_by_step
-from ramify.trace import Forest
 from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
@@ -111,11 +110,6 @@ class _StepBatch(NamedTuple):
 _PendingSteps = deque[tuple[_StepBatch, PendingStep]]
 
 
-@dataclass(slots=True)
-class _StopFlag:
-    requested: bool = False
-
-
 class _SftRun:
     """One rank's part of a run."""
 
@@ -126,7 +120,7 @@ class _SftRun:
         ranks: Ranks,
         store: RunStore | None,
         display: SftDisplay,
-        stop: _StopFlag,
+        stop: threading.Event,
     ) -> None:
         self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
         self.run_log = RunLog(store) if store is not None else None
@@ -185,7 +179,7 @@ class _SftRun:
             self.steps_done += 1
             self.examples_seen = step_batch.examples_seen
             self.cut_tokens += step_batch.cut_tokens
-            stopped = any(self.ranks.all_gather(self.stop.requested))
+            stopped = any(self.ranks.all_gather(self.stop.is_set()))
             is_last = self.steps_done == self.total_steps
             validates = is_last or self.steps_done % config.validation.interval == 0
             saves = is_last or stopped or self.steps_done % config.checkpoint.interval == 0
@@ -203,10 +197,9 @@ class _SftRun:
         seen = self.examples_seen
         indices = self.plan.order.indices_at(seen, self.config.batch_size)
         conversations = self.plan.conversations
-        forest = self._build_forest([(str(seen + i), conversations[index]) for i, index in enumerate(indices)])
-        batch = self._build_batch(forest, pack_spec)
-        rank_batch = split_across_ranks(batch, pack_spec, self.ranks.world_size)[self.ranks.rank]
-        return _StepBatch(rank_batch, seen + len(indices), forest.dropped.num_truncated_tokens)
+        named = [(str(seen + i), conversations[index]) for i, index in enumerate(indices)]
+        rank_batch, cut_tokens = self._build_rank_batch(named, pack_spec)
+        return _StepBatch(rank_batch, seen + len(indices), cut_tokens)
 
     def _record_step(self, step_batch: _StepBatch, pending: PendingStep, progress: StepProgress) -> None:
         """Wait for a step, then record and show its metrics."""
@@ -240,24 +233,25 @@ class _SftRun:
                     failure.add_note(f"step {step_batch.rank_batch.step}, started before, was not recorded: {message}")
             raise
 
-    def _build_forest(self, conversations: Sequence[tuple[str, SftConversation]]) -> Forest:
-        return build_sft_forest(conversations, self.plan.renderer, self.config.data.roles, self.config.seq_len)
-
-    def _build_batch(self, forest: Forest, pack_spec: PackSpec) -> Batch:
-        return Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
+    def _build_rank_batch(
+        self, conversations: Sequence[tuple[str, SftConversation]], pack_spec: PackSpec
+    ) -> tuple[Batch, int]:
+        """Build this rank's batch of named conversations; also return the number of trained tokens cut off."""
+        forest = build_sft_forest(conversations, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+        batch = Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
+        shares = split_across_ranks(batch, pack_spec, self.ranks.world_size)
+        return shares[self.ranks.rank], forest.dropped.num_truncated_tokens
 
     def _validate(self, trainer: Trainer, pack_spec: PackSpec) -> None:
         """Record the mean loss of the validation conversations under the current weights."""
         loss = entries = 0.0
         named = [(str(index), conversation) for index, conversation in enumerate(self.plan.validation)]
         for start in range(0, len(named), self.config.batch_size):
-            forest = self._build_forest(named[start : start + self.config.batch_size])
-            batch = self._build_batch(forest, pack_spec)
-            rank_batch = split_across_ranks(batch, pack_spec, self.ranks.world_size)[self.ranks.rank]
+            batch, _ = self._build_rank_batch(named[start : start + self.config.batch_size], pack_spec)
             sum_weights = dict.fromkeys(batch.entry_counts, 1)  # makes each loss a sum, not a mean
             with torch.no_grad():
                 outputs: list[PolicyOutput] = [
-                    trainer.policy(trainer.prepare_inputs(pack), sum_weights) for pack in rank_batch.packs
+                    trainer.policy(trainer.prepare_inputs(pack), sum_weights) for pack in batch.packs
                 ]
             loss += sum(float(output.component_losses.get("ce", 0.0)) for output in outputs)
             entries += batch.entry_counts["ce"]
@@ -286,17 +280,14 @@ class _SftRun:
 
 
 @contextlib.contextmanager
-def _stop_on_signal() -> Iterator[_StopFlag]:
+def _stop_on_signal() -> Iterator[threading.Event]:
     """On SIGINT or SIGTERM request a stop: the run ends after the current step, with a checkpoint."""
-    stop = _StopFlag()
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def request_stop(*_: object) -> None:
-        stop.requested = True
-
-    previous = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous = {signum: signal.signal(signum, lambda *_: stop.set()) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
