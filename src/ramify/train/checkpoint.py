@@ -142,7 +142,7 @@ class CheckpointManager:
 
     def _suggest_recovery(self, step: int) -> str:
         """Return what to do when the checkpoint of `step` is refused. A collective: every rank must call it."""
-        intact = self.ranks.broadcast(find_intact_step(self.directory, step) if self.ranks.is_first else None)
+        intact = self.ranks.call_on_first(lambda: find_intact_step(self.directory, step))
         if intact is None:
             return "no other checkpoint is intact: restore its files from a copy, or start a new run"
         command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {intact}"

@@ -8,10 +8,10 @@ not depend on the number of ranks. Ranks run collectives in every pack, so the l
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from ramify.train.config import TrainerConfig
 from ramify.train.policy import PolicyModel
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,13 @@ class Ranks:
         for error in self.all_gather(raised):
             if error is not None:
                 raise error
+
+    def call_on_first(self, function: Callable[[], T]) -> T:
+        """Call the function on rank 0, and return its result or raise its RamifyError on every rank."""
+        result: Any = None
+        with self.raise_together():
+            result = function() if self.is_first else None
+        return self.broadcast(result)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

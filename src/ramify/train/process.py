@@ -98,11 +98,7 @@ class TrainerProcess:
     def _register(self, trainer: Trainer) -> RegisterReply:
         """Register all ranks as one trainer: the first rank gets the incarnation, the others join it."""
         pack_spec, ranks = get_pack_spec(trainer), self.ranks
-        reply: RegisterReply | None = None
-        with ranks.raise_together():
-            if ranks.is_first:
-                reply = self.batch_source.register(0, ranks.world_size, pack_spec, None)
-        registration: RegisterReply = ranks.broadcast(reply)
+        registration = ranks.call_on_first(lambda: self.batch_source.register(0, ranks.world_size, pack_spec, None))
         with ranks.raise_together():
             if not ranks.is_first:
                 self.batch_source.register(ranks.rank, ranks.world_size, pack_spec, registration.incarnation)
@@ -126,24 +122,21 @@ class TrainerProcess:
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
         """Report a finished step; returns whether a checkpoint is requested now."""
-        checkpoint_requested = False
-        with self.ranks.raise_together():
-            if self.ranks.is_first:
-                checkpoint_requested = self.batch_source.report_trained(metrics.step, metrics.to_dict())
+        checkpoint_requested = self.ranks.call_on_first(
+            lambda: self.batch_source.report_trained(metrics.step, metrics.to_dict())
+        )
         self.log(
             f"step={metrics.step} loss={metrics.loss:.6g} grad_norm={metrics.grad_norm:.6g} lr={metrics.lr:.3g} "
             f"tokens={metrics.sums.tokens} token_ratio={metrics.token_ratio:.3f} seconds={metrics.seconds:.3f}"
         )
-        return self.ranks.broadcast(checkpoint_requested)
+        return checkpoint_requested
 
     def _publish(self, trainer: Trainer, outputs: TrainerOutputs, registration: RegisterReply, step: int) -> None:
         """Publish the weights after `step` steps, and remove versions that no engine needs."""
         published = outputs.publisher.publish(trainer, registration.incarnation, step)
-        with self.ranks.raise_together():
-            if self.ranks.is_first:
-                needed = self.batch_source.report_published(published.version, published.path)
-                if needed is not None:
-                    outputs.publisher.prune(needed)
+        needed = self.ranks.call_on_first(lambda: self.batch_source.report_published(published.version, published.path))
+        if needed is not None:
+            outputs.publisher.prune(needed)
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
     def _save(self, trainer: Trainer, outputs: TrainerOutputs, step: int, last_saved_step: int) -> int:
@@ -154,9 +147,7 @@ class TrainerProcess:
         except StorageFull as error:
             self.log(f"{error.name}: {error.message}; training continues, the last saved step is {last_saved_step}")
             return last_saved_step
-        with self.ranks.raise_together():
-            if self.ranks.is_first:
-                self.batch_source.commit_checkpoint(step)
+        self.ranks.call_on_first(lambda: self.batch_source.commit_checkpoint(step))
         outputs.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
         self.log(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
         return step
