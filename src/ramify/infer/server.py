@@ -167,6 +167,8 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Re
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    if renderer is not None:
+        _ = renderer.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in the first request
     gc.collect()
     gc.freeze()  # the model and the modules stay; scanning them again would take tenths of a second
     engine.start()
