@@ -16,6 +16,7 @@ import msgspec
 
 from ramify.cli.parser import CommandParser
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
+from ramify.processes.log import ProcessLog
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +154,7 @@ def _print_log_tails(path: Path, console: "Console") -> None:
 
     for name, process in read_record(path).get("processes", {}).items():
         console.print(f"last lines of {name}, {process['log']}:", markup=False, soft_wrap=True)
-        for line in _read_log_tail(Path(process["log"])):
+        for line in ProcessLog(Path(process["log"])).tail(TAIL_LINES).splitlines():
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
@@ -165,13 +166,6 @@ def _summarize_failures(events: Sequence["RunEvent"]) -> list[str]:
         if event.kind == "failure"
     )
     return [f"{count} × {line}" for line, count in counts.most_common(MAX_FAILURES)]
-
-
-def _read_log_tail(log: Path) -> list[str]:
-    try:
-        return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    except OSError:
-        return ["(no log)"]
 
 
 def _print_audit(path: Path) -> int:

@@ -7,7 +7,6 @@ STARTING -> READY <-> SILENT
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -73,6 +72,7 @@ class SupervisedProcess:
     """One execution of a process; its output is appended to its log. Call `start` once, and `stop` in any case.
 
     Attributes:
+        child: the process itself; it takes signals.
         state_since: monotonic time of the last change of `state`.
         silent_seconds: seconds without an answer after which it was killed; None if it was not killed for that.
     """
@@ -83,13 +83,8 @@ class SupervisedProcess:
         self.spec, self.state, self.state_since = spec, ProcessState.STARTING, time.monotonic()
         self.silent_seconds: float | None = None
         self._prefork_client = prefork_client
-        self._child = ChildProcess(spec.command, env=spec.env, stop_timeout=stop_timeout)
+        self.child = ChildProcess(spec.command, env=spec.env, stop_timeout=stop_timeout)
         self._log = ProcessLog(spec.log, append=True)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the command; 0 until it is known."""
-        return self._child.pid
 
     async def start(self) -> None:
         """Start the process. Raises StorageFull or StorageFailed if its log cannot be written."""
@@ -99,14 +94,14 @@ class SupervisedProcess:
         with wrap_storage_errors(spec.log):
             log = self._log.open()
         with log:
-            if client is None or not await self._child.start_preforked(client, spec.preload_modules, log.fileno()):
-                await self._child.start(log.fileno())
+            if client is None or not await self.child.start_preforked(client, spec.preload_modules, log.fileno()):
+                await self.child.start(log.fileno())
 
     async def wait_until_ready(self) -> None:
         """Wait until the process answers or exits. Raises DeadlineExceeded after `ready_timeout` seconds."""
         address, timeout = self.spec.address, self.spec.ready_timeout
         try:
-            is_ready = not address or await self._child.wait_until_ready(
+            is_ready = not address or await self.child.wait_until_ready(
                 lambda: is_responding(address), timeout=timeout, poll_interval=POLL_INTERVAL
             )
         except TimeoutError:
@@ -117,22 +112,14 @@ class SupervisedProcess:
 
     async def wait_for_exit(self) -> int:
         """Wait until the process has exited, and return its exit code."""
-        code = await self._child.wait()
+        code = await self.child.wait()
         self.state = ProcessState.ENDED
         return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the command, if it is running."""
-        self._child.send_signal(number)
-
-    async def kill(self) -> None:
-        """Kill the process, and its watcher too if it hangs."""
-        await self._child.kill()
 
     async def stop(self) -> None:
         """Stop the process and all its descendants, and return when they have exited."""
         try:
-            await self._child.stop()
+            await self.child.stop()
         finally:
             self.state = ProcessState.ENDED
 

@@ -153,7 +153,7 @@ class Supervisor:
         """Wait until a process is ready, and kill it if it stops answering. Raises DeadlineExceeded if it never is."""
         await process.wait_until_ready()
         self._notify_changed()
-        spec, pid = process.spec, process.pid
+        spec, pid = process.spec, process.child.pid
         if spec.hang_timeout is None:
             return
         process.silent_seconds = await wait_for_silence(process, self._notify_changed)
@@ -161,7 +161,7 @@ class Supervisor:
         self._print_line(f"{label} has not answered at {spec.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
             self._print_line(spec.last_state())
-        await process.kill()
+        await process.child.kill()
 
     def _should_restart(self, process: SupervisedProcess, code: int) -> bool:
         """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""
@@ -218,7 +218,7 @@ class Supervisor:
         leader = next(spec for spec in self.process_specs if spec.role is ProcessRole.LEADER)
         process = self._processes.get(leader.name)
         if process is not None and process.state in ALIVE_STATES:
-            process.send_signal(signal.SIGTERM)
+            process.child.send_signal(signal.SIGTERM)
             await asyncio.sleep(self.grace_period)
         self._print_line("no new checkpoint; the previous one is used")
         self._set_outcome(RunOutcome.STOPPED)
@@ -240,7 +240,7 @@ class Supervisor:
         restarts = self._budgets[spec.name].num_restarts
         if process is None:
             return ProcessStatus(spec.name, ProcessState.WAITING, 0, restarts, 0.0, spec.address, str(spec.log))
-        pid = process.pid if process.state in ALIVE_STATES else 0
+        pid = process.child.pid if process.state in ALIVE_STATES else 0
         return ProcessStatus(
             spec.name, process.state, pid, restarts, now - process.state_since, spec.address, str(spec.log)
         )
