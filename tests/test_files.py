@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.files import fsync_path, replace_file, write_and_fsync, write_atomically
+from ramify.files import create_directory, fsync_path, replace_file, write_and_fsync, write_atomically
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
@@ -21,3 +21,15 @@ def test_files_and_directories_are_synced(tmp_path):
     write_and_fsync(tmp_path / "file", b"data")
     fsync_path(tmp_path)
     assert (tmp_path / "file").read_bytes() == b"data"
+
+
+def test_a_directory_appears_only_when_it_is_complete(tmp_path):
+    directory = tmp_path / "models" / "new"
+    with pytest.raises(RuntimeError), create_directory(directory) as partial_path:
+        (partial_path / "file").write_text("half")
+        raise RuntimeError
+    assert list(directory.parent.iterdir()) == []
+    with create_directory(directory) as partial_path:
+        (partial_path / "file").write_text("all")
+    assert (directory / "file").read_text() == "all"
+    assert list(directory.parent.iterdir()) == [directory]

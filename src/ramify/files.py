@@ -1,7 +1,8 @@
-"""Files that are either complete or absent, and files that are on disk when a function returns."""
+"""Files and directories that are either complete or absent, and files that are on disk when a function returns."""
 
 import contextlib
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 
@@ -18,6 +19,23 @@ def replace_file(path: Path) -> Generator[Path]:
         partial_path.replace(path)
     finally:
         partial_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def create_directory(directory: Path) -> Generator[Path]:
+    """Yield a new directory beside `directory`; at the end of the block it gets that name.
+
+    If the block raises, the new directory is removed.
+    """
+    partial_path = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(partial_path, ignore_errors=True)
+    partial_path.mkdir(parents=True)
+    try:
+        yield partial_path
+        partial_path.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial_path, ignore_errors=True)
+        raise
 
 
 def write_atomically(path: Path, data: bytes | memoryview | str) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.errors import WeightsRefused
-from ramify.files import fsync_path, write_and_fsync
+from ramify.files import create_directory, fsync_path, write_and_fsync
 from ramify.model.manifest import (
     Manifest,
     check_checksum,
@@ -53,10 +53,7 @@ def publish_weights(
     """
     if directory.exists():
         raise WeightsRefused(f"{directory} exists already; a published version is never written twice")
-    partial_path = directory.parent / f".{directory.name}.{os.getpid()}"
-    shutil.rmtree(partial_path, ignore_errors=True)
-    partial_path.mkdir(parents=True)
-    try:
+    with create_directory(directory) as partial_path:
         files: dict[str, str] = {}
         shards = _split_shards(tensors)
         for number, shard in enumerate(shards, 1):
@@ -72,10 +69,6 @@ def publish_weights(
                 shutil.copyfile(base_model / name, partial_path / name)
         _write_dtype_to_config(partial_path / CONFIG_FILE, tensors)
         Manifest(version, files).write(partial_path)
-        partial_path.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial_path, ignore_errors=True)
-        raise
     return directory
 
 

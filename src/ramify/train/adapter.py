@@ -5,7 +5,6 @@ checkpoint, renames its matrices for peft, and takes rank and alpha from the run
 """
 
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from ramify.errors import ConfigInvalid
+from ramify.files import create_directory
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.model.weights import write_safetensors
 from ramify.store import RunStore
@@ -47,16 +47,9 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")
     verify_checkpoint(checkpoint)
     tensors = _read_matrices(checkpoint)
-    partial_path = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial_path, ignore_errors=True)
-    partial_path.mkdir(parents=True)
-    try:
+    with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
         _build_peft_config(model_name, lora, tensors).save_pretrained(str(partial_path))
-        partial_path.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial_path, ignore_errors=True)
-        raise
     return step, directory
 
 
