@@ -53,7 +53,7 @@ seq_len = 256
 [orchestrator]
 batch_size = 32
 group_size = 8
-max_off_policy = 2
+max_staleness = 2
 patience = "None"  # the task is solved before the last fault, and most groups earn equal rewards from then on
 
 [trainer.optim]
@@ -63,7 +63,7 @@ lr = 1e-4
 interval = 2
 
 [launch]
-restarts = 100
+max_restarts = 100
 
 [[train]]
 taskset = {{ id = "reverse-text", num_tasks = 64 }}

@@ -71,7 +71,7 @@ async def serve(url: str, folder: Path, workers: int, repeat: int = 1) -> AsyncI
             "model": {"name": "tiny"},
             "inference": {"engine": "external", "base_url": [url]},
             "output": folder,
-            "grace": 0.0,
+            "shutdown_timeout": 0.0,
         }
     )
     async with EnvServerProcess(config, folder / "config.toml") as child, EnvClient(child.address) as client:

@@ -215,7 +215,7 @@ def run_transformers(setup: ModelSetup) -> Iterator[Callable[..., float]]:
 def build_native_command(setup: ModelSetup) -> list[str]:
     engine = {"dtype": setup.dtype, "threads": str(setup.threads), "device": setup.device}
     if setup.device == "cuda":
-        engine |= {"max_running": "256", "max_batch_tokens": "8192"}
+        engine |= {"max_running_requests": "256", "max_num_batched_tokens": "8192"}
     flags = [arg for key, value in engine.items() for arg in (f"--inference.{key}", value)]
     return [sys.executable, "-m", "ramify", "serve", "-m", str(setup.directory), "--server.port", "0", *flags]
 

@@ -53,7 +53,7 @@ name = "{model}"
 [orchestrator]
 batch_size = {batch_size}
 group_size = {group_size}
-max_off_policy = 2
+max_staleness = 2
 max_concurrency = {batch_size}
 
 [trainer]
@@ -62,7 +62,7 @@ pack_tokens = 4096
 [trainer.optim]
 lr = {lr}
 betas = {betas}
-max_norm = 1.0
+max_grad_norm = 1.0
 
 [trainer.optim.schedule]
 warmup_steps = {warmup_steps}

@@ -59,7 +59,7 @@ lr = {lr}
 [trainer.optim.schedule]
 type = "cosine"
 warmup_steps = 20
-floor = 0.1
+min_lr_factor = 0.1
 
 [checkpoint]
 interval = 10000
@@ -76,14 +76,14 @@ name = "{model}"
 
 [inference]
 device = "{device}"
-max_running = 256
-max_batch_tokens = 4096
-memory = 0.3
+max_running_requests = 256
+max_num_batched_tokens = 4096
+kv_memory_fraction = 0.3
 
 [orchestrator]
 batch_size = {batch}
 group_size = 16
-max_off_policy = {off_policy}
+max_staleness = {off_policy}
 
 [trainer]
 device = "{device}"

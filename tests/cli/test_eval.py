@@ -22,7 +22,7 @@ FULL = bool(os.environ.get("RAMIFY_FULL"))
 ECHO = f"{environments.__file__}:Echo"
 FILE = environments.__file__
 UNREWARDED = f"{environments.__file__}:Unrewarded"
-QUICK = ["--attempts", "1", "--model_retries", "0"]
+QUICK = ["--max_tries", "1", "--model_retries", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,25 @@ def test_dry_run_runs_no_rollout(engine, capsys):
 
 def test_show_prints_traces_and_keep_keeps_the_work_directory(engine, capsys):
     writing = ECHO.replace(":Echo", ":Writing")
-    assert main(["eval", writing, "-b", engine.url, "-n", "1", "-r", "1", "--show", "--keep", "--name", "run"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                writing,
+                "-b",
+                engine.url,
+                "-n",
+                "1",
+                "-r",
+                "1",
+                "--show-traces",
+                "--keep-workdirs",
+                "--name",
+                "run",
+            ]
+        )
+        == 0
+    )
     output = capsys.readouterr().out
     assert "word 0" in output
     assert "sampled" in output

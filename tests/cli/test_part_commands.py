@@ -23,7 +23,7 @@ seq_len = 300
 seed = 5
 
 [inference]
-max_running = 8
+max_running_requests = 8
 
 [trainer.optim]
 lr = 0.5
@@ -62,7 +62,7 @@ def file(tmp_path, monkeypatch):
 
 def test_serve_takes_model_and_length_of_the_run(file):
     config, run_config = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
-    assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
+    assert (config.inference.max_running_requests, config.inference.max_model_len) == (8, 300)
     assert (config.server.port, config.server.model_name) == (81, "tiny")
     assert run_config == parse(RunConfig, ["@", file])
 
@@ -71,9 +71,10 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     outside = ["@", file, "--inference.engine", "vllm"]
     run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
     assert build_serve_config(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
-    assert main(["serve", *outside, "--inference.max_running", "2", "--dry-run"]) == 0  # flags are keys of the part
-    assert "max_running" not in capsys.readouterr().err
-    several = RUN.replace("max_running = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
+    # flags are keys of the part
+    assert main(["serve", *outside, "--inference.max_running_requests", "2", "--dry-run"]) == 0
+    assert "max_running_requests" not in capsys.readouterr().err
+    several = RUN.replace("max_running_requests = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
     Path("run.toml").write_text(several)
     assert main(["serve", "@", file, "--dry-run"]) == 2
     assert "server: the run lists several engines (http://a:1, http://b:2)" in capsys.readouterr().err
@@ -184,7 +185,7 @@ def test_unknown_key_suggests_the_nearest_in_file_and_flags(file, capsys, comman
     ("command", "flag", "nearest"),
     [
         ("serve", "--server.prt", "server.port"),
-        ("trainer", "--patence", "patience"),
+        ("trainer", "--orchestrator_timeot", "orchestrator_timeout"),
         ("env-server", "--hang_timeot", "hang_timeout"),
     ],
 )

@@ -77,8 +77,10 @@ def test_help_names_the_keys_of_the_sources(capsys):
     with pytest.raises(SystemExit):
         main(["rl", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Keys of [[train]]: name, taskset," in shown
-    assert "curriculum. Keys of [[eval]]: name," in shown
+    assert "--train[*].taskset DICT" in shown
+    assert "--train[*].ratio FLOAT" in shown
+    assert "--eval[*].num-tasks INT" in shown
+    assert "with nothing said" not in shown
 
 
 EVERY = """

@@ -33,7 +33,10 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="module")
 def servers(published):
     with contextlib.ExitStack() as stack:
-        cores = [build_core(published[FIRST], FIRST, kv_tokens=8192, queue=64, max_running=16) for _ in range(2)]
+        cores = [
+            build_core(published[FIRST], FIRST, kv_cache_tokens=8192, max_queued_requests=64, max_running_requests=16)
+            for _ in range(2)
+        ]
         yield [stack.enter_context(run_server(core)) for core in cores]
 
 

@@ -14,7 +14,7 @@ from ramify.trace.version import PolicyVersion
 from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
 
 QUICK = ClientConfig(
-    health_interval=0.05, health_timeout=1.0, eject_after=2, patience=2.0, backoff=0.01, connect_timeout=1.0
+    health_interval=0.05, health_timeout=1.0, eject_after=2, server_wait_timeout=2.0, backoff=0.01, connect_timeout=1.0
 )
 SAMPLING = ClientSampling(max_tokens=3)
 
@@ -142,7 +142,7 @@ async def test_pausing_waits_for_a_server_to_come_up():
 @bounded
 async def test_a_request_without_a_server_fails_with_the_reason_of_each():
     fake = Fake()
-    async with connected(fake, config=QUICK.model_copy(update={"patience": 0.3})) as client:
+    async with connected(fake, config=QUICK.model_copy(update={"server_wait_timeout": 0.3})) as client:
         await fake.__aexit__()
         with pytest.raises(ProviderError, match=rf"no inference server is up.*{fake.url} cannot be reached"):
             await client.generate([1], SAMPLING)
@@ -161,7 +161,7 @@ async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
         await client.generate([1], SAMPLING)
     await client.close()
     with pytest.raises(ProviderError, match="no inference server came up"):
-        await InferenceClient(late.url, QUICK.model_copy(update={"patience": 0.2})).start()
+        await InferenceClient(late.url, QUICK.model_copy(update={"server_wait_timeout": 0.2})).start()
 
 
 @bounded
@@ -170,7 +170,9 @@ async def test_servers_that_come_up_after_start_are_added():
     async with two:
         pass
     async with one:
-        client = await InferenceClient([one.url, two.url], QUICK.model_copy(update={"patience": 0.3})).start()
+        client = await InferenceClient(
+            [one.url, two.url], QUICK.model_copy(update={"server_wait_timeout": 0.3})
+        ).start()
         assert list(client.down_replicas) == [two.url]
         async with two:
             await until(lambda: not client.down_replicas)
@@ -343,7 +345,7 @@ def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
     async def main():
         async with ChatOnly() as fake:
             with pytest.raises(TokensRequired, match=reason):
-                await InferenceClient(fake.url, ClientConfig(patience=60)).start()
+                await InferenceClient(fake.url, ClientConfig(server_wait_timeout=60)).start()
 
     main()
 

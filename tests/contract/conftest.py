@@ -32,7 +32,11 @@ def target(request, tmp_path_factory):
             asyncio.run(server.stop())
         return
     core = build_core(
-        directories[0], PolicyVersion("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256
+        directories[0],
+        PolicyVersion("llama", 0, 1),
+        kv_cache_tokens=16384,
+        max_running_requests=64,
+        max_num_batched_tokens=256,
     )
     with run_server(core) as (url, _):
         yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
@@ -42,7 +46,7 @@ def vllm_config(home) -> VLLMConfig:
     return VLLMConfig(
         python=str(VLLM_PYTHON),
         dtype="float32",
-        eager=True,
-        log=str(home / "vllm.log"),
-        args=["--enable-server-load-tracking"],  # only so that the tests can see a request that waits
+        enforce_eager=True,
+        log_file=str(home / "vllm.log"),
+        extra_args=["--enable-server-load-tracking"],  # only so that the tests can see a request that waits
     )

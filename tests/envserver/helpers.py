@@ -18,13 +18,13 @@ STATIC = {"type": "static", "workers": 2}
 
 
 def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any) -> EnvServerConfig:
-    source_keys = ("taskset", "pool", "attempts", "name", "address", "kind")
+    source_keys = ("taskset", "pool", "max_tries", "name", "address", "kind")
     source_options = {key: options.pop(key) for key in source_keys if key in options}
     source = {
         "name": source_options.get("name", "tricky"),
         "taskset": {"id": f"{TASKSETS_FILE}:{cls}", **source_options.get("taskset", {})},
         "pool": source_options.get("pool", STATIC),
-        "attempts": source_options.get("attempts", 1),
+        "max_tries": source_options.get("max_tries", 1),
         "address": source_options.get("address"),
     }
     return EnvServerConfig.model_validate(
@@ -32,9 +32,9 @@ def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any
             source_options.get("kind", "train"): [source],
             "inference": {"engine": "external", "base_url": [url]},
             "output": tmp_path,
-            "heartbeat": 0.2,
-            "grace": 0.5,
-            "reconnect": 2.0,
+            "heartbeat_interval": 0.2,
+            "shutdown_timeout": 0.5,
+            "client_timeout": 2.0,
             **options,
         }
     )

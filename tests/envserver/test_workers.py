@@ -160,7 +160,12 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
 
     async def run_hung():
         config = make_config(
-            engine.url, tmp_path, hang_timeout=1.5, crashes=2, pool={"type": "static", "workers": 2}, name="hung"
+            engine.url,
+            tmp_path,
+            hang_timeout=1.5,
+            max_worker_crashes=2,
+            pool={"type": "static", "workers": 2},
+            name="hung",
         )
         async with EnvServer(config) as hung_server, EnvClient(hung_server.address, settings=QUICK) as client:
             others = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
@@ -201,7 +206,7 @@ def test_worker_that_exits_during_its_report_did_not_boot(engine, tmp_path):
     async def main():
         taskset = {"boot": "die while reporting"}
         config = make_config(
-            engine.url, tmp_path, taskset=taskset, boot_attempts=1, pool={"type": "static", "workers": 1}
+            engine.url, tmp_path, taskset=taskset, max_startup_failures=1, pool={"type": "static", "workers": 1}
         )
         with pytest.raises(WorkerDied, match="ended with exit code 7 while it booted"):
             await asyncio.wait_for(EnvServer(config).start(), DEADLINE)
@@ -214,7 +219,7 @@ def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
         with contextlib.ExitStack() as files:
             for _ in range(300):
                 files.enter_context(Path(os.devnull).open())
-            config = make_config(engine.url, tmp_path, boot_timeout=30, pool={"type": "static", "workers": 1})
+            config = make_config(engine.url, tmp_path, worker_startup_timeout=30, pool={"type": "static", "workers": 1})
             async with EnvServer(config) as server:
                 assert server.pool.counts["booted"] == 1
 
@@ -223,7 +228,7 @@ def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
 
 def test_elastic_pool_scales_with_the_load(engine, tmp_path):
     gate = tmp_path / "gate"
-    pool = {"type": "elastic", "min": 1, "max": 2, "multiplex": 4, "idle": 0.5}
+    pool = {"type": "elastic", "min_workers": 1, "max_workers": 2, "multiplex": 4, "idle_timeout": 0.5}
 
     async def main():
         config = make_config(engine.url, tmp_path, pool=pool)

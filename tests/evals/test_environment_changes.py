@@ -57,7 +57,7 @@ def evaluate(engine, tmp_path):
             "name": "run",
             "num_tasks": num_tasks,
             "repetitions": 1,
-            "attempts": 1,
+            "max_tries": 1,
         }
         return rf.evaluate(EvalConfig.model_validate({**base, **more}), accept_changes=accept_changes)
 
@@ -73,7 +73,7 @@ def text_of(result) -> str:
 
     console = make_console()
     with console.capture() as captured:
-        console.print(build_report(result.rows, threshold=1.0))
+        console.print(build_report(result.rows, pass_threshold=1.0))
     return captured.get()
 
 

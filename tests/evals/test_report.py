@@ -16,7 +16,7 @@ def names(*repetitions: int) -> list[str]:
         for task, count in enumerate(repetitions)
         for number in range(count)
     ]
-    return [name for name, *_ in compute_scores(rows, threshold=1.0)]
+    return [name for name, *_ in compute_scores(rows, pass_threshold=1.0)]
 
 
 def test_scores_use_powers_of_two_and_the_number_of_repetitions():
@@ -37,7 +37,7 @@ def test_tasks_of_two_sources_with_the_same_name_are_separate():
         for source in "ab"
         for number in range(2)
     ]
-    assert next(name for name, *_ in compute_scores(rows, threshold=1.0)) == "avg@2"
+    assert next(name for name, *_ in compute_scores(rows, pass_threshold=1.0)) == "avg@2"
 
 
 def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> RolloutRecord:
@@ -55,7 +55,7 @@ def scored(task: int, number: int, reward: float, *, source: str = "", **parts: 
 def test_intervals_stay_in_the_range_of_the_rewards():
     """The table once showed 0.939 with an interval up to 1.05, and 0.02 with one from -0.06."""
     rows = [scored(task, number, 1.0 - (task == number == 0)) for task in range(3) for number in range(2)]
-    for name, estimate in compute_scores(rows, threshold=1.0):
+    for name, estimate in compute_scores(rows, pass_threshold=1.0):
         low, high = estimate.interval()
         assert 0.0 <= low <= estimate.mean <= high <= 1.0, name
     assert clustered_mean(group_rewards_by_task(rows).values()).interval()[1] > 1.0

@@ -33,7 +33,7 @@ def configured(engine, tmp_path):
             "num_tasks": 4,
             "repetitions": 2,
             "concurrency": 3,
-            "attempts": 1,
+            "max_tries": 1,
             "model_retries": 0,
         }
         return EvalConfig.model_validate({**base, **more})

@@ -16,7 +16,7 @@ STEP_SECONDS = 0.01  # slow, so that requests for hundreds of tokens are still r
 
 
 def main(model: Path) -> None:
-    core = build_core(model, kv_tokens=8192)
+    core = build_core(model, kv_cache_tokens=8192)
     must_fail, step = threading.Event(), core.step
 
     def step_or_fail() -> list[EngineRequest]:
@@ -26,7 +26,7 @@ def main(model: Path) -> None:
 
     core.step = step_or_fail
     signal.signal(signal.SIGUSR1, lambda *_: must_fail.set())
-    asyncio.run(serve(Engine(core), name="llama", config=ServerConfig(port=0, shutdown=2)))
+    asyncio.run(serve(Engine(core), name="llama", config=ServerConfig(port=0, shutdown_timeout=2)))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,13 @@ def publish_as(directory: Path, source: Path, version: PolicyVersion) -> Path:
 
 
 def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"), **settings) -> EngineCore:  # noqa: B008
-    defaults = {"device": DEVICE, "dtype": "float32", "block_size": 4, "max_batch_tokens": 64, "max_running": 16}
+    defaults = {
+        "device": DEVICE,
+        "dtype": "float32",
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "max_running_requests": 16,
+    }
     config = {**defaults, **settings}
     model = load_model(directory, dtype=config["dtype"], device=config["device"])
     return EngineCore(model, EngineConfig(**config), version)

@@ -67,7 +67,7 @@ def run_server(
     async def main() -> None:
         app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
         async with run_http_server(
-            app, ServerConfig(port=0, shutdown=2, allowed_hosts=["engine.lab.example"])
+            app, ServerConfig(port=0, shutdown_timeout=2, allowed_hosts=["engine.lab.example"])
         ) as server:
             address.append(server.address)
             ready.set()

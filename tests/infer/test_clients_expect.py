@@ -28,7 +28,7 @@ def http(tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     source = write_llama(models / "source", seed=3, positions=256)
     directory = publish_as(models / "v1", source, PolicyVersion("llama", 0, 1))
-    core = build_core(directory, kv_tokens=4096, max_running=4)
+    core = build_core(directory, kv_cache_tokens=4096, max_running_requests=4)
     running = run_server(core, name="org/llama", renderer=FailingRenderer())
     with running as (url, _), httpx.Client(base_url=url, timeout=30) as client:
         yield client

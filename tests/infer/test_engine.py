@@ -53,8 +53,8 @@ def world(tmp_path_factory):
 def cores(world):
     """Cores with a small cache, 30 blocks of 4 tokens, so that requests compete for it."""
     published, _, _ = world
-    settings = {"kv_tokens": 120, "max_running": 6, "max_batch_tokens": 24, "dtype": DTYPE}
-    return {fused: build_core(published[A], A, fused=fused, **settings) for fused in (True, False)}
+    settings = {"kv_cache_tokens": 120, "max_running_requests": 6, "max_num_batched_tokens": 24, "dtype": DTYPE}
+    return {fused: build_core(published[A], A, fused_ops=fused, **settings) for fused in (True, False)}
 
 
 def mixed_scores(models, request: EngineRequest, kv_runs, version: PolicyVersion) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_logprobs_equal_those_of_transformers(world, cores):
         for leftover in core.list_unfinished_requests():  # of an example that failed
             core.cancel(leftover)
         before = asdict(core.counters)
-        core.scheduler.max_batch_tokens, core.scheduler.max_running = budget, 6
+        core.scheduler.max_num_batched_tokens, core.scheduler.max_running_requests = budget, 6
         driver = CoreDriver(core)
         for action, detail in [("submit", burst), ("step", 3), *program]:
             match action:
@@ -194,7 +194,7 @@ def test_logprobs_equal_those_of_transformers(world, cores):
 
 @pytest.fixture(scope="module")
 def core(world):
-    return build_core(world[0][A], A, kv_tokens=2048)
+    return build_core(world[0][A], A, kv_cache_tokens=2048)
 
 
 def build_request(core: EngineCore, prompt, **sampling) -> EngineRequest:
@@ -211,7 +211,9 @@ def test_tokens_do_not_depend_on_the_batch(core):
 @pytest.mark.parametrize(("tokens", "dtype"), [(32, "float32"), (80, "float32"), (32, "bfloat16")])
 def test_batch_invariant_mode_gives_the_same_bits_in_any_batch(world, tokens, dtype):
     """The steps have fewer and more tokens than the operators in C compute at once."""
-    core = build_core(world[0][A], A, kv_tokens=2048, batch_invariant=True, max_batch_tokens=tokens, dtype=dtype)
+    core = build_core(
+        world[0][A], A, kv_cache_tokens=2048, batch_invariant=True, max_num_batched_tokens=tokens, dtype=dtype
+    )
     (alone,) = run(core, build_request(core, range(3, 90)))
     others = [build_request(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
     *_, batched = run(core, *others, build_request(core, range(3, 90)))
@@ -233,7 +235,9 @@ def test_fused_bfloat16_is_as_exact_as_the_models_own_code(world):
     published, models, _ = world
     errors: dict[bool, list[float]] = {True: [], False: []}
     for fused in errors:
-        core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused, max_batch_tokens=16)
+        core = build_core(
+            published[A], A, kv_cache_tokens=2048, dtype="bfloat16", fused_ops=fused, max_num_batched_tokens=16
+        )
         for request in run(core, build_request(core, range(3, 20)), build_request(core, range(5, 9), max_tokens=40)):
             exact = scores(models[A], request.token_ids, 1.0)
             for position, logprob in enumerate(request.logprobs, len(request.prompt_token_ids)):
@@ -259,7 +263,14 @@ def test_noise_is_uniform_and_depends_on_seed_and_position():
 
 def test_sampled_frequencies_follow_the_distribution(world):
     published, models, _ = world
-    core = build_core(published[A], A, kv_tokens=8192, max_running=64, max_batch_tokens=512, queue=4000)
+    core = build_core(
+        published[A],
+        A,
+        kv_cache_tokens=8192,
+        max_running_requests=64,
+        max_num_batched_tokens=512,
+        max_queued_requests=4000,
+    )
     prompt, temperature = [5, 9, 31], 1.5
     requests = run(
         core, *(build_request(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000))
@@ -323,7 +334,7 @@ def test_stop_id_ends_the_reply_and_is_part_of_it(core):
 
 def test_prompt_logprobs_cover_a_chunked_prompt(world):
     published, models, _ = world
-    core = build_core(published[A], A, kv_tokens=2048, max_batch_tokens=16)
+    core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
     prompt = [(5 * index) % VOCAB for index in range(100)]
     for _ in range(2):  # the second time the prompt is cached
         (request,) = run(core, build_request(core, prompt, prompt_logprobs=True))
@@ -344,7 +355,7 @@ def test_top_logprobs_are_the_likeliest_tokens(world, core):
 
 
 def test_lower_priority_number_runs_first(world):
-    core = build_core(world[0][A], A, kv_tokens=512, max_running=1)
+    core = build_core(world[0][A], A, kv_cache_tokens=512, max_running_requests=1)
     late, early = (core.create_request([3, 4], SamplingParams(max_tokens=2), priority=priority) for priority in (1, 0))
     core.add_request(late)
     core.add_request(early)
@@ -353,7 +364,7 @@ def test_lower_priority_number_runs_first(world):
 
 
 def test_full_queue_rejects_and_counts(world):
-    core = build_core(world[0][A], A, kv_tokens=512, queue=2)
+    core = build_core(world[0][A], A, kv_cache_tokens=512, max_queued_requests=2)
     for _ in range(2):
         core.add_request(build_request(core, [3]))
     with pytest.raises(QueueFull, match="2 requests are waiting already, the limit is 2"):
@@ -385,14 +396,14 @@ def test_invalid_input_is_rejected(core, prompt, sampling, message):
 
 
 def test_shared_prompt_is_computed_once(world):
-    core = build_core(world[0][A], A, kv_tokens=2048, max_running=16, max_batch_tokens=256)
+    core = build_core(world[0][A], A, kv_cache_tokens=2048, max_running_requests=16, max_num_batched_tokens=256)
     prompt = [(3 * index) % VOCAB for index in range(41)]
     run(core, *(build_request(core, prompt, seed=seed, max_tokens=1) for seed in range(16)))
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
 
 
 def test_blocks_of_one_token(world, core):
-    small = build_core(world[0][A], A, kv_tokens=512, block_size=1)
+    small = build_core(world[0][A], A, kv_cache_tokens=512, block_size=1)
     inputs = [(range(3, 12), 1), (range(3, 9), 2)]
     actual, expected = (
         run(engine, *(build_request(engine, prompt, seed=seed) for prompt, seed in inputs)) for engine in (small, core)
@@ -401,22 +412,22 @@ def test_blocks_of_one_token(world, core):
     assert small.counters.prefix_hit_tokens >= 5
 
 
-@pytest.mark.parametrize("settings", [{"memory": 1e-12}, {"kv_tokens": 1, "block_size": 1}])
+@pytest.mark.parametrize("settings", [{"kv_memory_fraction": 1e-12}, {"kv_cache_tokens": 1, "block_size": 1}])
 def test_too_small_cache_is_rejected(world, settings):
     published, _, _ = world
-    with pytest.raises(ConfigInvalid, match=r"room for [01] tokens.*inference\.memory or inference\.kv_tokens"):
+    with pytest.raises(ConfigInvalid, match=r"room for [01] tokens.*kv_memory_fraction or inference\.kv_cache_tokens"):
         build_core(published[A], A, **settings)
 
 
 def test_unused_cache_scopes_are_dropped(world):
-    core = build_core(world[0][A], A, kv_tokens=64)
+    core = build_core(world[0][A], A, kv_cache_tokens=64)
     for salt in range(50):
         run(core, core.create_request([3], SamplingParams(max_tokens=2), cache_salt=str(salt)))
     assert not core.pool.roots
 
 
 def test_request_shares_blocks_after_its_scope_was_dropped(world):
-    core = build_core(world[0][A], A, kv_tokens=512)
+    core = build_core(world[0][A], A, kv_cache_tokens=512)
     short, long = build_request(core, [3], max_tokens=1), build_request(core, [3], max_tokens=12)
     run(core, short, long)
     run(core, core.create_request(long.token_ids, SamplingParams(max_tokens=1)))
@@ -426,7 +437,7 @@ def test_request_shares_blocks_after_its_scope_was_dropped(world):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_logprobs": 2}, {"temperature": 0.0}])
 def test_nan_weights_are_reported(world, fused, sampling):
-    core = build_core(world[0][A], A, kv_tokens=64, fused=fused)
+    core = build_core(world[0][A], A, kv_cache_tokens=64, fused_ops=fused)
     for parameter in core.model.module.parameters():
         parameter.data.fill_(float("nan"))
     with pytest.raises(ProviderError, match=f"the logits of {A} are NaN"):
@@ -434,7 +445,7 @@ def test_nan_weights_are_reported(world, fused, sampling):
 
 
 def test_cache_salt_separates_prefixes(world):
-    core = build_core(world[0][A], A, kv_tokens=2048)
+    core = build_core(world[0][A], A, kv_cache_tokens=2048)
     prompt = list(range(3, 40))
     for salt in ("one", "two"):
         run(core, core.create_request(prompt, SamplingParams(max_tokens=1), cache_salt=salt))

@@ -26,7 +26,9 @@ def test_client_uses_external_or_started_servers(external):
         async with Fake() as one, Fake() as two:
             urls = [one.url, two.url]
             inference = ExternalConfig(base_url=urls) if external else EngineConfig()
-            async with build_inference_client(inference, () if external else urls, ClientConfig(patience=5)) as client:
+            async with build_inference_client(
+                inference, () if external else urls, ClientConfig(server_wait_timeout=5)
+            ) as client:
                 await asyncio.gather(*(client.generate([1], ClientSampling(max_tokens=2)) for _ in range(4)))
             assert len(one.asked) == len(two.asked) == 2
 

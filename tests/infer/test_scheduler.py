@@ -30,7 +30,7 @@ class CountingScheduler(Scheduler):
 def build_scheduler(scheduler_class: type[Scheduler], num_blocks: int, block_size: int = 4) -> Scheduler:
     counters = EngineCounters()
     pool = BlockPool(num_blocks + 1, block_size, counters)
-    return scheduler_class(pool, counters, max_running=5, max_batch_tokens=12)
+    return scheduler_class(pool, counters, max_running_requests=5, max_num_batched_tokens=12)
 
 
 def build_request(length: int, max_tokens: int) -> EngineRequest:

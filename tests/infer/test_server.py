@@ -34,7 +34,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    with run_server(build_core(model, kv_tokens=8192, queue=8, max_running=4)) as (url, engine):
+    with run_server(build_core(model, kv_cache_tokens=8192, max_queued_requests=8, max_running_requests=4)) as (
+        url,
+        engine,
+    ):
         yield url, engine
 
 
@@ -343,7 +346,9 @@ class SlowRenderer(ByteRenderer):
 @pytest.fixture(scope="module")
 def slow_server(model):
     renderer = SlowRenderer()
-    with run_server(build_core(model, kv_tokens=8192, queue=8, max_running=8), renderer=renderer) as (url, _):
+    with run_server(
+        build_core(model, kv_cache_tokens=8192, max_queued_requests=8, max_running_requests=8), renderer=renderer
+    ) as (url, _):
         yield url, renderer
 
 

@@ -23,7 +23,7 @@ def test_server_survives_cancels_and_updates(tmp_path):
     for step in (1, 2):
         source = write_llama(tmp_path / f"source-{step}", seed=step)
         directories.append(publish_as(tmp_path / f"v{step}", source, PolicyVersion("llama", 0, step)))
-    core = build_core(directories[0], kv_tokens=600, max_running=32, max_batch_tokens=128)
+    core = build_core(directories[0], kv_cache_tokens=600, max_running_requests=32, max_num_batched_tokens=128)
     memory: list[tuple[float, int]] = []
     failures: list[str] = []
 

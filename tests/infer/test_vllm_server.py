@@ -51,8 +51,8 @@ def launch(tmp_path):
         python = tmp_path / "python"
         python.write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
         python.chmod(0o755)
-        config = VLLMConfig(python=str(python), log=str(tmp_path / "logs" / "vllm.log"), **settings)
-        return VLLMServer(str(tmp_path / "model"), config, ServerConfig(port=0, shutdown=0.5))
+        config = VLLMConfig(python=str(python), log_file=str(tmp_path / "logs" / "vllm.log"), **settings)
+        return VLLMServer(str(tmp_path / "model"), config, ServerConfig(port=0, shutdown_timeout=0.5))
 
     return build
 
@@ -92,14 +92,14 @@ def test_failed_start_shows_the_end_of_the_log(launch):
 
 
 def test_unhealthy_server_is_ended_at_the_deadline(launch):
-    server = launch("import time; print('compiling', flush=True); time.sleep(600)", start_deadline=1.0)
+    server = launch("import time; print('compiling', flush=True); time.sleep(600)", startup_timeout=1.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*compiling"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
     assert server._child is not None and server._child.exit_code is not None
 
 
 def test_exit_of_the_server_is_reported(launch):
-    server = launch(SERVER_PROGRAM, env={"EXITS": "1"})
+    server = launch(SERVER_PROGRAM, extra_env={"EXITS": "1"})
 
     async def main():
         async with server:
@@ -113,7 +113,14 @@ def test_exit_of_the_server_is_reported(launch):
 def test_serve_command_runs_until_sigterm(launch):
     server = launch(SERVER_PROGRAM)
     flags = ["--inference.engine", "vllm", "--inference.python", server.config.python, "--server.port", "0"]
-    flags += ["--inference.log", server.config.log, "--server.shutdown", "0.5", "-m", str(server.path)]
+    flags += [
+        "--inference.log_file",
+        server.config.log_file,
+        "--server.shutdown_timeout",
+        "0.5",
+        "-m",
+        str(server.path),
+    ]
     command = [sys.executable, "-m", "ramify", "serve", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -131,7 +138,9 @@ def test_missing_interpreter_is_reported(launch):
 
 
 def test_command_has_the_flags_that_training_needs(launch):
-    command = launch("", max_model_len=128, max_running=4, eager=True, args=["--seed", "1"]).build_command()
+    command = launch(
+        "", max_model_len=128, max_running_requests=4, enforce_eager=True, extra_args=["--seed", "1"]
+    ).build_command()
     text = " ".join(command)
     for flags in (
         "--logprobs-mode processed_logprobs",
@@ -151,17 +160,20 @@ def test_command_has_the_flags_that_training_needs(launch):
 
 
 def test_engine_selects_the_keys():
-    assert parse(ServeConfig, ["--inference.queue", "3"]).inference == EngineConfig(queue=3)
+    assert parse(ServeConfig, ["--inference.max_queued_requests", "3"]).inference == EngineConfig(max_queued_requests=3)
     config = parse(
-        ServeConfig, ["--inference.engine", "vllm", "--inference.python", "p", "--inference.args", "-a", "1"]
+        ServeConfig, ["--inference.engine", "vllm", "--inference.python", "p", "--inference.extra_args", "-a", "1"]
     )
-    assert config.inference == VLLMConfig(python="p", args=["-a", "1"])
+    assert config.inference == VLLMConfig(python="p", extra_args=["-a", "1"])
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--inference.engine", "vllm", "--inference.queue", "3"], "inference.queue: unknown key; .* 'vllm' has"),
+        (
+            ["--inference.engine", "vllm", "--inference.max_queued_requests", "3"],
+            "inference.max_queued_requests: unknown key; .* 'vllm' has",
+        ),
         (["--inference.python", "p"], "inference.python: unknown key; it needs inference.engine = 'vllm'"),
         (["--inference.engine", "vlm"], "inference.engine: expected 'native' or 'vllm', got 'vlm'"),
         (["--inference.engine", "vllm", "--server.timeout", "3"], "server.timeout needs inference.engine = 'native'"),

@@ -54,7 +54,7 @@ def test_every_process_gets_a_config_that_its_command_can_parse(tmp_path):
     assert run.inference == ExternalConfig(base_url=[url])
     assert run.train[0].address == env.train[0].address
     assert trainer.address == run.orchestrator.address
-    assert run.orchestrator.status == plan.status_address
+    assert run.orchestrator.status_address == plan.status_address
     assert parse(RunConfig, ["@", str(tmp_path / "run" / "config.toml")]) == plan.config
 
 
@@ -142,7 +142,7 @@ def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, trans
 
 
 def test_trainer_has_one_process_per_gpu(tmp_path):
-    several = config(tmp_path, launch={"gpus": "split", "trainer_gpus": 2})
+    several = config(tmp_path, launch={"gpu_placement": "split", "trainer_gpus": 2})
     plan = build_plan(several, gpus=[gpu(0), gpu(1), gpu(2)])
     trainer = plan.process_specs[-1]
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == "1,2"
@@ -152,9 +152,13 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("launch", "gpus", "text"),
     [
-        ({"gpus": "split"}, 1, "launch.gpus: the run needs 2 GPUs, found 1"),
-        ({"gpus": "shared"}, 0, "launch.gpus: 'shared' requires both engine and trainer on GPUs"),
-        ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 requires launch.gpus = 'split'"),
+        ({"gpu_placement": "split"}, 1, "launch.gpu_placement: the run needs 2 GPUs, found 1"),
+        (
+            {"gpu_placement": "colocated"},
+            0,
+            "launch.gpu_placement: 'colocated' requires both engine and trainer on GPUs",
+        ),
+        ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 requires launch.gpu_placement = 'split'"),
     ],
 )
 def test_missing_gpus_are_refused(tmp_path, launch, gpus, text):
@@ -165,7 +169,7 @@ def test_missing_gpus_are_refused(tmp_path, launch, gpus, text):
 def test_dry_run_plans_for_another_machine(tmp_path):
     asked = {"model": {"name": "Qwen/Qwen3-0.6B"}, "trainer": {"device": "cuda"}, "inference": {"device": "cuda"}}
     text = "\n".join(
-        build_plan(config(tmp_path, launch={"gpus": "split"}, **asked), dry_run=True, gpus=[]).format_lines()
+        build_plan(config(tmp_path, launch={"gpu_placement": "split"}, **asked), dry_run=True, gpus=[]).format_lines()
     )
     assert "GPU 1 (not on this machine)" in text
     assert "600,000,000 parameters, guessed from its name" in text

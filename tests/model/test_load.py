@@ -69,7 +69,7 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["afmoe", "phi3", "opt"])
 def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
-    core = build_core(write_random_model(model_type, tmp_path), max_batch_tokens=16)
+    core = build_core(write_random_model(model_type, tmp_path), max_num_batched_tokens=16)
     requests = [
         core.create_request([5, 6, 7 + index] * 5, SamplingParams(max_tokens=5, seed=index)) for index in range(3)
     ]

@@ -111,7 +111,7 @@ def test_bad_directory_is_rejected_and_weights_are_unchanged(sources, published,
 
 
 def test_engine_rejects_a_version_with_changed_bytes(published):
-    config = EngineConfig(kv_tokens=64, max_running=4)
+    config = EngineConfig(kv_cache_tokens=64, max_running_requests=4)
     assert Engine.load(str(published), config).core.version == VERSION
     flip_last_byte(published)
     with pytest.raises(WeightsRefused, match="checksum"):

@@ -1,6 +1,6 @@
 """A simulated run with random latencies, failures and restarts, and two properties that always hold.
 
-*Bound*: a group is trained at most `max_off_policy` steps after the version it started with, and so is each of its
+*Bound*: a group is trained at most `max_staleness` steps after the version it started with, and so is each of its
 attempts. *Liveness*: the run reaches its last step, and every issued group is trained once or dropped.
 """
 

@@ -23,7 +23,7 @@ type = "auto"
 
 [inference]
 engine = "native"
-memory = 0.4
+kv_memory_fraction = 0.4
 
 [orchestrator]
 batch_size = 128
@@ -39,7 +39,7 @@ harness = { id = "chat", timeout = 120 }
 runtime = { id = "local" }
 sampling = { temperature = 1.0, max_tokens = 64 }
 max_turns = 1
-pool = { type = "elastic", min = 1, multiplex = 128 }
+pool = { type = "elastic", min_workers = 1, multiplex = 128 }
 
 [[eval]]
 taskset = { id = "reverse-text", split = "eval" }
@@ -85,7 +85,7 @@ REFUSED = {
     "inference.args": (["--inference.args", "[]"], "inference with engine = 'native' has"),
     "train.0": (["--train.0.sampling.top_p", "0.9"], "sampling.top_p: 0.9 cannot be trained on, expected 1"),
     "train.0 ": (
-        ["--train.0.address", "tcp://h:1", "--train.0.pool.min", "2"],
+        ["--train.0.address", "tcp://h:1", "--train.0.pool.min_workers", "2"],
         "pool is not allowed with `address`",
     ),
     "orchestrator": (["--orchestrator.batch_size", "100"], "batch_size must be a multiple of group_size: 100, 16"),

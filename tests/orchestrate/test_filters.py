@@ -17,32 +17,32 @@ CERTAIN = math.log(0.995)
 CASES = {
     "zero_advantage": ({}, (rollout("bad"), 0.0), (rollout("good"), 0.01)),
     "gibberish: odds": (
-        {"token": 800},
+        {"token_id_threshold": 800},
         (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
         (rollout("good", reply=(10, 801), logprobs=(-0.1, LIMIT + 0.01)), 1.0),
     ),
     "gibberish: rare": (
-        {"token": 800},
+        {"token_id_threshold": 800},
         (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
         (rollout("good", reply=(10, 800), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
     ),
     "gibberish: both of one token": (
-        {"token": 800},
+        {"token_id_threshold": 800},
         (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
         (rollout("good", reply=(10, 801), logprobs=(LIMIT - 0.01, -0.1)), 1.0),
     ),
     "repetition: length": (
-        {"tokens": 4},
+        {"window": 4},
         (rollout("bad", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, CERTAIN, -1)), 1.0),
         (rollout("good", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, -1, CERTAIN)), 1.0),
     ),
     "repetition: certainty": (
-        {"tokens": 2},
+        {"window": 2},
         (rollout("bad", reply=(10, 11), logprobs=(CERTAIN, math.log(0.991))), 1.0),
         (rollout("good", reply=(10, 11), logprobs=(CERTAIN, math.log(0.989))), 1.0),
     ),
     "repetition: one reply": (
-        {"tokens": 3},
+        {"window": 3},
         (rollout("bad", reply=(10, 11, 12), logprobs=(CERTAIN,) * 3), 1.0),
         (rollout("good", reply=(10, 11), logprobs=(CERTAIN,) * 2, turns=2), 1.0),
     ),
@@ -85,8 +85,8 @@ def test_zero_advantage_ignores_rollouts_with_another_loss_component():
 def test_all_fired_filters_are_named():
     trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1))
     filters = [
-        plugin.build_plugin("filter", {"id": "gibberish", "token": 800}),
-        plugin.build_plugin("filter", {"id": "repetition", "tokens": 2}),
+        plugin.build_plugin("filter", {"id": "gibberish", "token_id_threshold": 800}),
+        plugin.build_plugin("filter", {"id": "repetition", "window": 2}),
         plugin.build_plugin("filter", {"id": "zero_advantage", "mode": "enforce"}),
     ]
     result = apply_filters(filters, [trace], [Annotation("t", 1, advantage=0.0)], VOCAB_SIZE)
@@ -97,6 +97,6 @@ def test_all_fired_filters_are_named():
 
 def test_replies_of_another_model_are_not_filtered():
     trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1), trainable=False)
-    assert not plugin.build_plugin("filter", {"id": "gibberish", "token": 800}).fires(
+    assert not plugin.build_plugin("filter", {"id": "gibberish", "token_id_threshold": 800}).fires(
         FilterInput(trace, (), VOCAB_SIZE)
     )

@@ -58,7 +58,7 @@ def test_permanent_failure_is_not_retried():
 
 
 def test_too_few_is_reported_as_soon_as_it_is_certain():
-    group = GroupTracker(0, 4, max_tries=1, min_group=3)
+    group = GroupTracker(0, 4, max_tries=1, min_group_size=3)
     group.record_failure(0, DIED)
     assert group.progress is GroupProgress.OPEN
     group.record_failure(3, DIED)
@@ -67,7 +67,7 @@ def test_too_few_is_reported_as_soon_as_it_is_certain():
 
 
 def test_group_of_one_needs_one_attempt():
-    group = GroupTracker(0, 1, min_group=2)
+    group = GroupTracker(0, 1, min_group_size=2)
     group.record_episode(0, [rollout("t", 1.0)])
     assert group.progress is GroupProgress.COMPLETE
 

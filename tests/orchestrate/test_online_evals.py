@@ -91,7 +91,7 @@ def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
         server_timeout=9.0,
         group_rewards=frozenset(["together"]),
     )
-    config: Any = SimpleNamespace(endpoint=None, hold_weights=False, num_tasks=3, repetitions=2, threshold=1.0)
+    config: Any = SimpleNamespace(endpoint=None, hold_weights=False, num_tasks=3, repetitions=2, pass_threshold=1.0)
     weight_updater: Any = None
     with RunStore.open(tmp_path) as store:
         evaluator = OnlineEvaluator(

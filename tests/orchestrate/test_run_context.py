@@ -72,8 +72,8 @@ class ChangingRun:
             "train": [{**self.source, "address": address}],
             "inference": {"engine": "external", "base_url": [self.engine.url]},
             "output": self.directory,
-            "grace": 0.1,
-            "heartbeat": 0.2,
+            "shutdown_timeout": 0.1,
+            "heartbeat_interval": 0.2,
         }
         return EnvServer(EnvServerConfig.model_validate(config))
 

@@ -90,7 +90,7 @@ def test_exhausted_source_is_skipped():
 @given(st.integers(0, 30))
 def test_mix_resumes_at_its_position(before):
     def make():
-        pools = PoolsCurriculum(PoolsConfig(recent=2), 6, "7")
+        pools = PoolsCurriculum(PoolsConfig(recent_groups=2), 6, "7")
         return SourceMix({"a": 2, "b": 1, "p": 1}, {"a": shuffle(4), "b": shuffle(3), "p": pools})
 
     first, resumed, states = make(), make(), {}
@@ -108,7 +108,7 @@ def test_mix_resumes_at_its_position(before):
 
 
 def test_pools_draw_tasks_by_recent_rewards():
-    pools = PoolsCurriculum(PoolsConfig(easy=0.1, hard=0.2, recent=2), 30, "3")
+    pools = PoolsCurriculum(PoolsConfig(easy_fraction=0.1, hard_fraction=0.2, recent_groups=2), 30, "3")
     for task in range(10):
         pools.record_reward(task, 1.0)
         pools.record_reward(10 + task, 0.0)
@@ -124,7 +124,7 @@ def test_pools_draw_tasks_by_recent_rewards():
 
 
 def test_empty_pool_is_skipped():
-    pools = PoolsCurriculum(PoolsConfig(easy=1.0, hard=0.0), 5, "0")
+    pools = PoolsCurriculum(PoolsConfig(easy_fraction=1.0, hard_fraction=0.0), 5, "0")
     assert {pools.next_task().task for _ in range(100)} == set(range(5))
 
 

@@ -20,12 +20,12 @@ CONFIG = """
 name = "run"
 max_steps = {steps}
 seq_len = 256
-record = true
+record_batches = true
 
 [orchestrator]
 batch_size = 16
 group_size = 4
-max_off_policy = {off_policy}
+max_staleness = {off_policy}
 
 [trainer.optim]
 lr = 1e-4
@@ -34,7 +34,7 @@ lr = 1e-4
 interval = 2
 
 [launch]
-restarts = 100
+max_restarts = 100
 
 [[train]]
 name = "warm"

@@ -21,6 +21,8 @@ def home(tmp_path):
     """A directory with the model, the taskset, the configurations and the two runs."""
     shutil.copytree(OLDER_RUNS, tmp_path, dirs_exist_ok=True)
     (tmp_path / "runs").rename(tmp_path / "outputs")
+    for file in tmp_path.glob("*.toml"):  # only a stored configuration may have old keys
+        file.write_text(file.read_text("utf-8").replace("max_off_policy", "max_staleness"), encoding="utf-8")
     return tmp_path
 
 

@@ -96,7 +96,7 @@ class Stage:
                 **more.pop("orchestrator", {}),
             },
             "inference": {"engine": "external", "base_url": [more.pop("url", self.engine.url)]},
-            "launch": {"start_deadline": 2.0},
+            "launch": {"startup_timeout": 2.0},
             "train": [source],
         }
         started_at, on_status_address = time.monotonic(), more.pop("on_status_address", None)
@@ -122,7 +122,13 @@ def stage(tmp_path_factory):
             "pool": {"type": "static", "workers": 1},
         }
         inference = {"engine": "external", "base_url": [engine.url]}
-        config = {"train": [source], "inference": inference, "output": home, "grace": 0.2, "heartbeat": 0.2}
+        config = {
+            "train": [source],
+            "inference": inference,
+            "output": home,
+            "shutdown_timeout": 0.2,
+            "heartbeat_interval": 0.2,
+        }
         server = EnvServer(EnvServerConfig.model_validate(config))
         runner.run(server.start())
         yield Stage(runner, engine, server, gate, home)

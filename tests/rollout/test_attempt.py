@@ -406,7 +406,7 @@ def test_keep_preserves_the_work_directory(tmp_path):
         def finalize(self, runtime) -> None:
             kept.append(runtime.workdir)
 
-    env = load_env(KeepsWorkdir, runtime={"keep": True, "root": str(tmp_path)})
+    env = load_env(KeepsWorkdir, runtime={"keep_workdir": True, "workdir_root": str(tmp_path)})
     run_one(env, ["a"])
     assert kept[0].is_dir()
 

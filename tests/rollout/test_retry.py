@@ -46,7 +46,7 @@ def test_missing_reward_is_retried():
 
 
 def test_last_try_is_the_result():
-    env = load_env(Failing, attempts=2)
+    env = load_env(Failing, max_tries=2)
     env.taskset.failures = 9
     trace = run_rollout_sync(env, ["a", "b", "c"])
     assert error_names(trace) == ["EnvironmentFault"]

@@ -118,7 +118,7 @@ def test_first_and_last_bytes_of_long_output_are_kept():
         assert len(result.stdout) < 1100
         assert result.stderr == b"e"
 
-    with_runtime(test, max_output=1000)
+    with_runtime(test, max_output_bytes=1000)
 
 
 def test_timeout_kills_all_processes_and_keeps_the_output():
@@ -201,7 +201,7 @@ def test_stop_removes_the_directory(tmp_path):
         with pytest.raises(SandboxError, match="stopped"):
             await runtime.run(["true"], timeout=1)
 
-    with_runtime(test, root=tmp_path)
+    with_runtime(test, workdir_root=tmp_path)
 
 
 def test_stop_removes_deeply_nested_directories(tmp_path):
@@ -209,7 +209,7 @@ def test_stop_removes_deeply_nested_directories(tmp_path):
         script = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
         assert (await runtime.run([sys.executable, "-c", script], timeout=20)).returncode == 0
 
-    with_runtime(test, root=tmp_path)
+    with_runtime(test, workdir_root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +218,7 @@ def test_keep_preserves_the_directory(tmp_path):
         await runtime.write("a", b"x")
         return runtime.workdir
 
-    workdir = with_runtime(test, root=tmp_path, keep=True)
+    workdir = with_runtime(test, workdir_root=tmp_path, keep_workdir=True)
     assert (workdir / "a").read_bytes() == b"x"
 
 
@@ -226,7 +226,7 @@ def test_directory_is_not_created_without_use(tmp_path):
     async def test(runtime):
         assert runtime.trace_metadata == {"id": "local"}
 
-    with_runtime(test, root=tmp_path)
+    with_runtime(test, workdir_root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -242,8 +242,8 @@ def test_missing_directory_raises_a_sandbox_error(tmp_path):
         with pytest.raises(SandboxError, match="cannot run"):
             await runtime.run(["true"], timeout=1)
 
-    with_runtime(run_without_root, root=tmp_path / "missing")
-    with_runtime(run_after_removal, root=tmp_path)
+    with_runtime(run_without_root, workdir_root=tmp_path / "missing")
+    with_runtime(run_after_removal, workdir_root=tmp_path)
     assert SandboxError.retryable
 
 

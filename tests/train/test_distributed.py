@@ -19,7 +19,7 @@ from tests.train.workers import run_ranks
 
 STEPS, SAVED_STEP = 20, 10
 SHAPES = ["llama", "mixed"] if os.environ.get("RAMIFY_FULL") else ["llama"]
-CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_norm": 1.0, "eps": 1e-4}}
+CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "eps": 1e-4}}
 
 
 def run_steps(trainer, ranks: Ranks, start: int, stop: int) -> list[tuple[float, float, int]]:

@@ -14,7 +14,7 @@ from tests.train.models import CONFIGS, build_policy
 from tests.train.test_trainer import build_forests, copy_weights
 
 DEVICE = torch.device("cuda")
-CONFIG = OptimConfig(lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, max_norm=1.0)
+CONFIG = OptimConfig(lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0)
 SHAPES = {"aligned": (64, 64), "odd": (37, 129), "late": (5, 7), "unused": (3, 3), "bias": (2051,), "one": (1,)}
 TOLERANCE = 2e-5  # torch rounds 0.999 to float32 before it computes 1 - 0.999, the kernel after
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU")
@@ -50,7 +50,7 @@ class OptimizerPair:
                 self.reference[name].grad = gradient if before is None else before + gradient
             self.masters.accumulate_gradients()
         norm = self.masters.gradient_norm()
-        expected_norm = nn.utils.clip_grad_norm_(self.reference.values(), CONFIG.max_norm or 0.0)
+        expected_norm = nn.utils.clip_grad_norm_(self.reference.values(), CONFIG.max_grad_norm or 0.0)
         torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0.0, equal_nan=True)
         self.fused_optimizers.step(step, norm)
         self.torch_optimizers.step(step, expected_norm)

@@ -210,7 +210,7 @@ def settings(world: Path, name: str, **trainer) -> dict:
         "output": str(world / "runs"),
         "model": {"name": str(world / "model")},
         "data": {"path": str(world / "data.jsonl")},
-        "validation": {"share": 0.1, "interval": 5},
+        "validation": {"fraction": 0.1, "interval": 5},
         "batch_size": 5,
         "epochs": 3,
         "seq_len": 64,
@@ -416,7 +416,7 @@ def test_truncated_tokens_are_counted(world, tmp_path):
 
 def test_a_validation_share_that_leaves_no_examples_is_refused(world):
     for share, problem in ((0.99, "none to train on"), (0.01, "none to validate on")):
-        config = SftConfig.model_validate(settings(world, "share") | {"validation": {"share": share}})
+        config = SftConfig.model_validate(settings(world, "share") | {"validation": {"fraction": share}})
         with pytest.raises(ConfigInvalid, match=problem):
             build_sft_plan(config)
 

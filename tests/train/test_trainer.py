@@ -217,7 +217,7 @@ def test_a_gradient_that_is_not_finite_does_not_change_the_weights():
 
 
 def test_gradients_are_clipped_to_max_norm():
-    trainer = make_trainer(max_norm=1e-3)
+    trainer = make_trainer(max_grad_norm=1e-3)
     metrics = trainer.step(Batch.from_packs(0, pack_forests(build_forests(), 1000)))
     assert metrics.grad_norm > 1e-3
     (adamw,) = trainer.optimizer.optimizers  # its first moments are a tenth of the clipped gradient
@@ -348,7 +348,7 @@ def test_padded_lengths_are_few():
 
 def test_building_a_trainer_logs_its_layout_and_dtype():
     lines: list[str] = []
-    config = TrainerConfig(threads=1, checkpoint_activations=True)
+    config = TrainerConfig(threads=1, activation_checkpointing=True)
     trainer = build_trainer(resolve_model_path("tiny"), config, SINGLE_RANK, log=lines.append)
     assert trainer.policy.layout is PackLayout.FOREST
     assert lines == [

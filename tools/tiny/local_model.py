@@ -82,7 +82,7 @@ class LocalModel:
 @contextmanager
 def open_local_model(directory: Path) -> Iterator[LocalModel]:
     """Load the model of a directory in float32 on the CPU; close its engine on exit."""
-    config = EngineConfig(device="cpu", dtype="float32", max_running=MAX_CONCURRENT)
+    config = EngineConfig(device="cpu", dtype="float32", max_running_requests=MAX_CONCURRENT)
     engine = Engine.load(str(directory), config).start()
     try:
         yield LocalModel(engine, load_renderer(directory), directory.name)

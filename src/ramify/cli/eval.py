@@ -17,7 +17,7 @@ from ramify.evals.config import EvalConfig
 if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
 
-COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
+COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show-traces", "--keep-workdirs", "--dry-run")
 SHORT_FLAGS = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
@@ -26,8 +26,8 @@ USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS]
   --taskset.KEY VALUE     a key of the taskset itself; likewise --harness.KEY and --runtime.KEY
   --fresh       start over; the old run directory is renamed
   --accept-changes        resume although the environment has changed; keep finished rollouts, record the change
-  --show        print the trace of every rollout at the end
-  --keep        do not delete work directories
+  --show-traces           print the trace of every rollout at the end
+  --keep-workdirs         do not delete work directories
   --dry-run     check the configuration and exit
   --workers N   run the rollouts in N worker processes instead of this process
 
@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
         print(USAGE)
     fresh, rest = pop_flag(argv, "--fresh")
     accept, rest = pop_flag(rest, "--accept-changes")
-    show, rest = pop_flag(rest, "--show")
-    keep, rest = pop_flag(rest, "--keep")
+    show, rest = pop_flag(rest, "--show-traces", old_flag="--show")
+    keep, rest = pop_flag(rest, "--keep-workdirs", old_flag="--keep")
     dry, rest = pop_flag(rest, "--dry-run")
     config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
     from ramify.evals.display import EvalContent  # the rest is loaded here, not for help
@@ -115,5 +115,5 @@ def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep:
         print("\n".join(f"work directory {workdir}" for workdir in workdirs) or "no rollout used a work directory")
     if not result.num_run:
         print(f"{result.path} is already finished ({len(result.rows)} rollouts); use --fresh to start over")
-    console.print(build_report(result.rows, threshold=config.threshold))
+    console.print(build_report(result.rows, pass_threshold=config.pass_threshold))
     print(f"traces in {result.path}; print one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")

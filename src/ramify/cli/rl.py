@@ -3,15 +3,14 @@
 import json
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import Config, dry_run, parse, pop_flag
+from ramify.config import dry_run, parse, pop_flag
 from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
-from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
+from ramify.orchestrate.config import RunConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
        ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
@@ -24,11 +23,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
 Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
 with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped with a checkpoint, 130 interrupted.
 
-{train}
-
-{eval}
-
-All other keys:
+All keys:
 """
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
@@ -37,7 +32,7 @@ COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, and print its plan or run it."""
     if "--help" in argv or "-h" in argv:
-        print(_format_usage())
+        print(USAGE)
     fresh, rest = pop_flag(argv, "--fresh")
     accept, rest = pop_flag(rest, "--accept-changes")
     dry, rest = pop_flag(rest, "--dry-run")
@@ -77,15 +72,6 @@ def run(argv: Sequence[str]) -> int:
         case RunOutcome.INTERRUPTED:
             print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
     return result.outcome.value
-
-
-def _format_usage() -> str:
-    """Return the usage with the keys of sources, which the generated list of keys does not contain."""
-
-    def format_keys(kind: str, source: type[Config]) -> str:
-        return textwrap.fill(f"Keys of [[{kind}]]: {', '.join(source.model_fields)}.", width=120)
-
-    return USAGE.format(train=format_keys("train", TrainSourceConfig), eval=format_keys("eval", EvalSourceConfig))
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         request = ListRequest(options.limit, options.page, options.source, options.failed, order)
         print_rollouts(store, request, print)
         where = {} if options.source is None else {"source": options.source}
-        console.print(build_report(store.rollouts(**where), threshold=options.threshold))
+        console.print(build_report(store.rollouts(**where), pass_threshold=options.pass_threshold))
     return 0
 
 
@@ -58,5 +58,5 @@ def _build_parser() -> argparse.ArgumentParser:
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     order.add_argument("--best", action="store_true", help="highest rewards first")
     parser.add_argument("--full", action="store_true", help="show long messages of a rollout untruncated")
-    parser.add_argument("--threshold", type=float, default=1.0, help="minimum reward of a passing rollout")
+    parser.add_argument("--pass-threshold", type=float, default=1.0, help="minimum reward of a passing rollout")
     return parser

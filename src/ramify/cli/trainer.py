@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         prog="ramify trainer",
         command_flags=COMMAND_FLAGS,
     )
-    if run_config is not None and run_config.record and replay is None and record is None:
+    if run_config is not None and run_config.record_batches and replay is None and record is None:
         record = config.path / "batches"
     if (config.address is None) == (replay is None):
         raise ConfigInvalid(
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
             source = RemoteBatchSource(
                 config.address,
                 secret=os.environ.get(config.secret_env),
-                timeout=config.patience,
+                timeout=config.orchestrator_timeout,
                 recording=BatchRecording(record) if record is not None else None,
                 should_stop=lambda: bool(received_signals),
             )

@@ -61,7 +61,7 @@ class InferenceClient(AsyncService):
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> Self:
-        """Connect to the servers; wait until all are up, or until `patience` seconds have passed and some are.
+        """Connect to the servers; wait until all are up, or until `server_wait_timeout` has passed and some are.
 
         Raises ProviderError if none is up.
         """
@@ -69,7 +69,7 @@ class InferenceClient(AsyncService):
             raise ProviderError("the client is already started")
         joins = [asyncio.create_task(self._join_when_ready(replica)) for replica in self._pool.replicas]
         try:
-            timeout = self.config.patience
+            timeout = self.config.server_wait_timeout
             done, _ = await asyncio.wait(joins, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             for join in done:
                 join.result()
@@ -116,8 +116,8 @@ class InferenceClient(AsyncService):
         is sent again only with `resend_if_lost`: the server may have sampled, and sampling twice biases the result.
 
         A `clock` measures how long the engine made no progress. A request with a clock waits for a server until its
-        timeout instead of `patience`. If it also has a seed, every server returns the same sample, so it is sent again
-        if its response is lost, and moved to another server if its own fails the health checks.
+        timeout instead of `server_wait_timeout`. If it also has a seed, every server returns the same sample, so it is
+        sent again if its response is lost, and moved to another server if its own fails the health checks.
         """
         request = GenerateRequest(prompt, sampling, priority, cache_salt)
         may_resend = resend_if_lost or (clock is not None and sampling.seed is not None)
@@ -151,7 +151,7 @@ class InferenceClient(AsyncService):
         """Send a request to one server after another until one responds, as far as sending it again is allowed."""
         config, num_resent, last_url = self.config, 0, "no server yet"
         busy: set[Replica] = set()
-        replica_timeout = config.patience if clock is None else timeout
+        replica_timeout = config.server_wait_timeout if clock is None else timeout
         async with fail_after(timeout, lambda: f"a response of {last_url}"):
             while True:
                 replica = await self._pool.wait_for_replica(session, busy, timeout=replica_timeout)
@@ -234,7 +234,7 @@ class InferenceClient(AsyncService):
         A server that fails is ejected, because its state is unknown until it joins again. It is kept only if all
         servers fail and it rejected the weights. If no server succeeds, the first failure is raised.
         """
-        await self._pool.wait_for_replica(None, (), timeout=self.config.patience)
+        await self._pool.wait_for_replica(None, (), timeout=self.config.server_wait_timeout)
         async with self._control_lock:
             replicas = self._pool.up_replicas
             if not replicas:
@@ -257,7 +257,7 @@ class InferenceClient(AsyncService):
     ) -> tuple[T] | RamifyError:
         """Return the result of one server in a tuple, or its failure."""
         try:
-            async with fail_after(self.config.control_deadline, f"{replica.url} to {operation}"):
+            async with fail_after(self.config.control_timeout, f"{replica.url} to {operation}"):
                 return (await call(replica.require_adapter()),)
         except RequestFailed as error:
             return ProviderError(str(error))
@@ -319,7 +319,7 @@ class InferenceClient(AsyncService):
 
     async def _join_replica(self, replica: Replica) -> None:
         """Detect a server's engine, bring it to the target weights and pause state, and admit it."""
-        timeout = fail_after(self.config.control_deadline, f"{replica.url} to join; is it paused?")
+        timeout = fail_after(self.config.control_timeout, f"{replica.url} to join; is it paused?")
         async with timeout, self._control_lock:
             try:
                 adapter = await detect_engine(replica, self._initial_version)

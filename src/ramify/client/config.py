@@ -1,5 +1,7 @@
 """Configuration of the inference client."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from ramify.config import Config
@@ -7,6 +9,8 @@ from ramify.config import Config
 
 class ClientConfig(Config):
     """Timeouts and limits. The defaults fit servers on the same host or in the same rack."""
+
+    renamed_keys: ClassVar = {"control_deadline": "control_timeout", "patience": "server_wait_timeout"}
 
     connect_timeout: float = Field(default=5.0, gt=0)
     """Seconds to open a connection. A server that takes longer is ejected."""
@@ -20,13 +24,13 @@ class ClientConfig(Config):
     """Failed health checks in a row after which a server is ejected."""
     stall_after: float = Field(default=5.0, gt=0)
     """Seconds without a sign of progress after which an engine counts as stalled; at least twice `health_interval`."""
-    patience: float = Field(default=30.0, gt=0)
+    server_wait_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a request waits for a healthy server when there is none."""
     retries: int = Field(default=5, ge=0)
     """How often a request is sent again after status 503, or after its response was lost if the caller allows it."""
     backoff: float = Field(default=0.5, gt=0)
     """Seconds before a request is sent again when every server is busy; doubled each time, up to 16 times this."""
-    control_deadline: float = Field(default=120.0, gt=0)
+    control_timeout: float = Field(default=120.0, gt=0)
     """Seconds for pausing, resuming, updating or probing a server."""
 
     @property

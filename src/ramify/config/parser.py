@@ -103,8 +103,13 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     return section
 
 
-def pop_flag(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:
-    """Return whether `args` has a flag of the command itself, such as `--dry-run`, and the other arguments."""
+def pop_flag(args: Sequence[str], flag: str, *, old_flag: str | None = None) -> tuple[bool, list[str]]:
+    """Return whether `args` has a flag of the command itself, such as `--dry-run`, and the other arguments.
+
+    Raises ConfigInvalid for `old_flag`, the name that an earlier version gave the flag.
+    """
+    if old_flag in args:
+        raise ConfigInvalid(f"{old_flag} is now called {flag}")
     return flag in args, [arg for arg in args if arg != flag]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_section, raise_config_invalid
+from ramify.config import Config, parse_section, raise_config_invalid, update_keys
 from ramify.env.plugin_config import get_config_class
 from ramify.errors.origin import describe_exception
 from ramify.names import suggest
@@ -95,6 +95,11 @@ def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None
         raise_config_invalid([(f"{table_key}.id", f"required: the name of a {kind}")])
     cls = find_plugin_class(kind, table["id"], table_key=table_key)
     return cls, parse_section(get_config_class(cls, Config), dict(table), key=table_key)
+
+
+def update_plugin_keys(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of a plugin, as an earlier version stored it, with the current names of its keys."""
+    return update_keys(get_config_class(find_plugin_class(kind, table["id"]), Config), table)
 
 
 def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -29,14 +29,17 @@ class RuntimeConfig(Config):
     """Configuration common to all runtimes.
 
     - `id`: the id that selects the runtime.
-    - `keep`: whether the files of a rollout are kept after it ends, for inspection.
-    - `max_output`: bytes kept of a command's standard output, and of its standard error: the first and the last half.
+    - `keep_workdir`: whether the files of a rollout are kept after it ends, for inspection.
+    - `max_output_bytes`: bytes kept of a command's standard output, and of its standard error: the first and the last
+      half.
     - `env`: environment variables for every program.
     """
 
+    renamed_keys: ClassVar = {"keep": "keep_workdir", "max_output": "max_output_bytes"}
+
     id: str = "local"
-    keep: bool = False
-    max_output: int = Field(default=1 << 20, ge=0)
+    keep_workdir: bool = False
+    max_output_bytes: int = Field(default=1 << 20, ge=0)
     env: dict[str, str] = {}
 
 
@@ -100,7 +103,7 @@ class Runtime(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Kill all programs and remove all files, unless `config.keep` is set. May be called more than once."""
+        """Kill all programs and remove all files, unless `config.keep_workdir` is set. May be called more than once."""
 
     @abstractmethod
     async def spawn(

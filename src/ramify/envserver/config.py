@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,25 +23,27 @@ def count_available_cores() -> int:
 class ElasticPoolConfig(Config):
     """A pool whose number of workers follows the load."""
 
+    renamed_keys: ClassVar = {"min": "min_workers", "max": "max_workers", "idle": "idle_timeout"}
+
     type: Literal["elastic"] = "elastic"
-    min: int = Field(default=1, ge=1)
+    min_workers: int = Field(default=1, ge=1)
     """Fewest workers."""
-    max: int | None = Field(default=None, ge=1)
+    max_workers: int | None = Field(default=None, ge=1)
     """Most workers; by default one per core."""
     multiplex: int = Field(default=128, ge=1)
     """Attempts that one worker runs concurrently."""
-    idle: float = Field(default=30.0, gt=0)
-    """Seconds of surplus capacity before a worker is stopped."""
+    idle_timeout: float = Field(default=30.0, gt=0)
+    """Seconds a surplus worker stays idle before it is stopped."""
 
     @property
-    def max_workers(self) -> int:
-        """The largest number of workers: `max`, or else one per core."""
-        return self.max or max(self.min, count_available_cores())
+    def worker_limit(self) -> int:
+        """The largest number of workers: `max_workers`, or else one per core."""
+        return self.max_workers or max(self.min_workers, count_available_cores())
 
     @model_validator(mode="after")
-    def _max_must_be_at_least_min(self) -> "ElasticPoolConfig":
-        if self.max is not None and self.max < self.min:
-            raise ValueError(f"max must be at least min, found {self.max} < {self.min}")
+    def _max_workers_is_at_least_min_workers(self) -> "ElasticPoolConfig":
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(f"max_workers must be at least min_workers, found {self.max_workers} < {self.min_workers}")
         return self
 
 
@@ -71,6 +73,18 @@ class ServedSourceConfig(SourceConfig):
 class EnvServerConfig(Config):
     """Configuration of `ramify env-server`: one source, the model of its agents, and the limits of its workers."""
 
+    renamed_keys: ClassVar = {
+        "client": "client_type",
+        "queue": "max_open_requests",
+        "crashes": "max_worker_crashes",
+        "boot_timeout": "worker_startup_timeout",
+        "boot_attempts": "max_startup_failures",
+        "reconnect": "client_timeout",
+        "heartbeat": "heartbeat_interval",
+        "max_memory": "max_memory_mib",
+        "grace": "shutdown_timeout",
+    }
+
     train: list[ServedSourceConfig] = []
     eval: list[ServedSourceConfig] = []
     source: str | None = None
@@ -79,7 +93,7 @@ class EnvServerConfig(Config):
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ExternalConfig
     """The servers that workers sample from."""
-    client: Literal["auto", "tokens", "chat"] = "auto"
+    client_type: Literal["auto", "tokens", "chat"] = "auto"
     """How the servers are called: for token ids, as a chat endpoint, or (`auto`) for token ids if they support it."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable with the API key of the inference servers, if they need one."""
@@ -90,25 +104,25 @@ class EnvServerConfig(Config):
     """The run's directory (-o); the log is `logs/env/train/NAME.log` or `logs/env/eval/NAME.log` in it."""
     address_file: Path | None = None
     """A file to write the actual address to."""
-    queue: int = Field(default=8192, ge=1)
+    max_open_requests: int = Field(default=8192, ge=1)
     """Most open requests; further ones are refused."""
-    crashes: int = Field(default=3, ge=1)
+    max_worker_crashes: int = Field(default=3, ge=1)
     """Lost workers after which an attempt that ran on them fails with WorkerDied."""
-    boot_timeout: float = Field(default=120.0, gt=0)
-    """Seconds for a worker to become ready; up to half of them are spent waiting for the inference servers."""
-    boot_attempts: int = Field(default=3, ge=1)
+    worker_startup_timeout: float = Field(default=120.0, gt=0)
+    """Seconds until a worker must be ready; up to half may be spent waiting for the inference servers."""
+    max_startup_failures: int = Field(default=3, ge=1)
     """Boot failures in a row after which the server reports that it is broken."""
     hang_timeout: float = Field(default=30.0, gt=0)
     """Seconds without an iteration of its event loop after which a worker counts as hung."""
-    max_memory: float | None = Field(default=None, gt=0)
+    max_memory_mib: float | None = Field(default=None, gt=0)
     """MiB of memory above which a worker is replaced."""
     max_age: float | None = Field(default=None, gt=0)
     """Seconds after which a worker is replaced."""
-    grace: float = Field(default=10.0, ge=0)
+    shutdown_timeout: float = Field(default=10.0, ge=0)
     """Seconds that running attempts get to finish when the server or a worker stops."""
-    reconnect: float = Field(default=30.0, gt=0)
+    client_timeout: float = Field(default=30.0, gt=0)
     """Seconds without a heartbeat after which a client is dropped and its attempts are cancelled."""
-    heartbeat: float = Field(default=1.0, gt=0)
+    heartbeat_interval: float = Field(default=1.0, gt=0)
     """Seconds between two heartbeats."""
 
     _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
@@ -117,10 +131,10 @@ class EnvServerConfig(Config):
     def wire_settings(self) -> WireSettings:
         """The settings of the server's connections."""
         return WireSettings(
-            heartbeat_interval=self.heartbeat,
-            server_timeout=max(10.0, 5 * self.heartbeat),
-            session_timeout=self.reconnect,
-            max_open_requests=self.queue,
+            heartbeat_interval=self.heartbeat_interval,
+            server_timeout=max(10.0, 5 * self.heartbeat_interval),
+            session_timeout=self.client_timeout,
+            max_open_requests=self.max_open_requests,
         )
 
     def load_secret(self) -> str | None:

@@ -78,7 +78,7 @@ async def _serve(spec: WorkerSpec, report_fd: int) -> None:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load_worker(spec, stack, stop_event)
             gc.freeze()  # do not scan the loaded environment for garbage
-            heartbeat = EnvServerConfig.model_validate(spec.config).heartbeat
+            heartbeat = EnvServerConfig.model_validate(spec.config).heartbeat_interval
             settings = WireSettings(heartbeat_interval=heartbeat, session_timeout=BROKER_GRACE)
             server = WireServer(worker.handlers, secret=spec.secret, encrypted=False, settings=settings, name=spec.id)
             await stack.enter_async_context(server)

@@ -14,12 +14,17 @@ POLL_INTERVAL = 0.05  # seconds between two checks for an engine that does not l
 
 
 async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack) -> Policy:
-    """Return the policy, which is open until the stack is closed. Waits up to half of `boot_timeout` for engines."""
-    deadline = time.monotonic() + config.boot_timeout / 2
+    """Return the policy, open until the stack is closed. Waits for engines up to half of `worker_startup_timeout`."""
+    deadline = time.monotonic() + config.worker_startup_timeout / 2
     for url in config.inference.base_url:
         while not await is_listening(url) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
     key = os.environ.get(config.api_key_env, "")
     return await connect_policy(
-        config.inference.base_url, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key
+        config.inference.base_url,
+        config.model.name,
+        config.renderer,
+        stack,
+        client_mode=config.client_type,
+        api_key=key,
     )

@@ -32,7 +32,8 @@ from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCanc
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 from ramify.wire.lifecycle import AsyncService
 
-MAX_MOVES_PER_CRASH = 10  # a rollout that did not cause the losses is moved at most this many times `crashes`
+# A rollout that did not cause the losses is moved at most this many times `max_worker_crashes`.
+MAX_MOVES_PER_CRASH = 10
 POLL_INTERVAL = 0.05
 
 
@@ -107,7 +108,7 @@ class EnvServer(AsyncService):
 
     async def close(self, grace: float | None = None) -> None:
         """Let running attempts finish for `grace` seconds, cancel the others, and stop the workers."""
-        deadline = time.monotonic() + (self.config.grace if grace is None else grace)
+        deadline = time.monotonic() + (self.config.shutdown_timeout if grace is None else grace)
         self._closing = True
         while self.pool.num_running + self.pool.num_waiting and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
@@ -174,7 +175,7 @@ class EnvServer(AsyncService):
         """Forward the request to any worker; if the worker is lost, try another."""
         method, deadline = method or request.header.method, time.monotonic() + request.timeout
         worker = None
-        for _ in range(self.config.crashes):
+        for _ in range(self.config.max_worker_crashes):
             worker = await self.pool.acquire()
             try:
                 return await worker.client.call(method, request.message, timeout=deadline - time.monotonic())
@@ -182,8 +183,10 @@ class EnvServer(AsyncService):
                 continue
             finally:
                 self.pool.release(worker)
-        assert worker is not None  # `crashes` is at least 1
-        raise WorkerDied(f"{self.config.crashes} workers were lost while they ran {method}; the last {worker.reason}")
+        assert worker is not None  # `max_worker_crashes` is at least 1
+        raise WorkerDied(
+            f"{self.config.max_worker_crashes} workers were lost while they ran {method}; the last {worker.reason}"
+        )
 
     async def _handle_score_group(self, request: IncomingRequest) -> WireMessage:
         self._check_environment(request.decode(ScoreGroupRequest).environment)
@@ -236,7 +239,10 @@ class EnvServer(AsyncService):
                 self.counts["reruns"] += 1
             finally:
                 self.pool.release(worker)
-            if crashes >= self.config.crashes or reruns >= MAX_MOVES_PER_CRASH * self.config.crashes:
+            if (
+                crashes >= self.config.max_worker_crashes
+                or reruns >= MAX_MOVES_PER_CRASH * self.config.max_worker_crashes
+            ):
                 raise WorkerDied(f"{reruns} workers were lost while they ran {rollout.id}; the last {worker.reason}")
 
     async def _run_on_worker(

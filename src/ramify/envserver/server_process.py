@@ -6,7 +6,7 @@ from ramify.envserver.config import EnvServerConfig
 from ramify.errors import WorkerDied
 from ramify.processes.server_process import ServerProcess
 
-STOP_MARGIN = 30.0  # seconds to stop the workers, after the `grace` seconds for running attempts
+STOP_MARGIN = 30.0  # seconds to stop the workers, after `shutdown_timeout` seconds for running attempts
 
 
 class EnvServerProcess(ServerProcess):
@@ -18,7 +18,7 @@ class EnvServerProcess(ServerProcess):
     title, exit_error = "the env server", WorkerDied
 
     def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
-        stop_timeout, log_path = config.grace + STOP_MARGIN, config.output / "logs" / "env-server.log"
+        stop_timeout, log_path = config.shutdown_timeout + STOP_MARGIN, config.output / "logs" / "env-server.log"
         super().__init__(
             "env-server", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=stop_timeout
         )

@@ -40,7 +40,7 @@ class WorkerPool:
         self.config, self.log = config, log
         self._pool_config, self._loop_monitor = selected.config.pool, loop_monitor
         self._source_config = selected.config.source_config.model_dump(mode="json")
-        self._keeps_sandboxes = bool(selected.config.runtime.get("keep"))
+        self._keeps_sandboxes = bool(selected.config.runtime.get("keep_workdir"))
         self.workers: dict[str, WorkerProcess] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_HISTORY)
         self.decisions: deque[ScalingDecision] = deque(maxlen=MAX_HISTORY)
@@ -48,7 +48,7 @@ class WorkerPool:
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
         self.boot_error: RamifyError | None = None
-        """Why workers fail to boot; None unless `boot_attempts` boots in a row have failed."""
+        """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""
         self.started_at = time.monotonic()
         self._waiters: deque[asyncio.Future[WorkerProcess]] = deque()
         self._num_waiting = 0  # waiters that have neither a worker nor been cancelled
@@ -152,7 +152,7 @@ class WorkerPool:
         if not isinstance(pool, ElasticPoolConfig):
             return pool.workers
         needed = math.ceil((self.num_running + self.num_waiting) / pool.multiplex)
-        return min(max(needed, pool.min), pool.max_workers)
+        return min(max(needed, pool.min_workers), pool.worker_limit)
 
     def _scale_up(self, trigger: str) -> None:
         """Start as many workers as are missing. `trigger` is recorded as the reason."""
@@ -171,7 +171,7 @@ class WorkerPool:
             self._create_task(self._boot_worker(worker))
 
     def _scale_down(self, now: float) -> None:
-        """Retire the workers of an elastic pool that have not been needed for `idle` seconds."""
+        """Retire the workers of an elastic pool that have not been needed for `idle_timeout` seconds."""
         pool, ready = self._pool_config, self._ready_workers()
         if not isinstance(pool, ElasticPoolConfig):
             return
@@ -180,9 +180,9 @@ class WorkerPool:
             self._surplus_since = None
             return
         self._surplus_since = self._surplus_since or now
-        if now - self._surplus_since >= pool.idle:
+        if now - self._surplus_since >= pool.idle_timeout:
             self._surplus_since = None
-            reason = f"idle: {surplus} of {len(ready)} workers were not needed for {pool.idle:g} s"
+            reason = f"idle: {surplus} of {len(ready)} workers were not needed for {pool.idle_timeout:g} s"
             self._record_decision(len(ready), len(ready) - surplus, reason)
             for worker in sorted(ready, key=lambda worker: worker.load)[:surplus]:
                 self._retire_worker(worker, "idle")
@@ -201,7 +201,7 @@ class WorkerPool:
 
     async def _monitor_loop(self) -> None:
         while True:
-            await asyncio.sleep(self.config.heartbeat / 2)
+            await asyncio.sleep(self.config.heartbeat_interval / 2)
             try:
                 self._check_workers()
             except Exception:  # noqa: BLE001 - the loop must go on: nothing else detects hangs
@@ -222,8 +222,8 @@ class WorkerPool:
         config, reason = self.config, ""
         if config.max_age is not None and worker.age > config.max_age:
             reason = f"it is older than {config.max_age:g} s"
-        elif config.max_memory is not None and worker.memory > config.max_memory:
-            reason = f"it uses {worker.memory:.0f} MiB, more than {config.max_memory:g}"
+        elif config.max_memory_mib is not None and worker.memory > config.max_memory_mib:
+            reason = f"it uses {worker.memory:.0f} MiB, more than {config.max_memory_mib:g}"
         if reason:
             self.counts["recycled"] += 1
             self._retire_worker(worker, reason)
@@ -233,13 +233,15 @@ class WorkerPool:
     async def _boot_worker(self, worker: WorkerProcess) -> None:
         config = self.config
         settings = WireSettings(
-            heartbeat_interval=config.heartbeat,
+            heartbeat_interval=config.heartbeat_interval,
             server_timeout=max(60.0, 2 * config.hang_timeout),
-            max_open_requests=2 * config.queue,
+            max_open_requests=2 * config.max_open_requests,
         )
         spec = WorkerSpec(id=worker.id, source=self._source_config, config=config.model_dump(mode="json"), secret="")
         try:
-            await worker.boot(spec, settings, private_temp=not self._keeps_sandboxes, timeout=config.boot_timeout)
+            await worker.boot(
+                spec, settings, private_temp=not self._keeps_sandboxes, timeout=config.worker_startup_timeout
+            )
             self._check_environment(worker)
         except (RamifyError, OSError) as error:
             worker.state = WorkerState.LOST  # before `reap` waits: it must not be assigned an attempt
@@ -274,7 +276,7 @@ class WorkerPool:
         self._next_boot_at = now + min(backoff, MAX_BACKOFF)
         self.losses.append(WorkerLoss(worker.id, now - self.started_at, f"did not boot: {error.message}", 0))
         self.log.log_event(f"{worker.id} did not boot: {error.name}: {error.message}")
-        if self._boot_failures_in_a_row < self.config.boot_attempts and error.retryable:
+        if self._boot_failures_in_a_row < self.config.max_startup_failures and error.retryable:
             return
         if error.retryable:
             count = self._boot_failures_in_a_row

@@ -179,7 +179,8 @@ class OriginRefused(RamifyError, blame="system", retryable=False):
 class QueueFull(RamifyError, blame="system", retryable=True):
     """The request queue of a server is full.
 
-    Send the request again later or elsewhere; if it happens often, raise the server's `queue` or lower the concurrency.
+    Send the request again later or elsewhere; if it happens often, raise the server's `max_queued_requests` or lower
+    the concurrency.
     """
 
 
@@ -303,7 +304,7 @@ class RunBusy(RamifyError, blame="system", retryable=True):
 
 
 class ProcessDied(RamifyError, blame="system", retryable=True):
-    """A process of a run exited more often than `launch.restarts` allows.
+    """A process of a run exited more often than `launch.max_restarts` allows.
 
     Read the end of its log in the message; the same command resumes the run.
     """

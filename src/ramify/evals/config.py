@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,12 @@ from ramify.rollout.config import SourceConfig
 
 class EvalConfig(SourceConfig):
     """Configuration of `ramify eval`: a source, a model, and the number of rollouts."""
+
+    renamed_keys: ClassVar = {
+        "threshold": "pass_threshold",
+        "start_deadline": "startup_timeout",
+        "client": "client_type",
+    }
 
     name: RunName = ""
     """Run directory name. Default: taskset, model and a hash of the run's identity."""
@@ -29,7 +35,7 @@ class EvalConfig(SourceConfig):
     """Number of worker processes. 0: run rollouts in this process."""
     hang_timeout: float = Field(default=30.0, gt=0)
     """Seconds for which environment code may block the event loop of this process or of a worker."""
-    threshold: float = 1.0
+    pass_threshold: float = 1.0
     """Minimum reward of a passing rollout, for pass@k and pass^k."""
     model: ModelConfig = ModelConfig()
     """The model to evaluate (-m)."""
@@ -38,9 +44,9 @@ class EvalConfig(SourceConfig):
     """The engine to start, or the addresses of running servers as `base_url` (-b)."""
     server: ServerConfig = ServerConfig(port=0)
     """Address of the started engine."""
-    start_deadline: float = Field(default=600.0, gt=0)
+    startup_timeout: float = Field(default=600.0, gt=0)
     """Seconds until the started engine must be ready."""
-    client: Literal["auto", "tokens", "chat"] = "auto"
+    client_type: Literal["auto", "tokens", "chat"] = "auto"
     """Use a server's token ids (`tokens`) or its chat endpoint (`chat`). `auto`: token ids if it returns them."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable with the API key of the endpoint, if it needs one."""
@@ -48,7 +54,7 @@ class EvalConfig(SourceConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run. Results of runs that differ in them are not comparable."""
-        parts = {"taskset": self.taskset, "model": self.model.name, "harness": self.harness}
+        parts = {"taskset": self.taskset, "model": self.model.name, "harness": self.stored_harness}
         return json.loads(json.dumps({**parts, "sampling": self.sampling.model_dump(mode="json")}, default=str))
 
     @property
@@ -60,5 +66,5 @@ class EvalConfig(SourceConfig):
     def source_with_workdirs_in(self, directory: Path) -> SourceConfig:
         """Return `source` with the work directories of local runtimes below `directory`."""
         is_local = self.runtime.get("id", "local") == "local"
-        runtime = {"root": str(directory), **self.runtime} if is_local else self.runtime
+        runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
         return self.source.model_copy(update={"runtime": runtime})

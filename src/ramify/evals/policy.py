@@ -54,7 +54,7 @@ async def open_policy(
         )
         print_line(f"starting {config.model.name} with the {config.inference.engine} engine")
         engine = await stack.enter_async_context(
-            EngineProcess(serve_config, run_dir, start_timeout=config.start_deadline)
+            EngineProcess(serve_config, run_dir, start_timeout=config.startup_timeout)
         )
         policy = await connect_policy([engine.address], config.model.name, config.renderer, stack, client_mode="tokens")
         yield ServedPolicy(policy, engine)
@@ -66,7 +66,7 @@ async def _connect(
     key = os.environ.get(config.api_key_env, "")
     try:
         return await connect_policy(
-            urls, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key, log=print_line
+            urls, config.model.name, config.renderer, stack, client_mode=config.client_type, api_key=key, log=print_line
         )
     except ConfigInvalid:
         raise

@@ -19,10 +19,10 @@ from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
 MAX_FAILURES_SHOWN = 3  # distinct failures that are shown with their messages
 
 
-def build_report(rows: Sequence[RolloutRecord], *, threshold: float) -> RenderableType:
-    """Return the scores with their intervals, and the summary. `threshold` is the minimum reward that passes."""
+def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> RenderableType:
+    """Return the scores with their intervals, and the summary. `pass_threshold` is the minimum reward that passes."""
     scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name, estimate in compute_scores(rows, threshold=threshold):
+    for name, estimate in compute_scores(rows, pass_threshold=pass_threshold):
         scores.add_row(name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks))
     summary = Table.grid(padding=(0, 2, 0, 0))
     for name, value in _iter_summary(rows):
@@ -34,7 +34,7 @@ def build_report(rows: Sequence[RolloutRecord], *, threshold: float) -> Renderab
     return Group(scores, Text(), summary)
 
 
-def compute_scores(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
+def compute_scores(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> Iterator[tuple[str, Estimate]]:
     """Yield (name, estimate): avg@k, then pass@k and pass^k for every k up to the median number of rollouts
     per task.
 
@@ -48,7 +48,7 @@ def compute_scores(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterat
     max_count, median_count = max(counts), median_high(counts)
     yield f"avg@{max_count}" if median_count == max_count else "avg", mean
     for k in choose_ks(max_count):
-        pass_rates = estimate_pass_rates(rewards.values(), k, threshold)
+        pass_rates = estimate_pass_rates(rewards.values(), k, pass_threshold)
         if pass_rates is not None and k <= median_count:
             yield f"pass@{k}", pass_rates[0]
             if k > 1:

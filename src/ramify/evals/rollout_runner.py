@@ -65,25 +65,25 @@ async def _open_in_workers(
     environment_digest = compute_environment_digest(environment.identity)
     urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [served.engine_url]
     source = environment.source.model_dump(mode="json")
-    if environment.runtime_config.keep:
-        source["runtime"] = {**source["runtime"], "keep": True}
+    if environment.runtime_config.keep_workdir:
+        source["runtime"] = {**source["runtime"], "keep_workdir": True}
     server_config = EnvServerConfig.model_validate(
         {
             "eval": [{**source, "pool": {"type": "static", "workers": config.workers}}],
             "model": config.model.model_dump(),
             "renderer": config.renderer.model_dump(),
             "inference": {"engine": "external", "base_url": urls},
-            "client": config.client,
+            "client_type": config.client_type,
             "api_key_env": config.api_key_env,
             "output": path,
-            "queue": max(EnvServerConfig.model_fields["queue"].default, config.concurrency),
+            "max_open_requests": max(EnvServerConfig.model_fields["max_open_requests"].default, config.concurrency),
             "hang_timeout": config.hang_timeout,
-            "grace": 0.0,
+            "shutdown_timeout": 0.0,
         }
     )
     async with (
         EnvServerProcess(
-            server_config, path / "configs" / "env-server.toml", start_timeout=config.start_deadline
+            server_config, path / "configs" / "env-server.toml", start_timeout=config.startup_timeout
         ) as server,
         EnvClient(server.address) as client,
     ):
@@ -98,7 +98,7 @@ async def _open_in_workers(
                     seed=rollout.derive_seed(config.sampling.seed or 0),
                     environment_digest=environment_digest,
                     on_progress=on_progress,
-                    timeout=environment.source.attempts * environment.source.max_attempt_seconds(rollout.task.timeout)
+                    timeout=environment.source.max_tries * environment.source.max_attempt_seconds(rollout.task.timeout)
                     + WORKER_WAIT_TIMEOUT,
                 )
             except WorkerDied as error:

@@ -52,7 +52,9 @@ class ChatHarness(Harness):
     ) -> str:
         """Call the model, its tools and the user in turn until one of them ends the rollout."""
         async with self._with_mcp_tools(tools) as all_tools:
-            return await _ChatLoop(context, session, all_tools, user, stop_hooks, self.config.malformed_limit).run()
+            return await _ChatLoop(
+                context, session, all_tools, user, stop_hooks, self.config.max_malformed_replies
+            ).run()
 
     @contextlib.asynccontextmanager
     async def _with_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
@@ -75,11 +77,11 @@ class _ChatLoop:
         tools: ToolSet,
         user: User | None,
         stop_hooks: Sequence[Hook],
-        malformed_limit: int,
+        max_malformed_replies: int,
     ) -> None:
         self._context, self._session = context, session
         self._tools, self._user, self._stop_hooks = tools, user, stop_hooks
-        self._num_malformed, self._malformed_limit = 0, malformed_limit
+        self._num_malformed, self._max_malformed_replies = 0, max_malformed_replies
         self._num_replies_to_user = 0
 
     async def run(self) -> str:
@@ -130,7 +132,7 @@ class _ChatLoop:
             return []
         self._num_malformed += 1
         lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in problems]
-        if self._num_malformed == self._malformed_limit:
+        if self._num_malformed == self._max_malformed_replies:
             raise MalformedCall(f"{self._num_malformed} replies in a row had malformed tool calls; {lines[-1]}")
         return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
 

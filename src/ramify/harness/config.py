@@ -1,6 +1,6 @@
 """Configuration of harnesses; importable without the harnesses themselves."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,7 +37,9 @@ class HarnessConfig(Config):
 class ChatHarnessConfig(HarnessConfig):
     """Configuration of the chat harness."""
 
+    renamed_keys: ClassVar = {"malformed_limit": "max_malformed_replies"}
+
     mcp: dict[str, McpServerConfig] = {}
     """MCP servers by name. They are opened for each rollout, and their tools are added to those of the taskset."""
-    malformed_limit: int = Field(default=3, ge=1)
+    max_malformed_replies: int = Field(default=3, ge=1)
     """Replies in a row with malformed tool calls after which the rollout ends."""

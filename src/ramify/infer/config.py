@@ -1,6 +1,6 @@
 """The config of the engine and its server. Importable without torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,7 +16,16 @@ class ModelConfig(Config):
 
 
 class EngineConfig(Config):
-    """The native engine. The defaults fit a laptop; a GPU takes a larger `max_batch_tokens`."""
+    """The native engine. The defaults fit a laptop; a GPU takes a larger `max_num_batched_tokens`."""
+
+    renamed_keys: ClassVar = {
+        "max_running": "max_running_requests",
+        "queue": "max_queued_requests",
+        "max_batch_tokens": "max_num_batched_tokens",
+        "kv_tokens": "kv_cache_tokens",
+        "memory": "kv_memory_fraction",
+        "fused": "fused_ops",
+    }
 
     engine: Literal["native"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -25,37 +34,48 @@ class EngineConfig(Config):
     """CPU threads for matrix products; None leaves the choice to torch."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and reply together; None is what the model allows and the cache can hold."""
-    max_running: int = Field(default=64, ge=1)
+    max_running_requests: int = Field(default=64, ge=1)
     """Maximum number of requests that run at the same time; the others wait."""
-    max_batch_tokens: int = Field(default=1024, ge=1)
+    max_num_batched_tokens: int = Field(default=1024, ge=1)
     """Maximum tokens of one step, decoding and prefill together."""
-    queue: int = Field(default=1024, ge=1)
+    max_queued_requests: int = Field(default=1024, ge=1)
     """Maximum number of waiting requests; further requests are rejected."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per block of the KV cache, the unit of prefix caching."""
-    kv_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the KV cache holds; None is what `max_running` requests of full length need, limited by `memory`."""
-    memory: float = Field(default=0.4, gt=0, lt=1)
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the KV cache holds. None: as many as `max_running_requests` requests of full length need, limited by
+    `kv_memory_fraction`."""
+    kv_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Fraction of the device's free memory that the KV cache may take."""
     prefix_cache: bool = True
     batch_invariant: bool = False
     """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
-    fused: bool = True
+    fused_ops: bool = True
     """Run Llama-like models with fused operators, after checking them against the model's own code. On a CPU some of
     them are compiled at the start if there is a C compiler."""
 
     @model_validator(mode="after")
-    def _batch_tokens_cover_max_running(self) -> "EngineConfig":
-        if self.max_batch_tokens < self.max_running:
-            values = f"{self.max_batch_tokens} < {self.max_running}"
-            raise ValueError(
-                f"max_batch_tokens must be at least max_running, so that every request advances ({values})"
-            )
+    def _batch_tokens_cover_running_requests(self) -> "EngineConfig":
+        if self.max_num_batched_tokens < self.max_running_requests:
+            values = f"{self.max_num_batched_tokens} < {self.max_running_requests}"
+            problem = "max_num_batched_tokens must be at least max_running_requests"
+            raise ValueError(f"{problem}, so that every request advances ({values})")
         return self
 
 
 class VLLMConfig(Config):
     """A stock vLLM server, started from its own Python environment."""
+
+    renamed_keys: ClassVar = {
+        "max_running": "max_running_requests",
+        "memory": "gpu_memory_utilization",
+        "cpu_cache": "cpu_kv_cache_gib",
+        "eager": "enforce_eager",
+        "args": "extra_args",
+        "env": "extra_env",
+        "log": "log_file",
+        "start_deadline": "startup_timeout",
+    }
 
     engine: Literal["vllm"] = "vllm"
     python: str = "python"
@@ -63,22 +83,22 @@ class VLLMConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and reply together; None leaves the choice to vLLM."""
-    max_running: int | None = Field(default=None, ge=1)
+    max_running_requests: int | None = Field(default=None, ge=1)
     """Maximum number of requests that run at the same time; None leaves the choice to vLLM."""
-    memory: float = Field(default=0.4, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM takes in total."""
-    cpu_cache: int = Field(default=1, ge=1)
+    cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """Size of the KV cache in GiB if vLLM runs on a CPU."""
     prefix_cache: bool = True
-    eager: bool = False
+    enforce_eager: bool = False
     """Do not compile: faster start, slower decoding."""
-    args: list[str] = []
+    extra_args: list[str] = []
     """Additional arguments of `vllm serve`."""
-    env: dict[str, str] = {}
+    extra_env: dict[str, str] = {}
     """Additional environment variables."""
-    log: str = "vllm.log"
+    log_file: str = "vllm.log"
     """The file for its output."""
-    start_deadline: float = Field(default=600.0, gt=0)
+    startup_timeout: float = Field(default=600.0, gt=0)
     """Seconds within which it must be ready."""
 
 
@@ -97,7 +117,7 @@ class ExternalConfig(Config):
             if not root.startswith(("http://", "https://")) or root.endswith("/v1"):
                 raise ValueError(f"expected the root of a server, such as http://10.0.0.1:8000, got {root!r}")
             if roots.count(root) > 1:
-                raise ValueError(f"{root} is named twice; a server is one replica")
+                raise ValueError(f"{root} is listed twice")
         return roots
 
 
@@ -107,6 +127,8 @@ InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalConfig, Field(di
 
 class ServerConfig(Config):
     """The HTTP server."""
+
+    renamed_keys: ClassVar = {"shutdown": "shutdown_timeout"}
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
@@ -118,7 +140,7 @@ class ServerConfig(Config):
     `/update_weights`. `host`, addresses, names without a dot and this machine's name are always accepted."""
     timeout: float = Field(default=3600.0, gt=0)
     """Maximum seconds for a request, including the time in the queue."""
-    shutdown: float = Field(default=10.0, gt=0)
+    shutdown_timeout: float = Field(default=10.0, gt=0)
     """Seconds that running requests get to finish when the server stops."""
 
 

@@ -46,18 +46,21 @@ class EngineCore:
         max_cached_tokens = (num_blocks - 1) * block_size
         if max_cached_tokens < 2:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
-            raise ConfigInvalid(f"{problem}; raise inference.memory or inference.kv_tokens")
+            raise ConfigInvalid(f"{problem}; raise inference.kv_memory_fraction or inference.kv_cache_tokens")
         self.runner = ModelRunner(
             model,
             self.counters,
             num_blocks=num_blocks,
             block_size=block_size,
-            fused=config.fused,
-            fixed_rows=config.max_batch_tokens if config.batch_invariant else None,
+            fused=config.fused_ops,
+            fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
         )
         self.pool = BlockPool(num_blocks, block_size, self.counters, enable_prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
-            self.pool, self.counters, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
+            self.pool,
+            self.counters,
+            max_running_requests=config.max_running_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self.scheduler.version = version
         self.max_model_len = min(_max_model_len(model, config), max_cached_tokens)
@@ -97,9 +100,11 @@ class EngineCore:
     def check_capacity(self, num_arriving: int = 0) -> None:
         """Raise QueueFull if the queue, including `num_arriving` requests, is full. Thread-safe."""
         num_waiting = len(self.scheduler.waiting) + num_arriving
-        if num_waiting >= self.config.queue:
+        if num_waiting >= self.config.max_queued_requests:
             self.counters.rejected += 1
-            raise QueueFull(f"{num_waiting} requests are waiting already, the limit is {self.config.queue}")
+            raise QueueFull(
+                f"{num_waiting} requests are waiting already, the limit is {self.config.max_queued_requests}"
+            )
 
     def enqueue(self, request: EngineRequest) -> None:
         """Put a request in the queue, even if it is full."""
@@ -244,11 +249,11 @@ def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
 def _num_kv_blocks(model: LoadedModel, config: EngineConfig) -> int:
     """Return the number of blocks of the cache, including the reserved one."""
     block_size = config.block_size
-    if config.kv_tokens is not None:
-        return -(-config.kv_tokens // block_size) + 1
+    if config.kv_cache_tokens is not None:
+        return -(-config.kv_cache_tokens // block_size) + 1
     shape = model.shape
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
-    affordable = int(free_bytes * config.memory) // (bytes_per_token * block_size)
-    return min(affordable, -(-config.max_running * _max_model_len(model, config) // block_size)) + 1
+    affordable = int(free_bytes * config.kv_memory_fraction) // (bytes_per_token * block_size)
+    return min(affordable, -(-config.max_running_requests * _max_model_len(model, config) // block_size)) + 1

@@ -1,8 +1,8 @@
 """Which requests advance in the next step, and by how many tokens.
 
-Every step is one forward over a flat row of at most `max_batch_tokens` tokens. Requests that decode come first, with
-one token each, so that a long prompt never delays the others; the rest of the budget goes to prefill, in chunks if it
-does not fit. Blocks are allocated as tokens come. When none are left, the request that is last in order gives up its
+Every step is one forward over a flat row of at most `max_num_batched_tokens` tokens. Requests that decode come first,
+with one token each, so that a long prompt never delays the others; the rest of the budget goes to prefill, in chunks if
+it does not fit. Blocks are allocated as tokens come. When none are left, the request that is last in order gives up its
 blocks and waits again (it is recomputed later, with the tokens it has). So the first request always advances, and it
 fits, because no request may be longer than the whole cache.
 """
@@ -35,10 +35,12 @@ class ScheduledChunk:
 class Scheduler:
     """The queue of waiting requests, a heap, and the running requests, in order of priority and arrival."""
 
-    def __init__(self, pool: BlockPool, counters: EngineCounters, *, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, counters: EngineCounters, *, max_running_requests: int, max_num_batched_tokens: int
+    ) -> None:
         self.pool = pool
         self.counters = counters
-        self.max_running, self.max_batch_tokens = max_running, max_batch_tokens
+        self.max_running_requests, self.max_num_batched_tokens = max_running_requests, max_num_batched_tokens
         self.version: Hashable = None
         self.waiting: list[tuple[tuple[int, int], EngineRequest]] = []
         self.running: list[EngineRequest] = []
@@ -77,7 +79,7 @@ class Scheduler:
         decoding = [request for num_tokens, request in remaining if num_tokens == 1]
         prefilling = [request for num_tokens, request in remaining if num_tokens > 1]
         chunks: dict[int, ScheduledChunk] = {}
-        token_budget, size = self.max_batch_tokens, self.pool.block_size
+        token_budget, size = self.max_num_batched_tokens, self.pool.block_size
         for request in [*decoding, *prefilling]:
             if request.status is not RequestStatus.RUNNING or not token_budget:
                 continue
@@ -101,7 +103,7 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, token_budget: int) -> Iterable[ScheduledChunk]:
-        while self.waiting and token_budget and len(self.running) < self.max_running:
+        while self.waiting and token_budget and len(self.running) < self.max_running_requests:
             request = self.waiting[0][1]
             reserved = len(self.running)  # one block for each running request, or it would be preempted at once
             scope = (self.version, request.cache_salt)

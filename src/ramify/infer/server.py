@@ -151,7 +151,7 @@ async def run_http_server(app: Starlette, config: ServerConfig) -> AsyncIterator
     """Run the server. Raises ConfigInvalid if the port is taken."""
     hosts = [config.host, *config.allowed_hosts]
     guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, config_key="server.allowed_hosts")
-    server = HttpServer(guarded, config.host, config.port, name="server.port", shutdown_timeout=config.shutdown)
+    server = HttpServer(guarded, config.host, config.port, name="server.port", shutdown_timeout=config.shutdown_timeout)
     try:
         await server.start()
     except PortTaken as error:

@@ -48,7 +48,7 @@ class VLLMServer:
         is_published = (self.path / MANIFEST_FILE).is_file()
         self.version = Manifest.read(self.path).version if is_published else PolicyVersion(Path(model).name)
         self.port = server.port or _find_free_port(server.host)
-        self.log = ProcessLog(Path(config.log))
+        self.log = ProcessLog(Path(config.log_file))
         self.state = VLLMServerState.NEW
         self._child: ChildProcess | None = None
 
@@ -70,31 +70,31 @@ class VLLMServer:
             *("--generation-config", "vllm"),  # the model's own defaults must not change what is sampled
             *("--scheduling-policy", "priority"),  # without it a priority is an error
             "--enable-prompt-tokens-details",  # how much of a prompt was cached
-            *("--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory)),
+            *("--dtype", config.dtype, "--gpu-memory-utilization", str(config.gpu_memory_utilization)),
             "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching",
             *(() if config.max_model_len is None else ("--max-model-len", str(config.max_model_len))),
-            *(() if config.max_running is None else ("--max-num-seqs", str(config.max_running))),
-            *(("--enforce-eager",) if config.eager else ()),
+            *(() if config.max_running_requests is None else ("--max-num-seqs", str(config.max_running_requests))),
+            *(("--enforce-eager",) if config.enforce_eager else ()),
             *(() if has_tokenizer else ("--skip-tokenizer-init",)),  # token ids need none
-            *config.args,
+            *config.extra_args,
         ]
 
     def build_environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""
         ramify_env = {
             "VLLM_SERVER_DEV_MODE": "1",  # enables the endpoints for pause, resume, weights and cache
-            "VLLM_CPU_KVCACHE_SPACE": str(self.config.cpu_cache),
+            "VLLM_CPU_KVCACHE_SPACE": str(self.config.cpu_kv_cache_gib),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return {**os.environ, **ramify_env, **self.config.env}
+        return {**os.environ, **ramify_env, **self.config.extra_env}
 
     async def start(self) -> Self:
         """Start the process; wait until it is healthy and has the version of its weights."""
         if self.state is not VLLMServerState.NEW:
             raise ProviderError(f"a vLLM server starts once; this one is {self.state.value}")
         command, env = self.build_command(), self.build_environment()
-        self._child = ChildProcess(command, env=env, stop_timeout=self.server.shutdown)
+        self._child = ChildProcess(command, env=env, stop_timeout=self.server.shutdown_timeout)
         self.state = VLLMServerState.STARTING
         try:
             with self.log.open() as log:
@@ -114,7 +114,7 @@ class VLLMServer:
                 raise self._build_exit_error(code)
 
     async def stop(self) -> None:
-        """Stop the process and all that it started: by SIGTERM, and after `server.shutdown` seconds by SIGKILL."""
+        """Stop the process and all that it started: by SIGTERM, after `server.shutdown_timeout` seconds by SIGKILL."""
         self.state = VLLMServerState.STOPPED
         if self._child is not None:
             await self._child.stop()
@@ -126,7 +126,7 @@ class VLLMServer:
         await self.stop()
 
     async def _wait_until_ready(self, child: ChildProcess) -> None:
-        timeout = self.config.start_deadline
+        timeout = self.config.startup_timeout
         async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             try:
                 is_ready = await child.wait_until_ready(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.config import stored_keys
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
@@ -65,4 +66,6 @@ def format_finished(steps: int, config: RunConfig) -> str:
 
 
 def _dump_curricula(config: RunConfig) -> dict[str, Any]:
-    return {source.source_name: source.curriculum.model_dump(mode="json") for source in config.train}
+    """Return the curricula as plain data, with the keys that earlier versions stored."""
+    curricula = {source.source_name: source.curriculum for source in config.train}
+    return {name: stored_keys(type(table), table.model_dump(mode="json")) for name, table in curricula.items()}

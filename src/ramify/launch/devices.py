@@ -87,7 +87,7 @@ def allocate_for_run(config: RunConfig, *, dry_run: bool, gpus: list[Gpu] | None
         visible_gpus() if gpus is None else gpus,
         inference="none" if isinstance(inference, ExternalConfig) else device,
         trainer=config.trainer.device,
-        mode=config.launch.gpus,
+        placement=config.launch.gpu_placement,
         trainer_gpus=config.launch.trainer_gpus,
         assume_gpus=dry_run,
     )
@@ -99,7 +99,7 @@ def allocate_devices(
     *,
     inference: Literal["cpu", "cuda", "auto", "none"],
     trainer: Literal["cpu", "cuda", "auto"],
-    mode: Literal["auto", "split", "shared"],
+    placement: Literal["auto", "split", "colocated"],
     trainer_gpus: int = 1,
     assume_gpus: bool = False,
 ) -> DeviceAllocations:
@@ -109,18 +109,19 @@ def allocate_devices(
     """
     engine_gpu, trainer_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
-    if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
-        raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpus = 'split'")])
-    if mode != "auto" and not both:
+    if trainer_gpus > 1 and not (trainer_gpu and (placement == "split" or not both)):
+        raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpu_placement = 'split'")])
+    if placement != "auto" and not both:
         component = "engine" if trainer_gpu else "trainer"
-        problem = f"{mode!r} requires both engine and trainer on GPUs; the {component} has none"
-        raise_config_invalid([("launch.gpus", problem)])
-    split = both and (mode == "split" or (mode == "auto" and len(gpus) > 1))
+        problem = f"{placement!r} requires both engine and trainer on GPUs; the {component} has none"
+        raise_config_invalid([("launch.gpu_placement", problem)])
+    split = both and (placement == "split" or (placement == "auto" and len(gpus) > 1))
     num_needed = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
     if len(gpus) < num_needed:
         if not assume_gpus or gpus:
             plural = "s" if num_needed > 1 else ""
-            raise_config_invalid([("launch.gpus", f"the run needs {num_needed} GPU{plural}, found {len(gpus)}")])
+            problem = f"the run needs {num_needed} GPU{plural}, found {len(gpus)}"
+            raise_config_invalid([("launch.gpu_placement", problem)])
         gpus = [Gpu(str(number), "not on this machine", None) for number in range(num_needed)]
     half = max(1, cores // 2 if inference != "none" else cores - 1)
 

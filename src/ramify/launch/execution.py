@@ -90,8 +90,8 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: Pref
     with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
         supervisor = Supervisor(
             plan.process_specs,
-            max_restarts=launch.restarts,
-            grace_period=launch.grace,
+            max_restarts=launch.max_restarts,
+            grace_period=launch.grace_period,
             print_line=print_line,
             on_change=record.write,
             prefork_client=prefork_client,

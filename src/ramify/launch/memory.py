@@ -121,10 +121,12 @@ def _estimate_inference(config: RunConfig, model: ModelSize, *, gpu: bool, devic
     element_bytes = _bytes_per_element(inference.dtype, gpu)
     weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes
     token_bytes = model.num_layers * model.kv_elements * element_bytes
-    max_len, cache_limit = inference.max_model_len or config.seq_len, int(inference.memory * device_memory)
+    max_len = inference.max_model_len or config.seq_len
     if isinstance(inference, VLLMConfig):
-        return max(cache_limit if gpu else 0, weight_bytes + max_len * token_bytes)
-    cache_tokens = inference.kv_tokens or max_len * inference.max_running
+        vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if gpu else 0
+        return max(vllm_bytes, weight_bytes + max_len * token_bytes)
+    cache_limit = int(inference.kv_memory_fraction * device_memory)
+    cache_tokens = inference.kv_cache_tokens or max_len * inference.max_running_requests
     return weight_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
 
 
@@ -137,7 +139,7 @@ def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     state_bytes += int(num_trained * (MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES))
     layer_elements = 8 * model.hidden_size + 4 * model.intermediate_size  # that the backward pass needs per token
     saved_elements = model.num_layers * layer_elements
-    if trainer.checkpoint_activations:
+    if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     num_ranks = config.launch.trainer_gpus
     return TORCH_BASE_BYTES + state_bytes // num_ranks + trainer.pack_tokens * saved_elements * element_bytes

@@ -112,7 +112,7 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
-    devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", mode="auto")
+    devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", placement="auto")
     builder = _PlanBuilder(config, devices)
     return builder.build((*builder.env_server_specs(), builder.orchestrator_spec()))
 
@@ -126,7 +126,10 @@ class _PlanBuilder:
     def __init__(self, config: RunConfig, devices: DeviceAllocations) -> None:
         self.config, self.path, self.devices = config, config.path, devices
         orchestrator = config.orchestrator
-        addresses = {"orchestrator.address": orchestrator.address, "orchestrator.status": orchestrator.status}
+        addresses = {
+            "orchestrator.address": orchestrator.address,
+            "orchestrator.status_address": orchestrator.status_address,
+        }
         if not isinstance(config.inference, ExternalConfig):
             addresses["inference"] = f"http://{HOST}:0"
         self.reservation = PortReservation({**addresses, **build_source_addresses(config)})
@@ -148,7 +151,7 @@ class _PlanBuilder:
             model=model,
             memory_estimate=estimate,
             orchestrator_address=self.run_config.orchestrator.address,
-            status_address=self.run_config.orchestrator.status,
+            status_address=self.run_config.orchestrator.status_address,
             reservation=self.reservation,
         )
 
@@ -158,9 +161,9 @@ class _PlanBuilder:
             return []
         url = urlsplit(self.addresses["inference"])
         table = build_serve_config(self.config, self.devices.trainer.gpus)
-        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown": ATTEMPT_SHUTDOWN_TIMEOUT}
+        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
         if isinstance(self.config.inference, VLLMConfig):
-            table["inference"].setdefault("log", str(self.path / "logs" / "vllm.log"))
+            table["inference"].setdefault("log_file", str(self.path / "logs" / "vllm.log"))
         config = ServeConfig(**table)
         file = self._add_config_file("inference", config)
         weights_directory = self.config.weights.directory_for(self.path)
@@ -179,7 +182,7 @@ class _PlanBuilder:
                 self.path / "logs" / "inference.log",
                 env=self._build_environment(self.devices.inference, "inference"),
                 address=f"{self.addresses['inference']}/health",
-                ready_timeout=self.config.launch.start_deadline,
+                ready_timeout=self.config.launch.startup_timeout,
                 prepare=prepare,
                 preload_modules=ENGINE_MODULES if is_preloadable else (),
             )
@@ -190,8 +193,8 @@ class _PlanBuilder:
         return [self._env_server_spec(name) for name in build_source_addresses(self.config)]
 
     def _env_server_spec(self, name: str) -> ProcessSpec:
-        timeout, table = self.config.launch.start_deadline, build_env_server_config(self.run_config, name)
-        config = EnvServerConfig(**table, grace=ATTEMPT_SHUTDOWN_TIMEOUT, boot_timeout=2 * timeout)
+        timeout, table = self.config.launch.startup_timeout, build_env_server_config(self.run_config, name)
+        config = EnvServerConfig(**table, shutdown_timeout=ATTEMPT_SHUTDOWN_TIMEOUT, worker_startup_timeout=2 * timeout)
         source = config.select_source()
         file = self._add_config_file(f"env-{source.kind}-{source.source_name.replace('/', '-')}", config)
         return ProcessSpec(
@@ -211,9 +214,9 @@ class _PlanBuilder:
             _ramify_command("orchestrator", "@", str(file)),
             self.path / "logs" / "orchestrator.log",
             ProcessRole.LEADER,
-            env=self._build_environment(self.devices.other, "orchestrator.address", "orchestrator.status"),
-            address=f"{self.addresses['orchestrator.status']}/health",
-            ready_timeout=2 * self.config.launch.start_deadline,  # it waits for engines, then for env servers
+            env=self._build_environment(self.devices.other, "orchestrator.address", "orchestrator.status_address"),
+            address=f"{self.addresses['orchestrator.status_address']}/health",
+            ready_timeout=2 * self.config.launch.startup_timeout,  # it waits for engines, then for env servers
             hang_timeout=self.config.launch.hang_timeout,
             last_state=lambda: describe_last_state(self.path),
         )
@@ -221,7 +224,7 @@ class _PlanBuilder:
     def trainer_spec(self) -> ProcessSpec:
         """Return the trainer, with one process per GPU."""
         file = self._add_config_file("trainer", TrainerProcessConfig(**build_trainer_config(self.run_config)))
-        record = ("--record", str(self.path / "batches")) if self.config.record else ()
+        record = ("--record", str(self.path / "batches")) if self.config.record_batches else ()
         arguments = ("trainer", "@", str(file), *record)
         num_gpus = len(self.devices.trainer.gpus)
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
@@ -251,7 +254,10 @@ def _with_addresses(config: RunConfig, addresses: Mapping[str, str]) -> RunConfi
     def with_address(kind: str, source: SourceT) -> SourceT:
         return source.model_copy(update={"address": source.address or addresses[f"{kind}/{source.source_name}"]})
 
-    orchestrator = {"address": addresses["orchestrator.address"], "status": addresses["orchestrator.status"]}
+    orchestrator = {
+        "address": addresses["orchestrator.address"],
+        "status_address": addresses["orchestrator.status_address"],
+    }
     inference = {"inference": ExternalConfig(base_url=[addresses["inference"]])} if "inference" in addresses else {}
     return config.model_copy(
         update={

@@ -147,12 +147,12 @@ def _print_step(run: RunContext, batch: BatchRecord) -> None:
 def _show_samples(run: RunContext, batch: BatchRecord, on_samples: ShowSamples) -> None:
     """Pass a few rollouts of each source in the batch, with their advantages, to `on_samples`."""
     config = run.config.monitor.samples
-    if not config.count or batch.step % config.interval:
+    if not config.per_source or batch.step % config.interval:
         return
     samples_by_source: dict[str, list[tuple[Trace, float | None]]] = {}
     for number in batch.group_numbers:
         samples = samples_by_source.setdefault(run.ledger.get_group(number).source, [])
-        for attempt in run.ledger.attempts(number)[: config.count - len(samples)]:
+        for attempt in run.ledger.attempts(number)[: config.per_source - len(samples)]:
             if attempt.rollout_id is not None:
                 samples.append((run.store.read_traces(attempt.rollout_id)[0], attempt.notes.get("advantage")))
     on_samples(batch.step, samples_by_source)

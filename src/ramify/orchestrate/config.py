@@ -6,7 +6,7 @@ It can be imported without torch and without any environment. A key that has no 
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,13 +68,15 @@ class TrainSourceConfig(ServedSourceConfig):
 class EvalSourceConfig(ServedSourceConfig):
     """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
 
+    renamed_keys: ClassVar = {"threshold": "pass_threshold"}
+
     num_tasks: int = Field(default=128, ge=1)
     """Number of tasks, from the start of the taskset."""
     repetitions: int = Field(default=1, ge=1)
     """Rollouts per task."""
     interval: int | None = Field(default=20, ge=1)
     """Steps between evals. None: only before the first and after the last step."""
-    threshold: float = 1.0
+    pass_threshold: float = 1.0
     """Minimum reward of a passing rollout, for pass@k and pass^k."""
     endpoint: EndpointConfig | None = None
     """Model server of its agents. Default: the run's inference."""
@@ -91,16 +93,22 @@ class EvalSourceConfig(ServedSourceConfig):
 class OrchestratorConfig(Config):
     """How attempts are dispatched and batches are formed."""
 
+    renamed_keys: ClassVar = {
+        "max_off_policy": "max_staleness",
+        "min_group": "min_group_size",
+        "status": "status_address",
+    }
+
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per step, a multiple of `group_size`."""
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
-    min_group: int = Field(default=2, ge=1)
+    min_group_size: int = Field(default=2, ge=1)
     """Minimum group size: a group with fewer attempts left is dropped."""
-    max_off_policy: int = Field(default=8, ge=0)
+    max_staleness: int = Field(default=8, ge=0)
     """Maximum staleness of a group in steps. 0 alternates sampling and training (on-policy)."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Maximum attempts in flight. None: as implied by `max_off_policy`. The actual limit adapts to engine load."""
+    """Maximum attempts in flight. None: as implied by `max_staleness`. The actual limit adapts to engine load."""
     filters: list[dict[str, Any]] = [
         {"id": "gibberish"},
         {"id": "repetition"},
@@ -115,11 +123,11 @@ class OrchestratorConfig(Config):
     """Seconds without progress after which the run fails with `RunStalled`."""
     address: str = "tcp://127.0.0.1:0"
     """Address the trainer connects to. Port 0 picks a free port."""
-    status: str = "http://127.0.0.1:0"
+    status_address: str = "http://127.0.0.1:0"
     """Address of the status server. Port 0 picks a free port."""
     allowed_hosts: list[str] = []
-    """Host names that requests to `/stop` may use, besides the host of `status`, IP addresses, names without a dot and
-    this machine's name."""
+    """Host names that requests to `/stop` may use, besides the host of `status_address`, IP addresses, names without a
+    dot and this machine's name."""
 
     @model_validator(mode="after")
     def _batch_size_is_multiple_of_group_size(self) -> "OrchestratorConfig":
@@ -130,25 +138,34 @@ class OrchestratorConfig(Config):
     @property
     def admission_limits(self) -> AdmissionLimits:
         """Groups per batch, slots and window."""
-        return AdmissionLimits.from_max_staleness(self.batch_size // self.group_size, self.max_off_policy)
+        return AdmissionLimits.from_max_staleness(self.batch_size // self.group_size, self.max_staleness)
 
 
 class LaunchConfig(Config):
     """How the processes of a run are started and supervised."""
 
-    gpus: Literal["auto", "split", "shared"] = "auto"
-    """Engine and trainer on separate GPUs (`split`) or on the same (`shared`); `auto` splits if there are two."""
+    renamed_keys: ClassVar = {
+        "gpus": "gpu_placement",
+        "restarts": "max_restarts",
+        "grace": "grace_period",
+        "start_deadline": "startup_timeout",
+    }
+    renamed_values: ClassVar = {"gpu_placement": {"shared": "colocated"}}
+
+    gpu_placement: Literal["auto", "split", "colocated"] = "auto"
+    """Placement of engine and trainer: on separate GPUs (`split`), on the same GPU (`colocated`), or `auto`: split if
+    there are two or more GPUs."""
     trainer_gpus: int = Field(default=1, ge=1)
     """GPUs of the trainer, with one process each, if GPUs are split."""
     base_port: int = Field(default=0, ge=0, le=60000)
     """Train source i listens on base_port + i, eval source i on base_port + 1000 + i. 0 picks free ports."""
-    start_deadline: float = Field(default=600.0, gt=0)
+    startup_timeout: float = Field(default=600.0, gt=0)
     """Seconds until every process must be ready."""
     hang_timeout: float = Field(default=60.0, gt=0)
     """Seconds without an answer after which the orchestrator counts as hung: it is killed and restarted."""
-    restarts: int = Field(default=10, ge=0)
+    max_restarts: int = Field(default=10, ge=0)
     """Restarts allowed per process and hour."""
-    grace: float = Field(default=120.0, gt=0)
+    grace_period: float = Field(default=120.0, gt=0)
     """Seconds to wait for a last checkpoint when the run is stopped."""
 
 
@@ -179,9 +196,11 @@ SinkConfig = Annotated[WandbConfig | TrackioConfig | TensorboardConfig, Field(di
 class RolloutSamplesConfig(Config):
     """Sample rollouts that are sent to the sinks as text."""
 
+    renamed_keys: ClassVar = {"count": "per_source"}
+
     interval: int = Field(default=20, ge=1)
     """Steps between samples."""
-    count: int = Field(default=2, ge=0)
+    per_source: int = Field(default=2, ge=0)
     """Rollouts per source. 0: none."""
 
 
@@ -195,6 +214,8 @@ class MonitorConfig(Config):
 class RunConfig(Config):
     """`ramify rl`."""
 
+    renamed_keys: ClassVar = {"record": "record_batches"}
+
     name: RunName = ""
     """Name of the run directory. Default: taskset, model and a hash of the run's identity."""
     output: Path = Path("outputs")
@@ -206,7 +227,7 @@ class RunConfig(Config):
     """Seed of the order of tasks and of sampling."""
     secret_env: str = "RAMIFY_SECRET"
     """Environment variable with the shared secret. Required if an address is reachable from other machines."""
-    record: bool = False
+    record_batches: bool = False
     """Write every batch that the trainer gets to `batches/` in the run directory, for `ramify trainer --replay`."""
     model: ModelConfig = ModelConfig()
     """The model (-m)."""
@@ -257,7 +278,7 @@ class RunConfig(Config):
         sources = {
             source.source_name: {
                 "taskset": source.taskset,
-                "harness": source.harness,
+                "harness": source.stored_harness,
                 "sampling": source.sampling.model_dump(mode="json"),
             }
             for source in self.train

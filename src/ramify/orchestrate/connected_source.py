@@ -128,7 +128,7 @@ async def connect_source(
         client=client,
         tasks=tasks,
         attempt_timeout=config.max_attempt_seconds() + QUEUE_TIME_ALLOWANCE,
-        max_tries=config.attempts,
+        max_tries=config.max_tries,
         server_timeout=timeout,
         group_rewards=frozenset(info.group_rewards),
         num_tasks=num_tasks,

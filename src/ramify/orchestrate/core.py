@@ -285,7 +285,7 @@ class OrchestratorCore:
             group.number,
             group.size,
             max_tries=source.max_tries,
-            min_group=self.scoring_rules.min_group,
+            min_group_size=self.scoring_rules.min_group_size,
             group_rewards=source.group_rewards,
         )
         self._groups[group.number], self._trackers[group.number] = group, tracker

@@ -8,7 +8,7 @@ the very task that was next.
 from bisect import insort
 from collections.abc import Mapping
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field, model_validator
 
@@ -55,22 +55,24 @@ class ShuffleConfig(Config):
 class PoolsConfig(Config):
     """Tasks in three pools by their recent rewards: easy, normal, hard. New tasks are normal."""
 
+    renamed_keys: ClassVar = {"easy": "easy_fraction", "hard": "hard_fraction", "recent": "recent_groups"}
+
     type: Literal["pools"] = "pools"
-    easy: float = Field(default=0.1, ge=0, le=1)
+    easy_fraction: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the groups that try an easy task."""
-    hard: float = Field(default=0.2, ge=0, le=1)
+    hard_fraction: float = Field(default=0.2, ge=0, le=1)
     """Fraction of the groups that try a hard task."""
     easy_above: float = 0.9
     """A task whose mean reward is above this is easy."""
     hard_below: float = 0.1
     """A task whose mean reward is below this is hard."""
-    recent: int = Field(default=4, ge=1)
+    recent_groups: int = Field(default=4, ge=1)
     """Number of latest groups of a task that its mean reward covers."""
 
     @model_validator(mode="after")
-    def _shares_sum_to_at_most_one(self) -> "PoolsConfig":
-        if self.easy + self.hard > 1:
-            raise ValueError(f"easy + hard must be at most 1, got {self.easy + self.hard:g}")
+    def _fractions_sum_to_at_most_one(self) -> "PoolsConfig":
+        if (total := self.easy_fraction + self.hard_fraction) > 1:
+            raise ValueError(f"easy_fraction + hard_fraction must be at most 1, got {total:g}")
         if self.hard_below > self.easy_above:
             raise ValueError("hard_below must not be above easy_above")
         return self
@@ -138,14 +140,18 @@ class PoolsCurriculum:
     def next_task(self) -> TaskPick | None:
         """Draw a task: first its difficulty by the configured shares, then a task of that difficulty."""
         config = self._config
-        shares = {"easy": config.easy, "hard": config.hard, "normal": 1 - config.easy - config.hard}
-        names = [name for name in shares if self._pools[name]]
+        fractions = {
+            "easy": config.easy_fraction,
+            "hard": config.hard_fraction,
+            "normal": 1 - config.easy_fraction - config.hard_fraction,
+        }
+        names = [name for name in fractions if self._pools[name]]
         if not names:
             return None
         rng = Random(f"{self._seed}:{self._num_draws}")
         self._num_draws += 1
         self._changes["drawn"] = self._num_draws
-        weights = [shares[name] for name in names]
+        weights = [fractions[name] for name in names]
         (name,) = rng.choices(names, weights if any(weights) else None)
         return TaskPick(rng.choice(self._pools[name]), NO_EPOCH)
 
@@ -153,7 +159,7 @@ class PoolsCurriculum:
         """Record the mean reward of a group of the task, and update the task's difficulty."""
         if task >= self._num_tasks:
             return  # the task was removed after its group was issued
-        self._set_rewards(task, [*self._rewards.get(task, []), reward][-self._config.recent :])
+        self._set_rewards(task, [*self._rewards.get(task, []), reward][-self._config.recent_groups :])
         self._changes[f"task/{task}"] = self._rewards[task]
 
     def get_pool(self, task: int) -> str:

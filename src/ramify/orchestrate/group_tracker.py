@@ -1,8 +1,8 @@
 """The state of one group: complete when every attempt has an episode or was dropped after system failures.
 
 A failure of the policy is a result like any other. After a failure of the system, or if a reward is missing, an attempt
-says nothing about the policy: it is retried a few times and then dropped. A group with fewer than `min_group` attempts
-left has nothing to compare and is dropped. A state machine without clock or I/O.
+says nothing about the policy: it is retried a few times and then dropped. A group with fewer than `min_group_size`
+attempts left has nothing to compare and is dropped. A state machine without clock or I/O.
 
     attempt:  in flight --> kept | retried (in flight again) | dropped
     group:    open --> complete | too few
@@ -50,14 +50,14 @@ class GroupTracker:
         size: int,
         *,
         max_tries: int = 3,
-        min_group: int = 2,
+        min_group_size: int = 2,
         group_rewards: frozenset[str] = frozenset(),
     ) -> None:
         self.number, self.size = number, size
         self.rollouts: dict[int, tuple[Trace, ...]] = {}
         self.failed_attempts: dict[int, Failure] = {}
         self._max_tries, self._group_rewards = max_tries, group_rewards
-        self._min_attempts = min(min_group, size)
+        self._min_attempts = min(min_group_size, size)
         self._num_tries = dict.fromkeys(range(size), 1)
 
     @property

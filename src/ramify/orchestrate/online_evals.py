@@ -178,7 +178,7 @@ def _compute_metrics(prefix: str, config: EvalSourceConfig, traces_by_task: dict
         if mean.stderr is not None:
             metrics[f"{prefix}/error"] = mean.stderr
     for k in choose_ks(config.repetitions):
-        if (pass_rates := estimate_pass_rates(rewards, k, config.threshold)) is not None:
+        if (pass_rates := estimate_pass_rates(rewards, k, config.pass_threshold)) is not None:
             metrics[f"{prefix}/pass@{k}"], metrics[f"{prefix}/pass^{k}"] = pass_rates[0].mean, pass_rates[1].mean
     all_traces = [trace for traces in traces_by_task.values() for trace in traces]
     values: defaultdict[str, list[float]] = defaultdict(list)

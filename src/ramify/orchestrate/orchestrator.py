@@ -90,7 +90,7 @@ class Orchestrator:
             "/dropped": lambda _: run.ledger.describe_drops(),
             "/metrics": lambda request: status.query_metrics(run, request.query_params.get("name", "*")),
         }
-        address, hosts = config.orchestrator.status, config.orchestrator.allowed_hosts
+        address, hosts = config.orchestrator.status_address, config.orchestrator.allowed_hosts
         status_server = build_status_server(address, status_handlers, self.request_stop, allowed_hosts=hosts)
         await stack.enter_async_context(status_server)
         if self._on_status_address is not None:
@@ -139,14 +139,14 @@ class Orchestrator:
             await run.evaluator.run(last_step, names)
 
     async def _checkpoint_and_stop(self) -> int:
-        """Wait for a checkpoint of the trained steps, for at most `launch.grace` seconds; return the exit code."""
+        """Wait for a checkpoint of the trained steps, for at most `launch.grace_period`; return the exit code."""
         run, trainer_service, core = self._run, self._run.trainer_service, self._run.core
         trainer_service.is_stopping = True
         trainer_service.checkpoint_committed.clear()
         await trainer_service.notify_waiters()
         if trainer_service.has_trainer and core.ledger_progress.acknowledged > core.ledger_progress.committed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(run.config.launch.grace):
+                async with asyncio.timeout(run.config.launch.grace_period):
                     await trainer_service.checkpoint_committed.wait()
         run.run_log.log_event("left", committed=core.ledger_progress.committed)
         return EXIT_RESUMABLE

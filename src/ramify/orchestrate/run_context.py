@@ -80,8 +80,8 @@ class RunContext:
         self.ledger, self.run_log = Ledger.open(self.store), RunLog(self.store)
         self._write_start_snapshot()
         self.progress = RunProgress(self.run_log, self._on_metrics)
-        timeout, secret = config.launch.start_deadline, config.secret
-        client_config, version = ClientConfig(patience=timeout), PolicyVersion(self.policy)
+        timeout, secret = config.launch.startup_timeout, config.secret
+        client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
         client = build_inference_client(self.inference, config=client_config, version=version)
         self.client: InferenceClient = await stack.enter_async_context(client)
         connect = functools.partial(connect_source, stack=stack, timeout=timeout, secret=secret)
@@ -137,7 +137,7 @@ class RunContext:
             "state": "starting",
         }
         wait = {"who": "orchestrator", "waits_for": "engines and env servers", "since_s": 0.0}
-        write_snapshot(self.config.path, status, [{**wait, "deadline_s": self.config.launch.start_deadline}])
+        write_snapshot(self.config.path, status, [{**wait, "deadline_s": self.config.launch.startup_timeout}])
 
     async def _check_environments(self, train: dict[str, ConnectedSource], evals: dict[str, ConnectedSource]) -> None:
         """Compare every source with the environment that is stored for it, and set its revision.
@@ -183,10 +183,10 @@ class RunContext:
         self, plugins: RunPlugins, source_specs: Mapping[str, SourceSpec], train: Mapping[str, ConnectedSource]
     ) -> OrchestratorCore:
         config = self.config
-        model_dir, min_group = resolve_model_path(config.model.name), config.orchestrator.min_group
+        model_dir, min_group_size = resolve_model_path(config.model.name), config.orchestrator.min_group_size
         if (vocab_size := read_vocab_size(model_dir)) is None:
             raise TokenizerMismatch(f"{model_dir / 'config.json'} has no vocab_size")
-        rules = ScoringRules(vocab_size, config.seq_len, plugins.filters, min_group)
+        rules = ScoringRules(vocab_size, config.seq_len, plugins.filters, min_group_size)
         mix = build_source_mix(config, {name: source.num_tasks for name, source in train.items()})
         limits = config.orchestrator.admission_limits
         return await OrchestratorCore.open(self.ledger, mix, source_specs, rules, limits, config.max_steps)

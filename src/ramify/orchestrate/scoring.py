@@ -39,7 +39,7 @@ class ScoringRules:
     vocab_size: int
     seq_len: int | None = None
     filters: tuple[Filter, ...] = ()
-    min_group: int = 2
+    min_group_size: int = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,7 @@ def build_status_server(
     app = Starlette(routes=[*routes, Route("/stop", handle_stop, methods=["POST"])])
     url = urlsplit(address)
     if url.hostname is None or url.port is None:
-        raise ConfigInvalid(f"orchestrator.status: expected http://HOST:PORT, got {address}")
+        raise ConfigInvalid(f"orchestrator.status_address: expected http://HOST:PORT, got {address}")
     hosts = [url.hostname, *allowed_hosts]
     guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, config_key="orchestrator.allowed_hosts")
-    return HttpServer(guarded, url.hostname, url.port, name="orchestrator.status")
+    return HttpServer(guarded, url.hostname, url.port, name="orchestrator.status_address")

@@ -1,10 +1,10 @@
 """Configuration of a source of rollouts: the environment, the sampling parameters and the limits of an attempt."""
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from ramify.config import Config
+from ramify.config import Config, stored_keys
 from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 from ramify.names import find_duplicates
 
@@ -32,6 +32,8 @@ class TimeoutsConfig(Config):
 class SourceConfig(Config):
     """An environment and how its rollouts are run."""
 
+    renamed_keys: ClassVar = {"attempts": "max_tries"}
+
     name: str = ""
     """The name of the source in traces; by default the taskset's id."""
     taskset: dict[str, Any]
@@ -52,8 +54,8 @@ class SourceConfig(Config):
     seq_len: int | None = Field(default=None, ge=1)
     """Most tokens on a path from the root of a trace to a leaf."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    attempts: int = Field(default=3, ge=1)
-    """How often a rollout is started before a system failure counts as its result."""
+    max_tries: int = Field(default=3, ge=1)
+    """Maximum tries per rollout; after the last one a system failure is its result."""
     model_retries: int = Field(default=3, ge=0)
     """How often a single model call is retried after a transient failure."""
 
@@ -65,6 +67,13 @@ class SourceConfig(Config):
         timeouts = self.timeouts
         agent = task_timeout or float(self.harness.get("timeout", AGENT_TIMEOUT))
         return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
+
+    @property
+    def stored_harness(self) -> dict[str, Any]:
+        """The harness's table with the keys that earlier versions stored, for the identity of a run."""
+        from ramify.harness.config import ChatHarnessConfig  # a configuration is read without harnesses
+
+        return stored_keys(ChatHarnessConfig, self.harness)
 
     @property
     def source_name(self) -> str:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from ramify.client.loop_pacer import LoopPacer
+from ramify.config import stored_keys
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
@@ -45,7 +46,7 @@ class Environment:
         """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts."""
         taskset: Taskset = _build_plugin("taskset", source.taskset)
         harness: Harness = _build_plugin("harness", {"id": "chat", **source.harness})
-        runtime_table = {"id": "local", **source.runtime, **({"keep": True} if keep_sandboxes else {})}
+        runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
         runtime_class: type[Runtime]
         runtime_class, runtime_config = plugin.resolve_plugin("runtime", runtime_table)
         if not isinstance(runtime_config, RuntimeConfig):
@@ -83,13 +84,16 @@ class Environment:
         """Everything its rollouts depend on besides the model and the task: digests of code files, and configuration.
 
         It is plain data without defaults, so that a key added by a later version does not change the identity. The
-        defaults of a user's plugin are part of its code.
+        defaults of a user's plugin are part of its code. Keys have the names that earlier versions stored.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
         return {
             "code": {file: digest for cls in plugins for file, digest in compute_code_digests(cls).items()},
-            **{name: part.model_dump(mode="json", exclude_defaults=True) for name, part in config.items()},
+            **{
+                name: stored_keys(type(part), part.model_dump(mode="json", exclude_defaults=True))
+                for name, part in config.items()
+            },
         }
 
     @property

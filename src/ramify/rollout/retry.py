@@ -34,7 +34,7 @@ async def run_rollout(
     Returns the episode of the last try; `trace.info["tries"]` lists the failures of the tries before it.
     """
     failures: list[str] = []
-    max_tries = env.source.attempts if max_tries is None else max_tries
+    max_tries = env.source.max_tries if max_tries is None else max_tries
     while True:
         episode = await run_attempt(
             env,

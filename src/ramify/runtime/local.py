@@ -75,7 +75,7 @@ class LocalRuntime(Runtime):
             process.kill_process_group()
         if self._num_spawned:
             await asyncio.to_thread(kill_marked_processes, self._marker)
-        if self._sandbox_dir is not None and not self.config.keep:
+        if self._sandbox_dir is not None and not self.config.keep_workdir:
             await asyncio.to_thread(_remove_sandbox, self._sandbox_dir)
 
     async def spawn(
@@ -90,7 +90,7 @@ class LocalRuntime(Runtime):
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         workdir = self.workdir
         self._num_spawned += 1
-        process = LocalProcess(f"{self._marker}{self._num_spawned}.", self.config.max_output)
+        process = LocalProcess(f"{self._marker}{self._num_spawned}.", self.config.max_output_bytes)
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: process,
@@ -127,17 +127,17 @@ class LocalRuntime(Runtime):
 
     def _create_sandbox(self) -> Path:
         try:
-            sandbox_dir = Path(tempfile.mkdtemp(prefix="ramify-", dir=self.config.root))
+            sandbox_dir = Path(tempfile.mkdtemp(prefix="ramify-", dir=self.config.workdir_root))
             for name in ("home", "tmp", PurePath("work") / self._relative_workdir):
                 (sandbox_dir / name).mkdir(parents=True)
         except OSError as error:
-            parent = self.config.root or tempfile.gettempdir()
+            parent = self.config.workdir_root or tempfile.gettempdir()
             raise SandboxError(f"cannot create a work directory in {parent}: {error}") from error
         return sandbox_dir
 
     def _build_env(self, workdir: Path) -> dict[str, str]:
         sandbox_dir = self._sandbox_dir or workdir
-        inherited = {name: os.environ[name] for name in self.config.inherit if name in os.environ}
+        inherited = {name: os.environ[name] for name in self.config.inherit_env if name in os.environ}
         return inherited | {"HOME": str(sandbox_dir / "home"), "TMPDIR": str(sandbox_dir / "tmp")} | self.config.env
 
 

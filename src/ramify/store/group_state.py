@@ -38,7 +38,7 @@ class DropReason(Enum):
     """Why a group or an attempt is not trained on; the record's `detail` says more."""
 
     FAILED = "failed"  # every try of the attempt ended with a system failure
-    TOO_FEW = "too_few"  # the group has fewer attempts left than `min_group`
+    TOO_FEW = "too_few"  # the group has fewer attempts left than `min_group_size`
     UNSCORED = "unscored"  # a group reward could not be computed
     FILTERED = "filtered"  # `detail` names the filters
     NOT_FINITE = "not_finite"  # an advantage, weight or logprob is not a finite float32; `detail` names the token

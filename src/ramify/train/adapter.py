@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
+from ramify.config import update_keys
 from ramify.errors import ConfigInvalid
 from ramify.files import create_directory
 from ramify.model.resolve import is_hub_id, resolve_model_path
@@ -57,7 +58,8 @@ def _read_config(path: Path) -> tuple[str, LoraConfig]:
     """Read the name of the model and the settings of the adapter from a run's configuration."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
-        name, lora = str(table["model"]["name"]), LoraConfig.model_validate(table["trainer"]["lora"])
+        name = str(table["model"]["name"])
+        lora = LoraConfig.model_validate(update_keys(LoraConfig, table["trainer"]["lora"]))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
     if not lora.enabled:

@@ -42,7 +42,7 @@ def build_trainer(
         model_path,
         load_loss(config.loss.id, config.loss.options),
         device=load_device,
-        checkpoint_activations=config.checkpoint_activations,
+        activation_checkpointing=config.activation_checkpointing,
     )
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     log(f"dtype: {choice}")

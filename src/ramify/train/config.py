@@ -1,6 +1,6 @@
 """Configuration of training. Importable without torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,23 +13,27 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class ScheduleConfig(Config):
     """The learning rate over the steps, as a fraction of `optim.lr`."""
 
+    renamed_keys: ClassVar = {"floor": "min_lr_factor"}
+
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps of the decay. None: all steps after the warmup; for `wsd` the last fifth of all steps."""
-    floor: float = Field(default=0.0, ge=0, le=1)
+    """Decay steps. None: all steps after the warmup; for `wsd` the last 20 % of all steps."""
+    min_lr_factor: float = Field(default=0.0, ge=0, le=1)
     """The fraction at the end of the decay."""
 
     @model_validator(mode="after")
     def _decay_keys_require_decaying_schedule(self) -> "ScheduleConfig":
-        if self.type == "constant" and (self.decay_steps is not None or self.floor):
-            raise ValueError("decay_steps and floor need a schedule that decays: linear, cosine or wsd")
+        if self.type == "constant" and (self.decay_steps is not None or self.min_lr_factor):
+            raise ValueError("decay_steps and min_lr_factor need a schedule that decays: linear, cosine or wsd")
         return self
 
 
 class OptimConfig(Config):
     """The optimizer."""
+
+    renamed_keys: ClassVar = {"max_norm": "max_grad_norm"}
 
     type: Literal["adamw", "muon"] = "adamw"
     """`muon` uses Muon for the matrices inside the layers, and AdamW for everything else."""
@@ -40,7 +44,7 @@ class OptimConfig(Config):
     """Of matrices; norms and biases do not decay."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Of `muon`."""
-    max_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; None disables clipping."""
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -70,18 +74,20 @@ class LossConfig(Config):
 class LoraConfig(Config):
     """Train adapters beside the matrices of the layers, which stay fixed."""
 
+    renamed_keys: ClassVar = {"targets": "target_modules"}
+
     enabled: bool = False
     rank: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
     """The adapters' product is scaled by alpha / rank."""
-    targets: list[str] = []
+    target_modules: list[str] = []
     """The linear maps that get an adapter, by the last part of their names; empty: all inside the layers."""
 
     @model_validator(mode="after")
     def _options_require_enabled(self) -> "LoraConfig":
         if not self.enabled:
             defaults = LoraConfig.model_construct()
-            for name in ("rank", "alpha", "targets"):
+            for name in ("rank", "alpha", "target_modules"):
                 if getattr(self, name) != getattr(defaults, name):
                     raise ValueError(f"{name} needs lora.enabled = true")
         return self
@@ -99,6 +105,8 @@ class CheckpointConfig(Config):
 class TrainerConfig(Config):
     """How a step is computed."""
 
+    renamed_keys: ClassVar = {"checkpoint_activations": "activation_checkpointing"}
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; master weights are always float32. `auto` is bfloat16 on a GPU, float32 on a CPU."""
@@ -108,7 +116,7 @@ class TrainerConfig(Config):
     """Tokens of one forward and backward pass; larger trees are split."""
     compile: bool | None = None
     """Compile the layers; None compiles on a GPU."""
-    checkpoint_activations: bool = False
+    activation_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more work, a fraction of the memory."""
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()

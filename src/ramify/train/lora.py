@@ -29,9 +29,10 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     layers: nn.Module = model.get_decoder().layers
     linear_maps = (name for name, module in layers.named_modules() if isinstance(module, nn.Linear))
     known = sorted({name.rpartition(".")[2] for name in linear_maps})  # such as `q_proj`
-    if unknown := [name for name in config.targets if name not in known]:
-        raise ConfigInvalid(f"trainer.lora.targets: the layers have no {unknown[0]!r}; they have {', '.join(known)}")
-    targets = config.targets or known
+    if unknown := [name for name in config.target_modules if name not in known]:
+        problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"
+        raise ConfigInvalid(f"trainer.lora.target_modules: {problem}")
+    targets = config.target_modules or known
     peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -68,7 +68,7 @@ class OptimizersContainer:
             if isinstance(optimizer, torch.optim.AdamW):
                 setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
                 if self.fused:
-                    clip_divisor = (grad_norm + 1e-6) / (self.config.max_norm or math.inf)
+                    clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
                     setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010
             elif found_inf:
                 continue
@@ -95,4 +95,4 @@ def compute_lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | No
     decay_start = total_steps - decay_steps if is_wsd else schedule.warmup_steps
     progress = min(1.0, max(0.0, (step - decay_start) / decay_steps))
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.type == "cosine" else 1.0 - progress
-    return schedule.floor + (1 - schedule.floor) * remaining
+    return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * remaining

@@ -99,7 +99,7 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(
-    path: Path, rl_loss: LossFunction, *, device: torch.device, checkpoint_activations: bool = False
+    path: Path, rl_loss: LossFunction, *, device: torch.device, activation_checkpointing: bool = False
 ) -> PolicyModel:
     """Load the policy from a Hugging Face directory, in float32; `MasterWeights` casts it to its compute dtype.
 
@@ -113,7 +113,7 @@ def load_policy(
     policy = PolicyModel(model, layout, rl_loss)
     _check_agreement(policy)
     policy.to(device)
-    if checkpoint_activations:
+    if activation_checkpointing:
         contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
         model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     return policy

@@ -1,7 +1,7 @@
 """Configuration of `ramify trainer`. Importable without torch."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -26,6 +26,8 @@ class WeightsConfig(Config):
 class TrainerProcessConfig(Config):
     """`ramify trainer`: trains the batches of an orchestrator, or of a directory of recorded ones."""
 
+    renamed_keys: ClassVar = {"patience": "orchestrator_timeout"}
+
     name: RunName = "trainer"
     """The run's directory below `output`, for checkpoints and weights."""
     output: Path = Path("outputs")
@@ -34,7 +36,7 @@ class TrainerProcessConfig(Config):
     """Of the orchestrator: tcp://HOST:PORT."""
     secret_env: str = "RAMIFY_SECRET"
     """The environment variable with the secret of an address that other machines can reach."""
-    patience: float = Field(default=3600.0, gt=0)
+    orchestrator_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for a batch, or for an orchestrator that does not answer, before the trainer fails."""
     model: ModelConfig = ModelConfig()
     """The model to start from (-m)."""

@@ -102,8 +102,8 @@ class Trainer:
             learning_rate = self.optimizer.step(step, grad_norm)
         else:
             self.master_weights.upcast_gradients()
-            max_norm = self.config.optim.max_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), max_norm)
+            max_grad_norm = self.config.optim.max_grad_norm or float("inf")
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), max_grad_norm)
             grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
             learning_rate = self.optimizer.step(step, grad_norm)
             self.master_weights.copy_to_model()

@@ -1,6 +1,7 @@
 """Detects repetition: a model that repeats itself is almost certain of every token."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,23 +14,25 @@ from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 class RepetitionConfig(FilterConfig):
     """Configuration of the repetition filter."""
 
-    tokens: int = Field(default=3000, ge=1)
+    renamed_keys: ClassVar = {"tokens": "window", "probability": "prob_threshold"}
+
+    window: int = Field(default=3000, ge=1)
     """Number of consecutive tokens."""
-    probability: float = Field(default=0.99, gt=0, lt=1)
+    prob_threshold: float = Field(default=0.99, gt=0, lt=1)
     """Probability that each of them must exceed."""
 
 
 class Repetition(Filter):
-    """Fires on `tokens` consecutive tokens of one reply, each with a probability above `probability`."""
+    """Fires on `window` consecutive tokens of one reply, each with a probability above `prob_threshold`."""
 
     config: RepetitionConfig
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether a long run of tokens was sampled almost with certainty."""
-        limit = math.log(self.config.probability)
+        limit = math.log(self.config.prob_threshold)
         nodes = rollout.trace.nodes
         runs = (_longest_run(nodes[node].logprobs > limit) for node in get_trainable_nodes(rollout.trace))
-        return max(runs, default=0) >= self.config.tokens
+        return max(runs, default=0) >= self.config.window
 
 
 def _longest_run(is_confident: npt.NDArray[np.bool_]) -> int:

@@ -2,56 +2,67 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config, RunName
+from ramify.config import Config, RunName, stored_keys
 from ramify.infer.config import ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
-from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
+from ramify.train.config import CheckpointConfig, LoraConfig, LossConfig, TrainerConfig
 
 
 class SftDataConfig(Config):
     """The conversations to train on."""
 
+    renamed_keys: ClassVar = {
+        "part": "split",
+        "messages": "messages_column",
+        "tools": "tools_column",
+        "prompt": "prompt_column",
+        "completion": "completion_column",
+        "roles": "train_on_roles",
+    }
+
     path: str
     """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a cached Hugging Face dataset."""
-    part: str | None = None
-    """The part of a directory to read, such as `train`; all of it by default."""
-    messages: str = "messages"
+    split: str | None = None
+    """The split of a directory to read, such as `train`; all of it by default."""
+    messages_column: str = "messages"
     """The column of the conversation. A row without it has a prompt and a completion."""
-    tools: str = "tools"
+    tools_column: str = "tools"
     """The column of the tools that were offered; optional."""
-    prompt: str = "prompt"
+    prompt_column: str = "prompt"
     """The column of the prompt: text, or messages."""
-    completion: str = "completion"
+    completion_column: str = "completion"
     """The column of the reply: text, or messages."""
-    roles: list[str] = Field(default=["assistant"], min_length=1)
+    train_on_roles: list[str] = Field(default=["assistant"], min_length=1)
     """The roles whose messages are trained."""
 
 
 class SftValidationConfig(Config):
-    """Conversations that are not trained on, only scored. Set `path`, or hold out a `share` of the data."""
+    """Conversations that are not trained on, only scored. Set `path`, or hold out a `fraction` of the data."""
+
+    renamed_keys: ClassVar = {"part": "split", "share": "fraction"}
 
     path: str | None = None
-    part: str | None = None
-    share: float = Field(default=0.0, ge=0, lt=1)
+    split: str | None = None
+    fraction: float = Field(default=0.0, ge=0, lt=1)
     interval: int = Field(default=50, ge=1)
     """Steps between two validations; there is also one before the first step and one after the last."""
 
     @model_validator(mode="after")
-    def _path_or_share(self) -> "SftValidationConfig":
-        if self.path is not None and self.share:
-            raise ValueError("set either path or share, not both")
-        if self.path is None and (self.part is not None or (not self.share and self.interval != 50)):
-            raise ValueError("part and interval need conversations to validate on: set path or share")
+    def _path_or_fraction(self) -> "SftValidationConfig":
+        if self.path is not None and self.fraction:
+            raise ValueError("set either path or fraction, not both")
+        if self.path is None and (self.split is not None or (not self.fraction and self.interval != 50)):
+            raise ValueError("split and interval need conversations to validate on: set path or fraction")
         return self
 
     @property
     def enabled(self) -> bool:
         """Whether there is anything to validate on."""
-        return self.path is not None or self.share > 0
+        return self.path is not None or self.fraction > 0
 
 
 class SftConfig(Config):
@@ -88,6 +99,8 @@ class SftConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run; all others may change when it is resumed."""
-        settings = self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"})
-        settings |= {"model": self.model.name, "lora": self.trainer.lora.model_dump(mode="json")}
-        return json.loads(json.dumps({**settings, "held_out": self.validation.share}))
+        lora = self.trainer.lora
+        settings = self.model_dump(mode="json", include={"renderer", "seq_len", "seed"})
+        settings |= {"data": stored_keys(SftDataConfig, self.data.model_dump(mode="json")), "model": self.model.name}
+        settings |= {"lora": stored_keys(LoraConfig, lora.model_dump(mode="json"))}
+        return json.loads(json.dumps({**settings, "held_out": self.validation.fraction}))

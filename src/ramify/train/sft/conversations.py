@@ -46,18 +46,18 @@ def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> li
 
 def parse_conversation(row: DatasetRow, config: SftDataConfig) -> SftConversation:
     """Parse one row. Raises ValueError, KeyError, TypeError or AttributeError if it is not a conversation."""
-    if row.get(config.messages) not in (None, ""):  # a csv file has an empty string where a row has no value
-        raw_messages = row[config.messages]
-    elif config.prompt in row and config.completion in row:
-        prompt, completion = row[config.prompt], row[config.completion]
+    if row.get(config.messages_column) not in (None, ""):  # a csv file has an empty string where a row has no value
+        raw_messages = row[config.messages_column]
+    elif config.prompt_column in row and config.completion_column in row:
+        prompt, completion = row[config.prompt_column], row[config.completion_column]
         raw_messages = [*_to_messages(prompt, "user"), *_to_messages(completion, "assistant")]
     else:
-        expected = f"{config.messages!r}, nor {config.prompt!r} and {config.completion!r}"
+        expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
         raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
     messages = tuple(parse_message(raw) for raw in _parse_json(raw_messages))
-    if not any(message.role in config.roles for message in messages):
-        raise ValueError(f"no message has the role {' or '.join(config.roles)}; set data.roles")
-    tools = _parse_json(row.get(config.tools) or [])
+    if not any(message.role in config.train_on_roles for message in messages):
+        raise ValueError(f"no message has the role {' or '.join(config.train_on_roles)}; set data.train_on_roles")
+    tools = _parse_json(row.get(config.tools_column) or [])
     return SftConversation(messages, tuple(_parse_json(tool) for tool in tools))
 
 

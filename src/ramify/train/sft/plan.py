@@ -48,16 +48,16 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
     """Find the model and read the data. Raises ConfigInvalid or ModelNotFound."""
     model_path, validation_config = resolve_model_path(config.model.name), config.validation
     renderer = load_renderer(model_path, config.renderer)
-    conversations = parse_conversations(read_rows(config.data.path, config.data.part), config.data)
-    share = validation_config.share
-    train_indices, held_out_indices = split_held_out(len(conversations), share, config.seed)
-    if share and not (train_indices and held_out_indices):
+    conversations = parse_conversations(read_rows(config.data.path, config.data.split), config.data)
+    fraction = validation_config.fraction
+    train_indices, held_out_indices = split_held_out(len(conversations), fraction, config.seed)
+    if fraction and not (train_indices and held_out_indices):
         purpose = "validate on" if train_indices else "train on"
-        raise ConfigInvalid(f"validation.share: {share} of {len(conversations)} leaves none to {purpose}")
+        raise ConfigInvalid(f"validation.fraction: {fraction} of {len(conversations)} leaves none to {purpose}")
     validation = [conversations[index] for index in held_out_indices]
     if validation_config.path is not None:
         data_config = config.data.model_copy(update={"path": validation_config.path})
-        validation = parse_conversations(read_rows(validation_config.path, validation_config.part), data_config)
+        validation = parse_conversations(read_rows(validation_config.path, validation_config.split), data_config)
     name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
     digest = {"count": len(conversations), "digest": _hash_conversations(conversations)}
     return SftPlan(
@@ -83,7 +83,7 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
     """Return lines that describe the plan, with token counts of a sample of its conversations."""
     indices = plan.order.indices_at(0, min(NUM_SAMPLED_CONVERSATIONS, len(plan.conversations)))
     sampled = [(str(index), plan.conversations[index]) for index in indices]
-    roles, seq_len = config.data.roles, config.seq_len
+    roles, seq_len = config.data.train_on_roles, config.seq_len
     forests = [build_sft_forest([conversation], plan.renderer, roles, seq_len) for conversation in sampled]
     batch_forest = build_sft_forest(sampled[: config.batch_size], plan.renderer, roles, seq_len)
     lengths = np.array([forest.num_tokens for forest in forests])

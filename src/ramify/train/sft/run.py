@@ -237,7 +237,9 @@ class _SftRun:
         self, conversations: Sequence[tuple[str, SftConversation]], pack_spec: PackSpec
     ) -> tuple[Batch, int]:
         """Build this rank's batch of named conversations; also return the number of trained tokens cut off."""
-        forest = build_sft_forest(conversations, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+        forest = build_sft_forest(
+            conversations, self.plan.renderer, self.config.data.train_on_roles, self.config.seq_len
+        )
         batch = Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
         shares = split_across_ranks(batch, pack_spec, self.ranks.world_size)
         return shares[self.ranks.rank], forest.dropped.num_truncated_tokens
