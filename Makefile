@@ -57,9 +57,10 @@ $(DEV_STAMP): pyproject.toml
 	@$(INSTALL) -e '.[local,plot,dev]'
 	@touch $(RUN_STAMP) $@
 
-lint: env  ## ruff, formatting and types
+lint: env  ## ruff, formatting, structure and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.structure
 	$(BIN)/pyright --warnings
 
 test: env lint  ## lint, types and the bounded tests
