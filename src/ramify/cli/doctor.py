@@ -5,7 +5,7 @@ each component is needed for.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from ramify.cli.console import PipeConsole
 from ramify.cli.doctor_checks import CheckResult
 from ramify.cli.parser import CommandParser
 
-CHECKS = [
+CHECKS: list[Callable[[], list[CheckResult]]] = [
     doctor_checks.check_system,
     doctor_checks.check_torch,
     doctor_checks.check_extras,
@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
 def run_checks() -> list[CheckResult]:
     """Run all checks concurrently, because they wait for other programs, and return their results in order."""
     with ThreadPoolExecutor(len(CHECKS)) as pool:
-        return [result for results in pool.map(lambda check: check(), CHECKS) for result in results]
+        futures = [pool.submit(check) for check in CHECKS]
+        return [result for future in futures for result in future.result()]
 
 
 def print_report(results: Sequence[CheckResult], console: Console) -> None:

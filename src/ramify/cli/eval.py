@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
     resume_command = format_resume_command("eval", argv)
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a script's shell for commands started with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     advice = (
@@ -117,3 +117,8 @@ def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep:
         print(f"{result.path} is already finished ({len(result.rows)} rollouts); use --fresh to start over")
     console.print(build_report(result.rows, pass_threshold=config.pass_threshold))
     print(f"traces in {result.path}; print one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")
+
+
+def _interrupt(*_: object) -> None:
+    """Handle SIGTERM like Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 
@@ -96,17 +96,18 @@ def _read_json_object(path: Path) -> dict[str, Any]:
         raise ModelNotFound(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelNotFound(f"{path} does not contain a JSON object")
-    return content
+    return cast(dict[str, Any], content)
 
 
 def _count_parameters(directory: Path) -> int:
     """Count the parameters in the headers of the weight files; tied weights are stored once."""
     from safetensors import SafetensorError, safe_open
 
+    open_weights: Any = safe_open  # it has no type information
     total = 0
     for file in directory.glob("*.safetensors"):
         try:
-            with safe_open(file, "numpy") as weights:
+            with open_weights(file, "numpy") as weights:
                 total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise WeightsRefused(f"{file} is not a safetensors file: {error}") from error

@@ -1,7 +1,6 @@
 """`ramify orchestrator @ run.toml`: run only the orchestrator, plus env servers for sources without an address."""
 
 import asyncio
-import io
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -110,5 +109,6 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
 
 def make_print_atomic() -> None:
     """Keep lines of several threads apart: unbuffered, a line and its newline are two writes."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(write_through=False)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(write_through=False)

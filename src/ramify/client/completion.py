@@ -25,7 +25,7 @@ class ClientSampling:
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def to_dict(self) -> dict[str, Any]:
         """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""

@@ -9,6 +9,7 @@ from ramify.client.logprob_probe import check_logprobs
 from ramify.client.native_adapter import NativeAdapter
 from ramify.client.replica_pool import Replica
 from ramify.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
+from ramify.config.schema import is_dict, is_list
 from ramify.errors import ProviderError, TokensRequired
 from ramify.trace.version import PolicyVersion
 
@@ -54,8 +55,8 @@ async def _get_models(replica: Replica) -> bytes:
 
 
 def _parse_first_model(data: bytes, url: str) -> dict[str, Any]:
-    models = decode_json(data, dict, url).get("data")
-    if not isinstance(models, list) or not models or not isinstance(models[0], dict):
+    models = decode_json(data, dict[str, Any], url).get("data")
+    if not is_list(models) or not models or not is_dict(models[0]):
         raise _tokens_required_error(url, f"it lists no model at {MODELS_PATH}")
     return models[0]
 

@@ -142,7 +142,7 @@ def default_ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _create_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _create_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:
     """Create a socket that detects within a minute that the other host is gone, not when the caller's timeout ends."""
     family, kind, protocol, _, _ = address
     created = socket.socket(family, kind, protocol)

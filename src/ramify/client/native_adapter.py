@@ -16,9 +16,8 @@ class NativeAdapter(EngineAdapter):
     async def update(self, update: WeightUpdate, *, paused: bool) -> float:
         """Load published weights; the server swaps them between two engine steps."""
         body = {"path": str(update.directory), "kv": update.kv_mode}
-        response: dict[str, Any] = decode_json(
-            await send_request(self._http, "POST", "/update_weights", body), dict, self.url
-        )
+        data = await send_request(self._http, "POST", "/update_weights", body)
+        response = decode_json(data, dict[str, Any], self.url)
         self.version = PolicyVersion(**response["version"])
         if self.version != update.version:
             raise WeightsRefused(

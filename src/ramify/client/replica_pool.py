@@ -81,8 +81,9 @@ class Replica:
 
         A `movable` request may be sent to another server: `interrupt_movable_requests` ends it with ResponseLost.
         """
+        timeout = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as timeout:
+            async with timeout:
                 request = TimedRequest(clock, timeout if movable else None)
                 self._timed_requests.add(request)
                 try:

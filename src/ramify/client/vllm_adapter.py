@@ -68,7 +68,7 @@ class VLLMAdapter(EngineAdapter):
 
     async def _get_label(self) -> str:
         data = await send_request(self._http, "GET", "/weight_info")
-        return str(decode_json(data, dict, self.url).get("weight_version"))
+        return str(decode_json(data, dict[str, Any], self.url).get("weight_version"))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; the caches are kept."""
@@ -110,7 +110,7 @@ class VLLMAdapter(EngineAdapter):
         deadline = time.monotonic() + RESET_TIMEOUT
         while True:
             data = await send_request(self._http, "POST", "/reset_prefix_cache", reset_running_requests="true")
-            if decode_json(data, dict, self.url).get("success"):
+            if decode_json(data, dict[str, Any], self.url).get("success"):
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ramify.config import parse_section
 from ramify.display import choose_api_display
@@ -71,6 +71,7 @@ def _build_config(
 
 
 def _with_taskset_table(source: Any, output: Path) -> Any:
-    if not isinstance(source, Mapping) or "taskset" not in source:
+    if not isinstance(source, Mapping):
         return source
-    return {**source, "taskset": build_taskset_table(source["taskset"], output)}
+    table = cast(Mapping[str, Any], source)
+    return {**table, "taskset": build_taskset_table(table["taskset"], output)} if "taskset" in table else table

@@ -5,7 +5,7 @@ missing: a run that is starting has no orchestrator yet.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -79,13 +79,14 @@ class RunContent:
 
 def format_status_line(status: Status) -> str:
     """Format a status as one line of `name=value` fields."""
+    staleness: Mapping[str, Any] = status.get("staleness") or {}
     fields = {
         "step": f"{status.get('step', 0)}/{status.get('max_steps', '?')}",
         "state": status.get("state", "?"),
         "reward": _format_number(status.get("reward"), ".3f"),
         "rollouts_per_s": _format_number(status.get("rollouts_per_s"), ".1f"),
         "tokens_per_s": _format_number(status.get("tokens_per_s"), ".0f"),
-        "staleness": _format_number((status.get("staleness") or {}).get("mean"), ".1f"),
+        "staleness": _format_number(staleness.get("mean"), ".1f"),
         "trainable": _format_ratio(status.get("trainable")),
         "left": "unknown" if status.get("eta_s") is None else format_duration(status["eta_s"]),
     }
@@ -151,12 +152,13 @@ def _build_stats(status: Status) -> Table:
         stats.add_row(name, _format_number(value, ".3f"))
     stats.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
     stats.add_row("tokens/s", _format_number(status.get("tokens_per_s"), ",.0f"))
-    staleness = status.get("staleness") or {}
+    staleness: Mapping[str, Any] = status.get("staleness") or {}
     mean, maximum = _format_number(staleness.get("mean"), ".1f"), _format_number(staleness.get("max"), ".0f")
     stats.add_row("staleness", f"{mean} mean, {maximum} max")
     stats.add_row("trainable", _format_ratio(status.get("trainable")))
-    groups = ", ".join(f"{count} {state}" for state, count in (status.get("groups") or {}).items() if count)
-    stats.add_row("groups", groups or "none yet")
+    groups: Mapping[str, int] = status.get("groups") or {}
+    counts = ", ".join(f"{count} {state}" for state, count in groups.items() if count)
+    stats.add_row("groups", counts or "none yet")
     stats.add_row("committed", f"step {status.get('committed', 0)}, {status.get('state', '?')}")
     return stats
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 from pathlib import Path
+from typing import Any, cast
 
 from ramify.errors import ConfigInvalid, ProviderError
 from ramify.launch.run_record import read_record
@@ -20,8 +21,10 @@ def connect_if_running(path: Path) -> StatusClient | None:
         status = client.get("/status")
     except ProviderError:
         return None
-    is_same_run = isinstance(status, dict) and Path(str(status.get("run"))).name == path.resolve().name
-    return client if is_same_run else None
+    if not isinstance(status, dict):
+        return None
+    name = Path(str(cast(dict[str, Any], status).get("run"))).name
+    return client if name == path.resolve().name else None
 
 
 def has_finished(store: RunStore) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ramify import __version__
 from ramify.files import write_atomically
@@ -52,4 +52,4 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads((path / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return cast(dict[str, Any], record) if isinstance(record, dict) else {}

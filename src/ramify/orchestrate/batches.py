@@ -6,7 +6,7 @@ stored traces, identically for any number of ranks, unless they are still in mem
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -155,7 +155,7 @@ def _decode_group(stored_group: _StoredGroup) -> BatchGroup:
 
 def _encode_value(value: Any) -> Any:
     if value is None or isinstance(value, int | float | np.number):
-        return None if value is None else float(value)
+        return None if value is None else float(cast(float, value))
     return np.asarray(value, "<f4").tobytes()
 
 

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, cast
 
 from ramify.async_calls import cancel_all
 from ramify.errors import RamifyError, RunStalled
@@ -169,5 +169,6 @@ def _unwrap_exception_group(error: BaseException) -> BaseException:
     """Return the first RamifyError in an exception group, else its first exception."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    errors = [_unwrap_exception_group(nested) for nested in error.exceptions]
+    group = cast(BaseExceptionGroup[BaseException], error)
+    errors = [_unwrap_exception_group(nested) for nested in group.exceptions]
     return next((nested for nested in errors if isinstance(nested, RamifyError)), errors[0])

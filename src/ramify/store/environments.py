@@ -46,7 +46,7 @@ class ObservedEnvironment:
 
 def find_changes(store: RunStore, sources: Mapping[str, ObservedEnvironment]) -> dict[str, list[str]]:
     """Return, by source, a line for each difference from the stored environment; unchanged sources are left out."""
-    stored = store.get_fact(ENVIRONMENTS_KEY) or {}
+    stored: dict[str, Any] = store.get_fact(ENVIRONMENTS_KEY) or {}
     changes = {
         name: list(_diff_environment(store, name, stored[name], observed))
         for name, observed in sources.items()

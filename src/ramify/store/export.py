@@ -4,6 +4,7 @@ Records have messages, counts and scores, but no token ids: only the run's own b
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def _write_jsonl(records: Iterable[dict[str, Any]], path: Path) -> int:
 def _write_parquet(records: Iterable[dict[str, Any]], path: Path) -> int:
     """Write flat fields as columns and nested fields as JSON text, because environments nest them differently."""
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        pa: Any = import_module("pyarrow")
+        pq: Any = import_module("pyarrow.parquet")
     except ImportError:
         raise ConfigInvalid("--to parquet needs pyarrow; install it with: pip install 'ramify[parquet]'") from None
     fields = [

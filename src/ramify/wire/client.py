@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Self
+from typing import Self, cast
 
 import zmq
 
-from ramify.errors import DeadlineExceeded, Failure, PeerLost, PeerRefused, QueueFull, RamifyError, RequestInvalid
+from ramify.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
 from ramify.wire.address import enable_curve
 from ramify.wire.client_protocol import ClientProtocol
 from ramify.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
@@ -64,7 +64,8 @@ class WireClient(AsyncService):
 
         Raises PeerLost if it does not answer within `timeout` seconds (default: `settings.server_timeout`).
         """
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        socket = context.socket(zmq.DEALER)
         socket.immediate = True
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
         socket.sndhwm = socket.rcvhwm = 10_000
@@ -189,7 +190,7 @@ class WireClient(AsyncService):
                         call.response.set_result(message)
                 case ("failure", request_id, failure):
                     if (call := self._get_unfinished(request_id)) is not None:
-                        call.response.set_exception(_to_exception(failure))
+                        call.response.set_exception(failure.to_exception())
                 case ("connected",):
                     self._handshake_done.set()
                 case ("lost", reason):
@@ -202,7 +203,7 @@ class WireClient(AsyncService):
                     reason = "it was restarted, or received nothing from this client for too long"
                     self._fail_calls(PeerLost(f"{self.address} has forgotten the request: {reason}"), session_number)
                 case ("rejected", failure):
-                    self._reject(_to_exception(failure))
+                    self._reject(failure.to_exception())
                 case ("failed", error):
                     self._reject(PeerLost(f"the connection to {self.address} failed: {error!r}"))
                     raise error
@@ -233,8 +234,3 @@ class WireClient(AsyncService):
         for call in self._pending.values():
             if not call.response.done() and (before_session is None or call.session_number < before_session):
                 call.response.set_exception(type(error)(error.message))
-
-
-def _to_exception(failure: Failure) -> RamifyError:
-    error = failure.to_exception()
-    return error if isinstance(error, RamifyError) else PeerRefused(failure.message)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import zmq
@@ -107,7 +107,8 @@ class WireServer(AsyncService):
 
     async def start(self) -> Self:
         """Listen and serve. Raises PortTaken if the port is in use, ConfigInvalid if the address is not usable."""
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        socket = context.socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.maxmsgsize = self.settings.max_frame_bytes
         socket.sndhwm = socket.rcvhwm = 10_000

@@ -27,7 +27,7 @@ class Gibberish(Filter):
     V is the size of the vocabulary.
     """
 
-    config: GibberishConfig
+    config: GibberishConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether the policy sampled a rare token whose logprob is below the limit."""

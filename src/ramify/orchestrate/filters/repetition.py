@@ -25,7 +25,7 @@ class RepetitionConfig(FilterConfig):
 class Repetition(Filter):
     """Fires on `window` consecutive tokens of one reply, each with a probability above `prob_threshold`."""
 
-    config: RepetitionConfig
+    config: RepetitionConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether a long run of tokens was sampled almost with certainty."""
