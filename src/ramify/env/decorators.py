@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,6 +78,6 @@ def tool(function: F, /) -> F:
 
 def _attach_mark(function: Any, mark: HookMark) -> Any:
     if function is None:
-        return lambda decorated: _attach_mark(decorated, mark)
+        return partial(_attach_mark, mark=mark)
     setattr(function, _MARK_ATTRIBUTE, mark)
     return function

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import Field, field_validator
 
 from ramify.config import Config
+from ramify.config.schema import is_dict
 from ramify.env.chat_client import EXCERPT_CHARS, ChatClient, ChatClientConfig, add_usage
 from ramify.env.task import Task
 from ramify.errors import JudgeError, ProviderError
@@ -154,7 +155,7 @@ class RubricJudge(Judge):
     - `config`: the model, and `criteria`, each with `name`, `text` and `weight`.
     """
 
-    config: RubricJudgeConfig
+    config: RubricJudgeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
     def build_prompt(self, task: Task, reply: str) -> str:
         """Return a prompt with the task, the reply and all criteria."""
@@ -191,7 +192,7 @@ def _parse_last_json_object(verdict: str) -> dict[str, Any]:
             value = msgspec.json.decode(verdict[start:end])
         except msgspec.DecodeError:
             continue
-        if isinstance(value, dict):
+        if is_dict(value):
             return value
     raise JudgeError(f"expected a JSON object with the scores, found {_format_tail(verdict)}")
 

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pydantic import Field, model_validator
@@ -138,7 +138,7 @@ class _McpConnection:
                 raise SandboxError(f"MCP server {self._name!r} cannot be opened: {reason}") from error
 
     @contextlib.asynccontextmanager
-    async def _connect(self, log: TextIO) -> "AsyncIterator[mcp.Client]":
+    async def _connect(self, log: TextIO) -> "AsyncGenerator[mcp.Client]":
         try:
             import httpx2
             import mcp

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ramify.config.schema import is_dict
 from ramify.trace.plain_data import to_plain
 
 IDENTITY_DIGITS = 16
@@ -45,7 +46,7 @@ class Task(BaseModel):
     @classmethod
     def _extra_values_must_be_plain(cls, data: Any) -> Any:
         """Check values without a typed field at construction, so that the error points to the code that set them."""
-        if not isinstance(data, dict):
+        if not is_dict(data):
             return data
         fields = cls.model_fields
         untyped_fields = {name for name in data if name not in fields or fields[name].annotation is Any}

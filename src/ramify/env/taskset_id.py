@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ramify.config import raise_config_invalid
 from ramify.env.taskset import Taskset
@@ -34,9 +34,10 @@ def build_taskset_table(taskset: Any, output: Path) -> Any:
         settings = taskset.config.model_dump(mode="json", exclude_unset=True, exclude={"id"})
         return {"id": get_class_id(type(taskset), output / DEFINITIONS_DIR), **settings}
     if isinstance(taskset, Mapping):
-        id = taskset.get("id")
-        return {**taskset, "id": get_class_id(id, output / DEFINITIONS_DIR)} if isinstance(id, type) else dict(taskset)
-    return taskset
+        table = dict(cast(Mapping[str, Any], taskset))
+        id: Any = table.get("id")
+        return {**table, "id": get_class_id(id, output / DEFINITIONS_DIR)} if isinstance(id, type) else table
+    return cast(Any, taskset)
 
 
 def get_class_id(cls: type, definitions_dir: Path) -> str:

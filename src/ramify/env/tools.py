@@ -8,16 +8,17 @@ an error text. Only `SandboxError` is raised, since no reply of the model can fi
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
+from ramify.config.schema import is_dict, is_list
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
@@ -140,8 +141,9 @@ def to_content(result: Any, context: RolloutContext) -> ToolContent:
         return ""
     if isinstance(result, TextPart | MediaPart | Media):
         result = (result,)
-    if isinstance(result, list | tuple) and any(isinstance(item, TextPart | MediaPart | Media) for item in result):
-        return tuple(_to_part(item, context) for item in result)
+    items: Sequence[Any] = cast(Sequence[Any], result) if isinstance(result, list | tuple) else ()
+    if any(isinstance(item, TextPart | MediaPart | Media) for item in items):
+        return tuple(_to_part(item, context) for item in items)
     return to_json(result, fallback=str).decode()
 
 
@@ -224,9 +226,9 @@ def _inspect_tool(function: Callable[..., Any], bound: bool) -> _ToolSignature:
 
 def _strip_titles(schema: Any, *, keys_are_names: bool = False) -> Any:
     """Return the schema without the titles that pydantic generates; a property named `title` is kept."""
-    if isinstance(schema, list):
+    if is_list(schema):
         return [_strip_titles(item) for item in schema]
-    if not isinstance(schema, dict):
+    if not is_dict(schema):
         return schema
     return {
         key: _strip_titles(value, keys_are_names=key in ("properties", "$defs") and not keys_are_names)
@@ -239,10 +241,10 @@ def _parse_arguments(arguments: Mapping[str, Any] | str) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(arguments)
     try:
-        decoded = msgspec.json.decode(arguments) if arguments.strip() else {}
+        decoded: Any = msgspec.json.decode(arguments) if arguments.strip() else {}
     except msgspec.DecodeError as error:
         raise ToolArgumentsInvalid(f"the arguments are not JSON: {error}") from None
-    if not isinstance(decoded, dict):
+    if not is_dict(decoded):
         raise ToolArgumentsInvalid(f"the arguments must be a JSON object, found {arguments:.80}")
     return decoded
 

@@ -4,10 +4,10 @@ Loading detects all configuration errors before anything starts: an unknown plug
 parameter, a harness that cannot work with the taskset or the runtime.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from ramify.client.loop_pacer import LoopPacer
 from ramify.config import stored_keys
@@ -117,7 +117,8 @@ class Environment:
 
     def iter_tasks(self) -> Iterator[Task]:
         """Yield the tasks in order. Errors of the taskset's `load` are raised unchanged."""
-        for index, task in enumerate(self.taskset.load()):
+        tasks = cast(Iterable[object], self.taskset.load())
+        for index, task in enumerate(tasks):
             if not isinstance(task, Task):
                 task_type = type(task).__qualname__
                 raise ConfigInvalid(f"{self.name}: task {index} of load is a {task_type}, expected a Task")

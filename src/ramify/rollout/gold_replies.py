@@ -6,7 +6,7 @@ reply for each model call, including those with tool calls.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ramify.errors import EnvironmentFault
 from ramify.names import suggest
@@ -17,7 +17,7 @@ REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 def parse_gold_replies(gold: Any) -> list[str | Message]:
     """Return the replies in order. Raises EnvironmentFault, which names the invalid reply."""
-    replies = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
+    replies: list[Any] = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
     return [_parse_reply(reply, f"gold[{index}]") for index, reply in enumerate(replies)]
 
 
@@ -26,26 +26,29 @@ def _parse_reply(reply: Any, location: str) -> str | Message:
         return reply
     if not isinstance(reply, Mapping):
         raise EnvironmentFault(f"{location}: expected a text, a dict or a Message, found a {type(reply).__qualname__}")
-    for key in reply:
+    fields = cast(Mapping[str, Any], reply)
+    for key in fields:
         if key not in REPLY_KEYS:
             hint = suggest(str(key), REPLY_KEYS, f"a reply has {', '.join(REPLY_KEYS)}")
             raise EnvironmentFault(f"{location}: unknown key {key!r}; {hint}")
-    role, content = reply.get("role", "assistant"), reply.get("content")
+    role, content = fields.get("role", "assistant"), fields.get("content")
     if role != "assistant":
         raise EnvironmentFault(f"{location}: role {role!r}, expected 'assistant': only the agent's replies are given")
     if not (content is None or isinstance(content, str)):
         raise EnvironmentFault(f"{location}.content: expected a text, found a {type(content).__qualname__}")
-    calls = enumerate(reply.get("tool_calls") or ())
+    calls = enumerate(fields.get("tool_calls") or ())
     tool_calls = tuple(_parse_tool_call(call, f"{location}.tool_calls[{index}]") for index, call in calls)
-    return Message("assistant", content or "", reply.get("reasoning_content"), tool_calls)
+    return Message("assistant", content or "", fields.get("reasoning_content"), tool_calls)
 
 
 def _parse_tool_call(call: Any, location: str) -> ToolCall:
     """Return a tool call. Its arguments are a dict or JSON text; in OpenAI's format, name and arguments are in a dict
     `function`."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    fields: Mapping[str, Any] = cast(Mapping[str, Any], call) if isinstance(call, Mapping) else {}
+    function: Any = fields.get("function", fields)
+    called: Mapping[str, Any] = cast(Mapping[str, Any], function) if isinstance(function, Mapping) else {}
+    if not isinstance(called.get("name"), str):
         raise EnvironmentFault(f"{location} needs a name: {{'name': TOOL, 'arguments': {{...}}}}")
-    arguments = function.get("arguments") or {}
+    arguments: Any = called.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(str(call.get("id") or location), function["name"], text)
+    return ToolCall(str(fields.get("id") or location), called["name"], text)

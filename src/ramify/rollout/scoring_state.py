@@ -9,7 +9,7 @@ import base64
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from ramify.errors import ValueRefused
 from ramify.trace.plain_data import MAX_DEPTH
@@ -44,7 +44,7 @@ class _Tagger:
     def tag(self, value: Any, location: str, depth: int = 0) -> Any:
         if depth == MAX_DEPTH:
             raise ValueRefused(f"{location} is nested more than {MAX_DEPTH} deep")
-        kind = type(value)  # not isinstance: an instance of a subclass may have further attributes
+        kind = cast(type[Any], type(value))  # not isinstance: an instance of a subclass may have further attributes
         self._size += 1 + (len(value) if kind in (str, bytes) else 0)
         if self._size > MAX_STATE_SIZE:
             raise ValueRefused(f"state is larger than {MAX_STATE_SIZE:,} characters")
@@ -68,7 +68,7 @@ class _Tagger:
 def _untag(value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    kind, content = value
+    kind, content = cast(list[Any], value)
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "dict":
