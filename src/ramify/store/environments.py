@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -106,14 +106,15 @@ def format_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
 def diff_values(old: Any, new: Any, key: str = "") -> Iterator[str]:
     """Yield one line for each key whose value differs, such as `sampling.top_p: was 1.0, now 0.9`."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
+        old_table, new_table = cast(dict[str, Any], old), cast(dict[str, Any], new)
+        for name in sorted({*old_table, *new_table}):
             inner_key = f"{key}.{name}" if key else str(name)
-            if name not in old:
-                yield f"{inner_key}: was not set, now {new[name]!r}"
-            elif name not in new:
-                yield f"{inner_key}: was {old[name]!r}, now not set"
+            if name not in old_table:
+                yield f"{inner_key}: was not set, now {new_table[name]!r}"
+            elif name not in new_table:
+                yield f"{inner_key}: was {old_table[name]!r}, now not set"
             else:
-                yield from diff_values(old[name], new[name], inner_key)
+                yield from diff_values(old_table[name], new_table[name], inner_key)
     elif old != new:
         yield f"{key}: was {old!r}, now {new!r}"
 
