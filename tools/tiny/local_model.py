@@ -50,7 +50,7 @@ class LocalModel:
         done = await stream.result()
         ids, logprobs = np.array(done.token_ids, np.int32), np.array(done.logprobs, np.float32)
         usage = Usage(len(prompt), len(ids), done.num_cached_tokens)
-        return Completion(ids, logprobs, done.finish_reason or "abort", (), usage, self._name)
+        return Completion(ids, logprobs, (), done.finish_reason or "abort", usage, self._name)
 
     async def sample_replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
         """Return one reply to each prompt, seeded by its index."""
