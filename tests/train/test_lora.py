@@ -141,7 +141,7 @@ def test_training_lowers_the_loss(model):
 
 
 def test_an_unknown_target_is_refused(model):
-    with pytest.raises(ConfigInvalid, match=r"lora.targets: the layers have no 'query'.*q_proj"):
-        make_trainer(model, targets=["query"])
-    trainer = make_trainer(model, targets=["q_proj"])
+    with pytest.raises(ConfigInvalid, match=r"lora.target_modules: the layers have no 'query'.*q_proj"):
+        make_trainer(model, target_modules=["query"])
+    trainer = make_trainer(model, target_modules=["q_proj"])
     assert all("q_proj" in name for name, _ in trainer.master_weights.named_parameters())
