@@ -297,7 +297,7 @@ def test_learning_rate_schedules():
         return compute_lr_factor(ScheduleConfig(**settings), step, 100)
 
     assert [factor_at(s, warmup_steps=4) for s in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    linear = {"type": "linear", "warmup_steps": 20, "floor": 0.1}
+    linear = {"type": "linear", "warmup_steps": 20, "min_lr_factor": 0.1}
     assert [factor_at(s, **linear) for s in (20, 60, 100, 150)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     assert [factor_at(s, type="cosine") for s in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0])
     assert [factor_at(s, type="wsd") for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
@@ -305,7 +305,7 @@ def test_learning_rate_schedules():
     with pytest.raises(ValueError, match="number of steps"):
         compute_lr_factor(ScheduleConfig(type="cosine"), 1, None)
     with pytest.raises(ValueError, match="decay"):
-        ScheduleConfig(floor=0.1)
+        ScheduleConfig(min_lr_factor=0.1)
 
 
 def test_muon_updates_the_matrices_inside_the_layers_and_adamw_the_rest():
