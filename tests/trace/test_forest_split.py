@@ -28,11 +28,11 @@ def test_every_target_is_in_one_piece_with_its_full_context(attempts, budget):
     paths = Paths()
     pieces = split_forest(build_forest([attempt.sample() for attempt in attempts]), budget)
     entries, _, _ = expected(attempts, paths)
-    found: Counter = Counter()
+    split_entries: Counter = Counter()
     for piece in pieces:
         check_layout(piece)
-        found += entries_of(piece, paths)
-    assert found == entries
+        split_entries += entries_of(piece, paths)
+    assert split_entries == entries
 
 
 @given(groups(), budgets)

@@ -165,11 +165,11 @@ def test_traces_to_packs_with_every_mechanism():
         pieces = split_forest(forest, budget)
         rows = pack_trees(pieces, 2 * budget, rng.choice([1, 8]))
         entries, too_long, past = expected(attempts, paths, seq_len, overlong)
-        found: Counter = Counter()
+        packed: Counter = Counter()
         for row in rows:
             check_layout(row)
-            found += entries_of(row, paths)
-        assert found == entries, seed
+            packed += entries_of(row, paths)
+        assert packed == entries, seed
         assert all(len(piece) <= budget or leaves(piece) == 1 for piece in pieces), seed
         assert forest.dropped.num_truncated_tokens == past, seed
         assert Counter(forest.dropped.overlong_calls) == too_long, seed

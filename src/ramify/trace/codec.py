@@ -217,9 +217,9 @@ def _check_frame_header(frame_header: TraceFrameHeader) -> None:
     if any(start < 0 or stop < start for start, stop in lengths):
         raise TraceCorrupt(f"the columns of the frame cannot grow from {since} to {until}")
     expected = (until.policies - since.policies, until.media - since.media)
-    found = (len(frame_header.policies), len(frame_header.media))
-    if found != expected:
-        raise TraceCorrupt(f"expected {expected} new policies and media, found {found}")
+    actual = (len(frame_header.policies), len(frame_header.media))
+    if actual != expected:
+        raise TraceCorrupt(f"expected {expected} new policies and media, got {actual}")
     header = frame_header.header
     if header is not None and (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
         raise TraceCorrupt(f"a frame of trace {frame_header.trace!r} has the header of trace {header.id!r}")
