@@ -1,6 +1,7 @@
 """The rules of the package's structure: each is broken on purpose here, and kept by the source."""
 
 import ast
+from types import MappingProxyType
 
 import pytest
 
@@ -10,6 +11,7 @@ from tools.structure import (
     find_heavy_imports,
     find_imports,
     find_layer_problems,
+    find_public_names,
     find_repeated_classes,
     read_layers,
 )
@@ -29,10 +31,10 @@ TABLE = """
 """
 
 
-def imports_of(**sources):
+def imports_of(public_names=MappingProxyType({}), **sources):
     """The imports of modules given as `trace__codec="import ..."`."""
     trees = {f"ramify.{name.replace('__', '.')}": ast.parse(text) for name, text in sources.items()}
-    return [item for name, tree in trees.items() for item in find_imports(name, tree, trees)]
+    return [item for name, tree in trees.items() for item in find_imports(name, tree, trees, public_names)]
 
 
 def test_the_source_keeps_every_rule(capsys):
@@ -75,6 +77,20 @@ def test_a_circle_of_three_modules_is_found():
     )
     assert list(find_circles(circle)) == ["import circle: ramify.trace.a <-> ramify.trace.b <-> ramify.trace.c"]
     assert not list(find_circles(imports_of(trace__a="import ramify.trace.b", trace__b="")))
+
+
+def test_an_import_of_a_public_name_is_one_of_the_module_that_defines_it():
+    stubs = {"ramify": "from .trace import Trace as Trace", "ramify.trace": "from .codec import Trace as Trace"}
+    public_names = dict(pair for package, text in stubs.items() for pair in find_public_names(package, ast.parse(text)))
+    for name in ("ramify", "ramify.trace"):
+        imports = imports_of(
+            public_names, trace="", trace__codec="import ramify.trace.graph", trace__graph=f"from {name} import Trace"
+        )
+        assert list(find_circles(imports)) == ["import circle: ramify.trace.codec <-> ramify.trace.graph"]
+    (problem,) = find_layer_problems(
+        imports_of(public_names, errors__base="from ramify import Trace", trace="", trace__codec=""), read_layers(TABLE)
+    )
+    assert "errors may not import trace (ramify.trace.codec)" in problem
 
 
 def test_torch_outside_the_packages_that_run_models_is_found():

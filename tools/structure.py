@@ -2,11 +2,15 @@
 
 Four rules are checked on the source, without importing it:
 
-- Layers: the table in `docs/architecture.md` lists the packages from the bottom up. A package may import those in the
-  rows above its own. Imports inside functions and for type checkers count too.
+- Layers: the table in `docs/architecture.md` lists the packages from the bottom up. A package may import those that
+  stand above it, and in a row with several names those before it; its own modules may import each other. Imports inside
+  functions and for type checkers count too.
 - Circles: no modules import each other in a circle, also not within a package.
 - Heavy libraries: only `model`, `train` and `infer` import torch and what is built on it.
 - Class names: a public class has a name of its own in the whole project, so that searching for it finds one thing.
+
+Public names that a package loads when they are first used are listed in its `__init__.pyi`; importing one counts as an
+import of the module that defines it.
 """
 
 import ast
@@ -35,7 +39,8 @@ class Import:
 def main() -> int:
     """Print every problem of the source; return 1 if there is one."""
     trees = parse_modules(SOURCE)
-    imports = [item for module, tree in trees.items() for item in find_imports(module, tree, trees)]
+    public_names = parse_stubs(SOURCE)
+    imports = [item for module, tree in trees.items() for item in find_imports(module, tree, trees, public_names)]
     problems = [
         *find_layer_problems(imports, read_layers(TABLE.read_text())),
         *find_circles(imports),
@@ -53,15 +58,35 @@ def parse_modules(source: Path) -> dict[str, ast.Module]:
     return {_dotted_name(path.relative_to(source)): ast.parse(path.read_text()) for path in source.rglob("*.py")}
 
 
-def find_imports(module: str, tree: ast.Module, modules: Mapping[str, object]) -> Iterator[Import]:
-    """Yield the imports of project modules in one module. `from package import module` is an import of that module."""
+def parse_stubs(source: Path) -> dict[str, str]:
+    """Return where the packages below `source` load their public names from: `a.Name` is `a.b.Name`."""
+    return {
+        name: target
+        for path in source.rglob("__init__.pyi")
+        for name, target in find_public_names(_dotted_name(path.relative_to(source)), ast.parse(path.read_text()))
+    }
+
+
+def find_public_names(package: str, stub: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each name that the stub of a package imports, and the same name in the module that it comes from."""
+    for node in ast.walk(stub):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            for alias in node.names:
+                yield f"{package}.{alias.asname or alias.name}", f"{package}.{node.module}.{alias.name}"
+
+
+def find_imports(
+    module: str, tree: ast.Module, modules: Mapping[str, object], public_names: Mapping[str, str]
+) -> Iterator[Import]:
+    """Yield the imports of project modules in one module.
+
+    `from package import name` is an import of that module, or of the module that a public name of the package is in.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [
-                name if (name := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
-            ]
+            names = [_find_module(f"{node.module}.{alias.name}", modules, public_names) for alias in node.names]
         else:
             continue
         for name in dict.fromkeys(names):
@@ -92,11 +117,11 @@ def find_layer_problems(imports: Sequence[Import], layers: Sequence[str]) -> Ite
 
 def find_circles(imports: Sequence[Import]) -> Iterator[str]:
     """Yield each set of modules that import each other, in one line."""
-    imported_by: dict[str, set[str]] = {}
+    imports_of: dict[str, set[str]] = {}
     for item in imports:
         if not item.importer.startswith(item.imported + "."):  # a package is loaded before its modules in any case
-            imported_by.setdefault(item.importer, set()).add(item.imported)
-    for circle in _strongly_connected(imported_by):
+            imports_of.setdefault(item.importer, set()).add(item.imported)
+    for circle in _strongly_connected(imports_of):
         yield f"import circle: {' <-> '.join(sorted(circle))}"
 
 
@@ -153,6 +178,13 @@ def _strongly_connected(graph: Mapping[str, set[str]]) -> Iterator[set[str]]:
         if node not in order:
             visit(node)
     return (component for component in components if len(component) > 1)
+
+
+def _find_module(name: str, modules: Mapping[str, object], public_names: Mapping[str, str]) -> str:
+    """Return the module that `name` is or is defined in."""
+    while name not in modules and name in public_names:
+        name = public_names[name]
+    return name if name in modules else name.rpartition(".")[0]
 
 
 def _dotted_name(path: Path) -> str:
