@@ -42,6 +42,14 @@ def test_pending_migrations_run_once_and_in_order(older):
     assert read_version(older) == len(STEPS)
 
 
+def test_a_file_without_tables_gets_the_current_version_and_no_migration(tmp_path):
+    for version in (0, 1):
+        connection = connect(tmp_path / f"{version}.sqlite")
+        connection.execute(f"PRAGMA user_version = {version}")
+        migrate(connection, STEPS)  # an ALTER TABLE would raise
+        assert read_version(connection) == len(STEPS)
+
+
 def test_a_migration_that_fails_changes_nothing(older):
     def fail(_):
         raise RuntimeError("no")
@@ -76,6 +84,18 @@ def test_a_run_of_a_later_version_is_refused_and_unchanged(tmp_path, write):
     with pytest.raises(SchemaUnsupported, match=r"version \d+.*reads up to \d+.*later one"):
         RunStore.open(tmp_path / "run", write=write)
     assert read_version(connect(file)) == len(MIGRATIONS) + 1
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_run_of_a_later_version_with_other_tables_is_not_called_damaged(tmp_path, write):
+    RunStore.open(tmp_path / "run").close()
+    (tmp_path / "run" / "traces" / "000000.seg").write_bytes(b"a frame")
+    connection = connect(tmp_path / "run" / "run.sqlite")
+    connection.execute("ALTER TABLE facts RENAME TO settings")
+    connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    connection.close()
+    with pytest.raises(SchemaUnsupported, match="later one"):
+        RunStore.open(tmp_path / "run", write=write)
 
 
 def test_a_run_without_a_version_gets_one_when_it_is_opened_for_writing(tmp_path):

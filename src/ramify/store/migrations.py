@@ -32,14 +32,18 @@ def check_version(path: Path, connection: sqlite3.Connection, migrations: Sequen
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Bring the tables to the current version; if a migration fails, the file keeps its tables and its version."""
+    """Bring the tables to the current version; if a migration fails, the file keeps its tables and its version.
+
+    A file without tables only gets the version: its tables are created as they are in the current version.
+    """
     version = read_version(connection)
     if version >= len(migrations):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for migration in migrations[version:]:
-            migration(connection)
+        if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            for migration in migrations[version:]:
+                migration(connection)
         connection.execute(f"PRAGMA user_version = {len(migrations)}")
         connection.execute("COMMIT")
     except BaseException:

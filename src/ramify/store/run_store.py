@@ -75,8 +75,8 @@ class RunStore:
                 reader = _connect(path)
                 if write:
                     check_index_pages(path, reader)
+                check_version(path / DATABASE_NAME, reader)  # first: a later version may have other tables
                 check_index_contents(path, reader, required_fact)
-                check_version(path / DATABASE_NAME, reader)
                 segments = SegmentLog(path / TRACES_DIR)
                 if not write:
                     reader = migrate_copy(reader)
