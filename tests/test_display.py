@@ -55,3 +55,16 @@ def test_open_display_refreshes_until_it_is_left():
 
     asyncio.run(run())
     assert states[:3] == [1, 2, 3]
+
+
+def test_a_failed_refresh_is_reported_when_the_display_is_left(capsys):
+    async def get_state():
+        raise ValueError("no state")
+
+    async def run():
+        async with open_display(Display(), get_state, 0.0):
+            await asyncio.sleep(0)
+            return "the result is kept"
+
+    assert asyncio.run(run()) == "the result is kept"
+    assert "the display stopped: ValueError: no state" in capsys.readouterr().err

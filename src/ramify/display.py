@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from ramify.async_calls import cancel_all
+from ramify.errors.origin import describe_exception
 from ramify.interactive import is_interactive
 
 if TYPE_CHECKING:  # rich is loaded only where something is drawn
@@ -103,7 +104,10 @@ def choose_api_display(content: DisplayContent[S]) -> Display[S]:
 async def open_display(
     display: Display[S], get_state: Callable[[], Awaitable[S]], interval: float
 ) -> AsyncGenerator[None]:
-    """Enter the display and refresh it every `interval` seconds."""
+    """Enter the display and refresh it every `interval` seconds.
+
+    A failure of the display is printed to stderr at the end: it must not cost the result of the command.
+    """
 
     async def refresh_loop() -> None:
         while True:
@@ -115,7 +119,10 @@ async def open_display(
         try:
             yield
         finally:
+            error = task.exception() if task.done() and not task.cancelled() else None
             await cancel_all([task])
+            if error is not None:
+                print(f"the display stopped: {describe_exception(error)}", file=sys.stderr, flush=True)
 
 
 def make_grid(*titles: str) -> "Table":
