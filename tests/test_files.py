@@ -33,3 +33,21 @@ def test_a_directory_appears_only_when_it_is_complete(tmp_path):
         (partial_path / "file").write_text("all")
     assert (directory / "file").read_text() == "all"
     assert list(directory.parent.iterdir()) == [directory]
+
+
+def test_two_writers_of_one_path_in_one_process_do_not_share_a_partial_file(tmp_path):
+    path = tmp_path / "file.txt"
+    with replace_file(path) as first, replace_file(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_directory_in_one_process_do_not_share_a_partial_directory(tmp_path):
+    with pytest.raises(OSError, match="not empty"), create_directory(tmp_path / "new") as first:
+        (first / "file").write_text("first")
+        with create_directory(tmp_path / "new") as second:
+            (second / "file").write_text("second")
+    assert (tmp_path / "new" / "file").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextlib.contextmanager
@@ -13,7 +14,7 @@ def replace_file(path: Path) -> Generator[Path]:
 
     If the block raises, `path` is unchanged and nothing is left beside it.
     """
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
+    partial_path = _make_partial_path(path)
     try:
         yield partial_path
         partial_path.replace(path)
@@ -27,8 +28,7 @@ def create_directory(directory: Path) -> Generator[Path]:
 
     If the block raises, the new directory is removed.
     """
-    partial_path = directory.with_name(f".{directory.name}.{os.getpid()}")
-    shutil.rmtree(partial_path, ignore_errors=True)
+    partial_path = _make_partial_path(directory)
     partial_path.mkdir(parents=True)
     try:
         yield partial_path
@@ -57,3 +57,8 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _make_partial_path(path: Path) -> Path:
+    """Return a hidden path beside `path` that no other writer of `path` uses."""
+    return path.with_name(f".{path.name}.{uuid4().hex}")
