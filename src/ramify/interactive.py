@@ -7,11 +7,9 @@ runs its own loop in another thread. The result can also be awaited, which retur
 import asyncio
 import sys
 import threading
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any, Generic, Self, TypeVar
-
-from ramify.config import Config
 
 T = TypeVar("T")
 POLL_INTERVAL = 0.5  # seconds after which the waiting thread handles a signal
@@ -45,17 +43,6 @@ def is_interactive() -> bool:
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result. An interrupt cancels it, and is raised after its cleanup."""
     return _LoopThread(coroutine).run() if has_running_loop() else asyncio.run(coroutine)
-
-
-def get_explicit_values(config: Config) -> dict[str, Any]:
-    """Return the keys that were set explicitly, so that a new configuration can be built from them and others."""
-    return {key: getattr(config, key) for key in config.model_fields_set}
-
-
-def expand_model_name(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with `model = "tiny"` expanded to `model = {name = "tiny"}`."""
-    model = table.get("model")
-    return {**table, "model": {"name": model}} if isinstance(model, str) else dict(table)
 
 
 class _LoopThread(Generic[T]):

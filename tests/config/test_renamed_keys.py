@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from ramify.config import Config, parse, parse_section, read_stored_config, stored_keys, update_keys
+from ramify.config import Config, parse, parse_section, read_stored_config, to_new_keys, to_old_keys
 from ramify.errors import ConfigInvalid
 
 
@@ -151,6 +151,6 @@ def test_other_problems_of_a_stored_configuration_are_errors(tmp_path):
 
 def test_a_table_can_be_given_the_names_under_which_it_is_stored():
     table = {"pass_threshold": 0.5, "max_tries": 2, "name": "a"}
-    assert stored_keys(EvalSource, table) == {"threshold": 0.5, "attempts": 2, "name": "a"}
-    assert stored_keys(Launch, {"gpu_placement": "colocated"}) == {"gpus": "shared"}
-    assert update_keys(EvalSource, stored_keys(EvalSource, table)) == table
+    assert to_old_keys(EvalSource, table) == {"threshold": 0.5, "attempts": 2, "name": "a"}
+    assert to_old_keys(Launch, {"gpu_placement": "colocated"}) == {"gpus": "shared"}
+    assert to_new_keys(EvalSource, to_old_keys(EvalSource, table)) == table

@@ -4,24 +4,26 @@ One idea: all three are layers of one plain table, which is validated once, when
 whatever a file can set (entries of lists, variants, plugin tables), and one error lists every problem.
 """
 
-from ramify.config.base import Config, RunName
+from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
 from ramify.config.component import parse_component
 from ramify.config.dump import dry_run, dump_toml, write_toml
 from ramify.config.parser import parse, parse_section, pop_flag, raise_config_invalid, read_stored_config
-from ramify.config.renamed_keys import stored_keys, update_keys
+from ramify.config.renamed_keys import to_new_keys, to_old_keys
 
 __all__ = [
     "Config",
     "RunName",
     "dry_run",
     "dump_toml",
+    "expand_model_name",
+    "get_explicit_values",
     "parse",
     "parse_component",
     "parse_section",
     "pop_flag",
     "raise_config_invalid",
     "read_stored_config",
-    "stored_keys",
-    "update_keys",
+    "to_new_keys",
+    "to_old_keys",
     "write_toml",
 ]

@@ -56,6 +56,17 @@ class Config(BaseModel):
         return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
 
 
+def get_explicit_values(config: Config) -> dict[str, Any]:
+    """Return the keys that were set explicitly, so that a new configuration can be built from them and others."""
+    return {key: getattr(config, key) for key in config.model_fields_set}
+
+
+def expand_model_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with `model = "tiny"` expanded to `model = {name = "tiny"}`."""
+    model = table.get("model")
+    return {**table, "model": {"name": model}} if isinstance(model, str) else dict(table)
+
+
 def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the keys of `override` on top, recursively; neither argument is changed."""
     merged = copy.deepcopy(base)

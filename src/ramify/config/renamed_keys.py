@@ -62,12 +62,12 @@ class KeyUpdate:
         return updated
 
 
-def update_keys(cls: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
+def to_new_keys(cls: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored table of section `cls` with the new names of its keys and values."""
     return KeyUpdate(cls, table).table
 
 
-def stored_keys(cls: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
+def to_old_keys(cls: type[BaseModel], table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table of section `cls` with the names that earlier versions stored; subsections are not changed."""
     old_names = {new: old for old, new in get_renamed_keys(cls).items()}
     stored: dict[str, Any] = {}

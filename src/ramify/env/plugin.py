@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_section, raise_config_invalid, update_keys
+from ramify.config import Config, parse_section, raise_config_invalid, to_new_keys
 from ramify.env.plugin_config import get_config_class
 from ramify.errors.origin import describe_exception
 from ramify.names import suggest
@@ -99,7 +99,7 @@ def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None
 
 def update_plugin_keys(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of a plugin, as an earlier version stored it, with the current names of its keys."""
-    return update_keys(get_config_class(find_plugin_class(kind, table["id"]), Config), table)
+    return to_new_keys(get_config_class(find_plugin_class(kind, table["id"]), Config), table)
 
 
 def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:

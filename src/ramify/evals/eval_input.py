@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ramify.config import parse_section
+from ramify.config import expand_model_name, get_explicit_values, parse_section
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.evals.config import EvalConfig
-from ramify.interactive import expand_model_name, get_explicit_values
 
 EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ramify.config import parse_section
+from ramify.config import expand_model_name, get_explicit_values, parse_section
 from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
-from ramify.interactive import expand_model_name, get_explicit_values
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import prefork_shared_modules

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.config import stored_keys
+from ramify.config import to_old_keys
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
@@ -68,4 +68,4 @@ def format_finished(steps: int, config: RunConfig) -> str:
 def _dump_curricula(config: RunConfig) -> dict[str, Any]:
     """Return the curricula as plain data, with the keys that earlier versions stored."""
     curricula = {source.source_name: source.curriculum for source in config.train}
-    return {name: stored_keys(type(table), table.model_dump(mode="json")) for name, table in curricula.items()}
+    return {name: to_old_keys(type(table), table.model_dump(mode="json")) for name, table in curricula.items()}

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from ramify.config import Config, stored_keys
+from ramify.config import Config, to_old_keys
 from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 from ramify.names import find_duplicates
 
@@ -73,7 +73,7 @@ class SourceConfig(Config):
         """The harness's table with the keys that earlier versions stored, for the identity of a run."""
         from ramify.harness.config import ChatHarnessConfig  # a configuration is read without harnesses
 
-        return stored_keys(ChatHarnessConfig, self.harness)
+        return to_old_keys(ChatHarnessConfig, self.harness)
 
     @property
     def source_name(self) -> str:

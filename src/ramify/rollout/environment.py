@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, cast
 
 from ramify.client.loop_pacer import LoopPacer
-from ramify.config import stored_keys
+from ramify.config import to_old_keys
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
@@ -91,7 +91,7 @@ class Environment:
         return {
             "code": {file: digest for cls in plugins for file, digest in compute_code_digests(cls).items()},
             **{
-                name: stored_keys(type(part), part.model_dump(mode="json", exclude_defaults=True))
+                name: to_old_keys(type(part), part.model_dump(mode="json", exclude_defaults=True))
                 for name, part in config.items()
             },
         }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from ramify.config import update_keys
+from ramify.config import to_new_keys
 from ramify.errors import ConfigInvalid
 from ramify.files import create_directory
 from ramify.model.resolve import is_hub_id, resolve_model_path
@@ -59,7 +59,7 @@ def _read_config(path: Path) -> tuple[str, LoraConfig]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
         name = str(table["model"]["name"])
-        lora = LoraConfig.model_validate(update_keys(LoraConfig, table["trainer"]["lora"]))
+        lora = LoraConfig.model_validate(to_new_keys(LoraConfig, table["trainer"]["lora"]))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
     if not lora.enabled:

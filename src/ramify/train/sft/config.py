@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config, RunName, stored_keys
+from ramify.config import Config, RunName, to_old_keys
 from ramify.infer.config import ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.train.config import CheckpointConfig, LoraConfig, LossConfig, TrainerConfig
@@ -101,6 +101,6 @@ class SftConfig(Config):
         """The settings that identify the run; all others may change when it is resumed."""
         lora = self.trainer.lora
         settings = self.model_dump(mode="json", include={"renderer", "seq_len", "seed"})
-        settings |= {"data": stored_keys(SftDataConfig, self.data.model_dump(mode="json")), "model": self.model.name}
-        settings |= {"lora": stored_keys(LoraConfig, lora.model_dump(mode="json"))}
+        settings |= {"data": to_old_keys(SftDataConfig, self.data.model_dump(mode="json")), "model": self.model.name}
+        settings |= {"lora": to_old_keys(LoraConfig, lora.model_dump(mode="json"))}
         return json.loads(json.dumps({**settings, "held_out": self.validation.fraction}))

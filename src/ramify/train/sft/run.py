@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ramify.config import parse_section, write_toml
+from ramify.config import expand_model_name, get_explicit_values, parse_section, write_toml
 from ramify.display import Display, choose_api_display
 from ramify.errors import RamifyError, StorageFull
-from ramify.interactive import AwaitableResult, expand_model_name, get_explicit_values
+from ramify.interactive import AwaitableResult
 from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
