@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+from ramify.config import parse
+from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+NAMED_TOML = re.compile(r"^```toml\n# (\S+\.toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +33,7 @@ def python_blocks(page: Path) -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in re.findall(r"^```toml\n# (\S+\.toml)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+    for name, text in NAMED_TOML.findall(page.read_text()):
         Path(name).write_text(text)
     names: dict[str, object] = {}
     for code, expected in python_blocks(page):
@@ -40,6 +42,15 @@ def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monk
             exec(compile(code, page.name, "exec"), names)
         if expected is not None:
             assert printed.getvalue() == expected
+
+
+@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md"])
+def test_run_files_of_the_docs_are_valid(page: str, tmp_path: Path) -> None:
+    files = [text for _, text in NAMED_TOML.findall((DOCS / page).read_text()) if "[[train]]" in text]
+    assert files
+    for text in files:
+        (tmp_path / "run.toml").write_text(text)
+        parse(RunConfig, ["@", str(tmp_path / "run.toml")])
 
 
 def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> None:
