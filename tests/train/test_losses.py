@@ -186,6 +186,7 @@ def test_a_loss_is_loaded_by_name_or_import_path_and_its_options_are_checked(tmp
         ("dpo", {}, "did you mean 'dppo'"),
         ("ppo", {"hight": 0.5}, "did you mean 'high'"),
         ("nowhere.loss", {}, "cannot be imported"),
+        ("folder/nowhere.py:loss", {}, "is a file; expected the import path of a function, such as nowhere.loss"),
         ("broken_losses.loss", {}, "cannot be imported: RuntimeError: broken"),
         ("tests.train.models.VOCAB", {}, "is not a function"),
         (f"{__name__}.scaled", {}, "needs the option 'by'"),

@@ -53,7 +53,7 @@ class LossConfig(Config):
     """The loss of the `rl` component."""
 
     id: str = "dppo"
-    """dppo, ppo, cispo, gspo, icepop, tis, or an import path."""
+    """dppo, ppo, cispo, gspo, icepop, tis, or the import path of a function, `package.module.function`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the loss, such as `{ high = 0.28 }`."""
 
@@ -62,7 +62,9 @@ class LossConfig(Config):
         from ramify.train.losses import LOSSES, check_loss_options
 
         if "." not in self.id and ":" not in self.id and self.id not in LOSSES:
-            raise ValueError(f"there is no loss {self.id!r}: use {', '.join(LOSSES)}, or an import path")
+            raise ValueError(
+                f"there is no loss {self.id!r}: use {', '.join(LOSSES)}, or an import path, package.module.function"
+            )
         if self.id in LOSSES:
             try:
                 check_loss_options(self.id, LOSSES[self.id], self.options)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.errors import ConfigInvalid
@@ -24,17 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Entries:
-    """The entries that one component trains, by column; logprobs are taken at each entry's sampling temperature."""
+    """The entries that one component trains, by column; logprobs are taken at each entry's sampling temperature.
+
+    - `logprob`: under the trained policy; gradients flow through it.
+    - `sampler_logprob`: under the policy that sampled; NaN for entries that only `ce` trains.
+    - `advantage`: the advantage of each entry.
+    - `reference_logprob`: under the reference model; NaN where it is unknown.
+    - `sequence_index`: the model call that each entry belongs to, from 0 to `num_sequences` - 1.
+    """
 
     logprob: Tensor
-    """Under the trained policy; gradients flow through it."""
     sampler_logprob: Tensor
-    """Under the policy that sampled; NaN for entries that only `ce` trains."""
     advantage: Tensor
     reference_logprob: Tensor
-    """Under the reference model; NaN where it is unknown."""
     sequence_index: Tensor
-    """The model call that each entry belongs to, from 0."""
     num_sequences: int
 
     @property
@@ -152,6 +156,10 @@ def _import_loss(id: str) -> Any:
     if not module:
         hint = suggest(id, LOSSES, f"built in are {', '.join(LOSSES)}")
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
+    file, _, function_name = id.partition(":")
+    if file.endswith(".py"):
+        import_path = f"{Path(file).stem}.{function_name or 'FUNCTION'}"
+        raise ConfigInvalid(f"loss {id!r} is a file; expected the import path of a function, such as {import_path}")
     try:
         function = getattr(import_module(module), name)
     except Exception as error:  # a foreign module may raise anything
