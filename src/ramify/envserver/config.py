@@ -90,6 +90,7 @@ class EnvServerConfig(Config):
     source: str | None = None
     """The source to serve, `train/NAME` or `eval/NAME`; required only if there are several."""
     model: ModelConfig = ModelConfig()
+    """The model that the inference servers serve (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ExternalConfig
     """The servers that workers sample from."""

@@ -208,6 +208,7 @@ class MonitorConfig(Config):
     """Where metrics go besides the run's database."""
 
     sinks: list[SinkConfig] = []
+    """Tables with a `type` (wandb, tensorboard or trackio) and its keys: `{ type = "wandb", project = "x" }`."""
     samples: RolloutSamplesConfig = RolloutSamplesConfig()
 
 
