@@ -127,10 +127,10 @@ def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage
     try:
         completion = msgspec.json.decode(data)
         choice = completion["choices"][0]
-        reply, token_counts = choice["message"], completion.get("usage") or {}
+        reply, token_counts = choice["message"], _get_object(completion, "usage")
         calls = parse_tool_calls(reply.get("tool_calls"))
         message = Message("assistant", reply.get("content") or "", _parse_reasoning(reply), calls)
-        cached = (token_counts.get("prompt_tokens_details") or {}).get("cached_tokens")
+        cached = _get_object(token_counts, "prompt_tokens_details").get("cached_tokens")
         counts = [token_counts.get("prompt_tokens"), token_counts.get("completion_tokens"), cached]
         usage = Usage(*(int(count or 0) for count in counts))
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
@@ -138,3 +138,8 @@ def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage
         excerpt = data[:200].decode("utf-8", "replace")
         raise ProviderError(f"{server} sent an unexpected response ({error!r}): {excerpt}") from error
     return message, finish, usage
+
+
+def _get_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object in a JSON object; an empty one if it is null or missing."""
+    return fields.get(name) or {}

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ramify.config.schema import is_dict, is_list
 from ramify.dialects.media import media_from_url
 from ramify.dialects.model_call import ModelRequest
 from ramify.errors import RequestInvalid
@@ -39,7 +40,7 @@ class MessageParser:
         """Parse content to a text, or to parts if some are images."""
         if content is None or isinstance(content, str):
             return content or ""
-        if not isinstance(content, list):
+        if not is_list(content):
             raise RequestInvalid(f"content: expected a string or a list of parts, found {content!r:.80}")
         parts = [self.parse_part(entry) for entry in content]
         if any(isinstance(part, MediaPart) for part in parts):
@@ -71,7 +72,7 @@ class MessageParser:
         `field_names` are the dialect's names of the sampling parameters `stop` and `max_tokens`.
         """
         choice = body.get("tool_choice")
-        choice_type = choice.get("type") if isinstance(choice, Mapping) else choice
+        choice_type = choice.get("type") if is_dict(choice) else choice
         parsed_tools = map(parse_tool, () if choice_type == "none" else tools or ())
         fields = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")} | field_names
         return ModelRequest(
@@ -85,7 +86,7 @@ class MessageParser:
 
 def _check_tool_call_names(message: Message) -> None:
     """Raise RequestInvalid for ids and names that are not strings: they can be neither rendered nor stored."""
-    names = [name for call in message.tool_calls for name in (call.id, call.name)]
+    names: list[Any] = [name for call in message.tool_calls for name in (call.id, call.name)]
     for name in [*names, message.tool_call_id or ""]:
         if not isinstance(name, str):
             raise RequestInvalid(f"{message.role}: the id or name of a tool call must be a string, found {name!r:.80}")
@@ -93,6 +94,6 @@ def _check_tool_call_names(message: Message) -> None:
 
 def build_function_tool(name: str, description: Any, parameters: Any) -> ToolSchema:
     """Build the schema of a function tool."""
-    schema = parameters or {"type": "object", "properties": {}}
+    schema = parameters or {"type": "object", "properties": dict[str, Any]()}
     optional = {"description": description} if description else {}
     return {"type": "function", "function": {"name": name, **optional, "parameters": schema}}

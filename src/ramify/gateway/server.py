@@ -15,10 +15,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.dialects.chat import ChatCompletionsDialect
+from ramify.dialects.anthropic_messages import MessagesDialect
 from ramify.dialects.http_format import get_http_status
-from ramify.dialects.messages import MessagesDialect
-from ramify.dialects.responses import ResponsesDialect
+from ramify.dialects.openai_chat import ChatCompletionsDialect
+from ramify.dialects.openai_responses import ResponsesDialect
 from ramify.errors import RamifyError, SecretUnknown
 from ramify.gateway.http_handlers import ReplyHandler, TokenCountHandler
 from ramify.gateway.session import RolloutSession

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.config.schema import is_dict
 from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_error_code
@@ -201,7 +202,7 @@ def _to_items(parsed: ParsedRequest, reply: ModelReply) -> list[dict[str, Any]]:
         summary = [{"type": "summary_text", "text": message.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{reply.call_id}", "summary": summary})
     if message.text or not message.tool_calls:
-        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        part: dict[str, Any] = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
         fields = {"type": "message", "id": f"msg_{reply.call_id}", "role": "assistant", "status": "completed"}
         items.append({**fields, "content": [part]})
     for index, call in enumerate(message.tool_calls):
@@ -218,7 +219,7 @@ def _to_items(parsed: ParsedRequest, reply: ModelReply) -> list[dict[str, Any]]:
 
 def _custom_tool_input(call: ToolCall) -> str:
     arguments = parse_arguments(call.arguments)
-    return str(arguments.get("input", "")) if isinstance(arguments, dict) else call.arguments
+    return str(arguments.get("input", "")) if is_dict(arguments) else call.arguments
 
 
 def _empty_item(item: dict[str, Any]) -> dict[str, Any]:

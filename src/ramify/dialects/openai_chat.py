@@ -28,7 +28,7 @@ class ChatCompletionsDialect(Dialect):
         has_new_limit = body.get("max_completion_tokens") is not None
         max_tokens = "max_completion_tokens" if has_new_limit else "max_tokens"
         request = parser.build_request(body, body.get("tools"), parse_tool, stop="stop", max_tokens=max_tokens)
-        options = body.get("stream_options") or {}
+        options: Mapping[str, Any] = body.get("stream_options") or {}
         return ParsedRequest(request, bool(body.get("stream")), bool(options.get("include_usage")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.config.schema import is_dict, is_list
 from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_http_status
@@ -64,9 +65,9 @@ class MessagesDialect(Dialect):
         def event(event_type: str, **fields: Any) -> bytes:
             return format_sse({"type": event_type, **fields}, event_type)
 
-        stop = {"stop_reason": None, "stop_sequence": None}
-        start_message = {**_envelope(parsed, reply), "content": [], **stop, "usage": _format_usage(reply.usage, 0)}
-        yield event("message_start", message=start_message)
+        start = {"content": list[Any](), "stop_reason": None, "stop_sequence": None}
+        usage = _format_usage(reply.usage, 0)
+        yield event("message_start", message={**_envelope(parsed, reply), **start, "usage": usage})
         for index, block in enumerate(_to_blocks(reply.message)):
             empty, deltas = _split_block(block)
             yield event("content_block_start", index=index, content_block=empty)
@@ -98,7 +99,7 @@ class _BlockParser(MessageParser):
     def add_user_blocks(self, role: str, content: Any) -> None:
         """Add the user content and the tool results of a message, in their order."""
         pending: list[Any] = []
-        for block in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+        for block in _list_blocks(content):
             if block.get("type") != "tool_result":
                 pending.append(block)
                 continue
@@ -111,7 +112,7 @@ class _BlockParser(MessageParser):
 
     def add_assistant_blocks(self, content: Any) -> None:
         """Add an earlier reply of the model."""
-        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        blocks = _list_blocks(content)
         thinking = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
         calls = [
             ToolCall(block["id"], block["name"], msgspec.json.encode(block.get("input") or {}).decode())
@@ -128,6 +129,11 @@ class _BlockParser(MessageParser):
                 return self.add_media(media_from_base64(source["data"], source["media_type"]))
             return self.add_media(media_from_url(source["url"]))
         return super().parse_part(entry)
+
+
+def _list_blocks(content: Any) -> list[dict[str, Any]]:
+    """Return the blocks of a message; content that is a text is one block."""
+    return content if is_list(content) else [{"type": "text", "text": content or ""}]
 
 
 def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
@@ -159,7 +165,7 @@ def _to_blocks(message: Message) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls:
         arguments = parse_arguments(call.arguments)
-        tool_input = arguments if isinstance(arguments, dict) else {}
+        tool_input = arguments if is_dict(arguments) else dict[str, Any]()
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input})
     return blocks
 
