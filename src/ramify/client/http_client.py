@@ -72,9 +72,10 @@ class HttpResponse(NamedTuple):
 class HttpClient:
     """The connections to one server, opened on demand in the running event loop.
 
-    Opening a connection may take `connect_timeout` seconds. Waiting for a response is not limited here: every caller
-    has a timeout. A request that is cancelled closes its connection, so that the server stops working on it. `headers`
-    are sent with every request; `pacer` limits how many responses are handled per loop iteration.
+    Connecting to the server's address may take `connect_timeout` seconds. Resolving its host name, waiting for a free
+    connection and waiting for a response are not limited here: every caller has a timeout. A request that is cancelled
+    closes its connection, so that the server stops working on it. `headers` are sent with every request; `pacer` limits
+    how many responses are handled per loop iteration.
     """
 
     def __init__(self, url: str, *, connect_timeout: float, max_connections: int) -> None:
@@ -98,7 +99,10 @@ class HttpClient:
             await self._session.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> HttpResponse:
-        """Send one request and wait for its response. Raises ConnectFailed or ResponseLost."""
+        """Send one request and wait for its response.
+
+        Raises ConnectFailed, ResponseLost, or RequestInvalid if a header holds a line break.
+        """
         session = self._open_session()
         headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
         try:
@@ -156,7 +160,8 @@ def _create_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socke
 async def send_request(http: HttpClient, method: str, path: str, body: Any = None, **query: str) -> bytes:
     """Send one request with a JSON body and return the body of its response.
 
-    Raises RequestFailed, or the RamifyError that a status other than 200 means.
+    Raises RequestFailed, RequestInvalid if a header holds a line break, or the RamifyError that a status other than 200
+    means.
     """
     content = None if body is None else msgspec.json.encode(body)
     response = await http.request(method, f"{path}?{urlencode(query)}" if query else path, content)
