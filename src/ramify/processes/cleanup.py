@@ -18,6 +18,10 @@ import psutil
 from ramify.errors import SandboxError
 
 MARKER_VARIABLE = "RAMIFY_BOX"
+"""The environment variable of the marker, RUNTIME.PROGRAM. (an id and a number); a prefix selects all of a runtime.
+
+"Box" means the runtime. The name is kept because running programs carry it in their environment.
+"""
 KTHREADD = "kthreadd"  # the parent of all kernel threads; its pid is 2, except in containers
 MAX_KILL_ROUNDS = 100
 KILL_INTERVAL = 0.02  # seconds between two rounds; a process that survives all of them is stuck in the kernel
