@@ -13,7 +13,15 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.client import InferenceClient
-from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
+from ramify.client.discovery import MODELS_PATH
+from ramify.client.http_client import (
+    ConnectFailed,
+    HttpClient,
+    ResponseLost,
+    ServerBusy,
+    error_from_response,
+    read_body,
+)
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.model.resolve import read_vocab_size, resolve_model_path
@@ -90,22 +98,22 @@ async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
 
     Raises ProviderError, which is retryable, if the server cannot be reached.
     """
-    http = HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
-    if api_key:
-        http.headers["Authorization"] = f"Bearer {api_key}"
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT):
-            cards = msgspec.json.decode(await send_request(http, "GET", "/v1/models"))["data"]
+        async with (
+            asyncio.timeout(PROBE_TIMEOUT),
+            HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1) as http,
+        ):
+            if api_key:
+                http.headers["Authorization"] = f"Bearer {api_key}"
+            response = await http.request("GET", MODELS_PATH)
+            if response.status in (401, 403):
+                reason = error_from_response(http, MODELS_PATH, response)
+                raise ConfigInvalid(f"inference.base_url: {reason}; set api_key_env to the key's name")
+            cards = msgspec.json.decode(read_body(http, MODELS_PATH, response))["data"]
             return [card for card in cards if isinstance(card, dict)]
     except ConnectFailed as error:  # its message has the server and the reason
         raise ProviderError(str(error)) from error
     except (ResponseLost, ServerBusy, TimeoutError) as error:
         raise ProviderError(f"{url} cannot be reached: {error or 'it does not answer'}") from error
-    except ProviderError as error:
-        if any(f"answered {status}" in error.message for status in (401, 403)):
-            raise ConfigInvalid(f"inference.base_url: {error.message}; set api_key_env to the key's name") from error
+    except (msgspec.DecodeError, ProviderError, RequestInvalid, KeyError, TypeError):
         return []  # an endpoint without a model list
-    except (msgspec.DecodeError, RequestInvalid, KeyError, TypeError):
-        return []
-    finally:
-        await http.aclose()

@@ -1,0 +1,32 @@
+"""Connecting a policy to servers: what their model lists say."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from ramify.errors import ConfigInvalid
+from ramify.gateway.policy_connection import connect_policy
+from ramify.render.config import TemplateRendererConfig
+from tests.client.fake import Exchange, Fake
+
+
+class KeyedEndpoint(Fake):
+    """An endpoint that answers every request with the status of a missing or wrong API key."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
+    async def _route(self, target: str, exchange: Exchange) -> None:
+        await exchange.reply({"error": {"message": "wrong key"}}, self.status)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_api_key_names_the_setting_to_change(status):
+    async def connect() -> None:
+        async with KeyedEndpoint(status) as endpoint, contextlib.AsyncExitStack() as stack:
+            await connect_policy([endpoint.url], "big-model", TemplateRendererConfig(), stack)
+
+    with pytest.raises(ConfigInvalid, match=rf"inference.base_url: .*status {status}: wrong key; set api_key_env"):
+        asyncio.run(connect())
