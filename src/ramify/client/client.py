@@ -51,7 +51,9 @@ class InferenceClient(AsyncService):
         urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         if not urls:
             raise ProviderError("a client needs the address of at least one inference server")
-        self._pool = ReplicaPool([Replica(url, self._open_connections(url)) for url in urls])
+        connect_timeout, max_connections = self.config.connect_timeout, self.config.connections
+        https = (HttpClient(url, connect_timeout=connect_timeout, max_connections=max_connections) for url in urls)
+        self._pool = ReplicaPool([Replica(http.base_url, http) for http in https])
         self._initial_version = version
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
@@ -330,6 +332,3 @@ class InferenceClient(AsyncService):
                 raise ProviderError(str(error)) from error
             replica.adapter = adapter
             self._pool.admit(replica)
-
-    def _open_connections(self, url: str) -> HttpClient:
-        return HttpClient(url, connect_timeout=self.config.connect_timeout, max_connections=self.config.connections)

@@ -30,21 +30,16 @@ class ClientSampling:
     def to_dict(self) -> dict[str, Any]:
         """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""
         fields: dict[str, Any] = {"temperature": self.temperature, "max_tokens": self.max_tokens, "logprobs": 0}
-        if self.top_p < 1:
-            fields["top_p"] = self.top_p
-        if self.top_k > 0:
-            fields["top_k"] = self.top_k
-        if self.min_p > 0:
-            fields["min_p"] = self.min_p
-        if self.seed is not None:
-            fields["seed"] = self.seed
-        if self.stop_ids:
-            fields["stop_token_ids"] = list(self.stop_ids)
-        if self.ignore_eos:
-            fields["ignore_eos"] = True
-        if self.logit_bias:
-            fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
-        return fields
+        optional: dict[str, tuple[Any, bool]] = {  # value, and whether it has an effect
+            "top_p": (self.top_p, self.top_p < 1),
+            "top_k": (self.top_k, self.top_k > 0),
+            "min_p": (self.min_p, self.min_p > 0),
+            "seed": (self.seed, self.seed is not None),
+            "stop_token_ids": (list(self.stop_ids), bool(self.stop_ids)),
+            "ignore_eos": (True, self.ignore_eos),
+            "logit_bias": ({str(token_id): bias for token_id, bias in self.logit_bias.items()}, bool(self.logit_bias)),
+        }
+        return fields | {name: value for name, (value, has_effect) in optional.items() if has_effect}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,10 +82,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class UsageInfo(msgspec.Struct):
-    """The token counts that the server reports."""
+    """The token counts that the server reports, as far as they are read."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
 
 

@@ -54,7 +54,6 @@ class Replica:
         self.num_in_flight = 0
         self.num_served = 0
         self.num_failed_checks = 0
-        self.num_ejections = 0
         self.check_now = asyncio.Event()
         self.last_num_steps: float | None = None
         self._timed_requests: set[TimedRequest] = set()
@@ -128,8 +127,6 @@ class ReplicaPool:
 
     def eject(self, replica: Replica, reason: str) -> None:
         """Stop sending requests to a server until it is admitted again."""
-        if replica.state is ReplicaState.UP:
-            replica.num_ejections += 1
         replica.state, replica.reason = ReplicaState.DOWN, reason
         replica.check_now.set()
         if not self.up_replicas:

@@ -20,7 +20,8 @@ class StallClock:
         self._num_requests = 0
         self._last_progress = 0.0  # when progress was last seen, or the first of the requests in flight started
         self._tolerance = 0.0  # seconds without progress that are no stall
-        self._ended_seconds = 0.0
+        self.ended_seconds = 0.0
+        """Seconds of the stalls that have ended, without the current one."""
 
     @contextmanager
     def track_request(self, tolerance: float) -> Generator[None]:
@@ -39,21 +40,16 @@ class StallClock:
         """Record that the engine makes progress now, which ends a stall."""
         now = time.monotonic()
         if self._num_requests and now - self._last_progress > self._tolerance:
-            self._ended_seconds += now - self._last_progress
+            self.ended_seconds += now - self._last_progress
         self._last_progress = now
 
     @property
     def seconds(self) -> float:
         """Seconds of all stalls, including the current one."""
         waited = time.monotonic() - self._last_progress if self._num_requests else 0.0
-        return self._ended_seconds + (waited if waited > self._tolerance else 0.0)
+        return self.ended_seconds + (waited if waited > self._tolerance else 0.0)
 
     @property
     def known_until(self) -> float:
         """The monotonic time up to which stalls are known; the next progress decides about the time after it."""
         return self._last_progress if self._num_requests else time.monotonic()
-
-    @property
-    def ended_seconds(self) -> float:
-        """Seconds of the stalls that have ended, without the current one."""
-        return self._ended_seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from ramify.gateway.canonical import has_same_reasoning, message_key
 from ramify.render import TokenHistory, ToolSchema
@@ -115,10 +116,8 @@ class ConversationTrie:
         reply.last_reply, reply.trace_node, reply.tools, reply.num_tokens = reply, trace_node, history.tools, num_tokens
         self.cache_history(reply, history)
         position.num_replies += 1
-        ancestor: TrieNode | None = reply
-        while ancestor is not None and not ancestor.is_recorded:
+        for ancestor in takewhile(lambda node: not node.is_recorded, reply.path_to_root()):
             ancestor.is_recorded = True
-            ancestor = ancestor.parent
         return reply
 
     def cache_history(self, reply: TrieNode, history: TokenHistory) -> None:

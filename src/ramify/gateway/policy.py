@@ -7,7 +7,7 @@ renderers or endpoints; it only uses the number of tokens of a prompt and the sp
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from ramify.render.outline import ConversationOutline
 from ramify.trace import Media, Message, MessageSpan, Usage
 
 NO_TOKENS = np.empty(0, np.int32)
+CONNECT_TIMEOUT = 5.0  # seconds to connect to a chat endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +82,12 @@ class SampledReply:
 class Policy(Protocol):
     """A model that samples replies."""
 
-    @property
-    def name(self) -> str:
-        """The model name that replies are recorded with."""
-        ...
-
-    @property
-    def trainable(self) -> bool:
-        """Whether its replies have token ids and logprobs."""
-        ...
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Maximum number of tokens of prompt and reply together, if known."""
-        ...
+    name: str
+    """The model name that replies are recorded with."""
+    trainable: bool
+    """Whether its replies have token ids and logprobs."""
+    max_model_len: int | None
+    """Maximum number of tokens of prompt and reply together, if known."""
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
@@ -134,14 +127,6 @@ class TokenGenerator(Protocol):
     ) -> Completion:
         """Sample tokens after `prompt` within `timeout` seconds."""
         ...
-
-
-class ParsedSample(NamedTuple):
-    """The tokens of a sample, its parsed reply, and whether a stop string ended it."""
-
-    tokens: SampledTokens
-    parsed: ParsedReply
-    is_stopped: bool
 
 
 class TokenPolicy:
@@ -231,20 +216,23 @@ class TokenPolicy:
             problems=parsed.problems,
         )
 
-    def _parse_sample(self, tokens: SampledTokens, prompt: RenderedPrompt, stop_strings: Sequence[str]) -> ParsedSample:
-        """Truncate the sample after the first stop string and parse it."""
+    def _parse_sample(
+        self, tokens: SampledTokens, prompt: RenderedPrompt, stop_strings: Sequence[str]
+    ) -> tuple[SampledTokens, ParsedReply, bool]:
+        """Truncate the sample after the first stop string and parse it; also return whether a stop string ended it."""
         match = find_stop(self.renderer.tokenizer, tokens.token_ids, stop_strings) if stop_strings else None
         if match is None:
-            return ParsedSample(tokens, self.renderer.parse(tokens.token_ids, prompt), False)
+            return tokens, self.renderer.parse(tokens.token_ids, prompt), False
         tokens = tokens.truncate(match.num_tokens)
         parsed = self.renderer.parse(tokens.token_ids, prompt)
-        return ParsedSample(tokens, replace(parsed, message=match.truncate(parsed.message)), True)
+        return tokens, replace(parsed, message=match.truncate(parsed.message)), True
 
 
 class MessagePolicy:
     """The base of policies that take messages and return no tokens. Their replies are recorded but not trained on."""
 
     trainable = False
+    max_model_len: int | None = None
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
@@ -279,12 +267,9 @@ class ChatPolicy(MessagePolicy):
         base_url: str,
         model: str,
         api_key: str = "",
-        *,
-        max_model_len: int | None = None,
-        connect_timeout: float = 5.0,
     ) -> None:
-        self.name, self.max_model_len = model, max_model_len
-        self._http = HttpClient(base_url.rstrip("/"), connect_timeout=connect_timeout, max_connections=1024)
+        self.name = model
+        self._http = HttpClient(base_url.rstrip("/"), connect_timeout=CONNECT_TIMEOUT, max_connections=1024)
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 

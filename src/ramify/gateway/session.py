@@ -125,14 +125,13 @@ class RolloutSession:
 
     def record_refusal(self, path: str, status: int, name: str, message: str) -> None:
         """Record in the trace that a request was refused. Equal refusals are counted."""
-        refusals = list(self.trace.info.get("refusals", []))
+        refusals = [dict(refusal) for refusal in self.trace.info.get("refusals", [])]
         entry = {"path": path, "status": status, "name": name, "message": message[:MAX_REFUSAL_CHARS]}
-        for index, refusal in enumerate(refusals):
-            if {**refusal, "count": 0} == {**entry, "count": 0}:
-                refusals[index] = {**entry, "count": refusal["count"] + 1}
-                break
-        else:
+        same = next((refusal for refusal in refusals if refusal == {**entry, "count": refusal["count"]}), None)
+        if same is None:
             refusals.append({**entry, "count": 1})
+        else:
+            same["count"] += 1
         self.trace.info["refusals"] = refusals[:MAX_REFUSALS]
 
     def close(self) -> None:

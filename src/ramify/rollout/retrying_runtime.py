@@ -20,9 +20,9 @@ INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each furthe
 class RetryingRuntime(Runtime):
     """Wraps a runtime and retries its calls after retryable errors."""
 
-    def __init__(self, inner: Runtime, *, backoff: float = INITIAL_BACKOFF) -> None:
+    def __init__(self, inner: Runtime) -> None:
         super().__init__(inner.config)
-        self._inner, self._backoff = inner, backoff
+        self._inner = inner
 
     @property
     def workdir(self) -> Path:
@@ -66,4 +66,4 @@ class RetryingRuntime(Runtime):
         await self._with_retries(lambda: self._inner.write(path, data))
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retry(call, max_retries=MAX_RETRIES, backoff=self._backoff)
+        return await retry(call, max_retries=MAX_RETRIES, backoff=INITIAL_BACKOFF)

@@ -11,7 +11,6 @@ class ScriptedPolicy(MessagePolicy):
     """Answers with the given replies, one after another. After the last one, a call raises `exhausted_error`."""
 
     name = "scripted"
-    max_model_len = None
 
     def __init__(
         self, replies: Sequence[str | Message] = (), exhausted_error: type[RamifyError] = EnvironmentFault
