@@ -68,7 +68,7 @@ async def call_all_tools(server: McpServerConfig) -> int:
     """Call all tools of a server; return the id of its process."""
     context = make_context()
     async with open_mcp_servers({"test": server}) as server_tools:
-        tools = ToolSet.wrap(server_tools)
+        tools = ToolSet(server_tools)
         assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "die", "process"]
         schema = tools.schemas[0]["function"]
         assert schema["description"] == "Add two numbers."
@@ -98,7 +98,7 @@ def test_exit_of_a_server_raises_a_sandbox_error(script):
         config = McpServerConfig(command=[sys.executable, str(script)])
         async with open_mcp_servers({"one": config}) as server_tools:
             with pytest.raises(SandboxError, match="'one' closed the connection"):
-                await ToolSet.wrap(server_tools).call(ToolCall("1", "die", "{}"), make_context())
+                await ToolSet(server_tools).call(ToolCall("1", "die", "{}"), make_context())
 
     run(test())
 

@@ -205,7 +205,7 @@ def test_toolset_dispatches_calls_by_name():
     def add(a: int, b: int) -> int:
         return a + b
 
-    tools = ToolSet.wrap([add, book])
+    tools = ToolSet([add, book])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "book"]
     message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), make_context()))
     assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
@@ -217,10 +217,10 @@ def test_undecodable_bytes_are_replaced_by_question_marks():
     def names() -> str:
         return os.fsdecode(b"a\xff.txt")
 
-    message = run(ToolSet.wrap([names]).call(ToolCall("c1", "names", "{}"), make_context()))
+    message = run(ToolSet([names]).call(ToolCall("c1", "names", "{}"), make_context()))
     assert message.content == "a?.txt"
 
 
 def test_two_tools_with_the_same_name_are_refused():
     with pytest.raises(ConfigInvalid, match="'book'"):
-        ToolSet.wrap([book, book])
+        ToolSet([book, book])

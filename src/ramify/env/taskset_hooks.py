@@ -12,7 +12,7 @@ from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.decorators import HookKind, HookMark, get_mark
 from ramify.env.hook import Hook
 from ramify.env.taskset import Taskset
-from ramify.env.tools import Tool, ToolSet
+from ramify.env.tools import ToolSet
 from ramify.env.user import User
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
@@ -49,7 +49,7 @@ class TasksetHooks:
         """Return the tools of a rollout: the `@tool` methods, then the result of the `tools` hook."""
         if self.tools is None:
             return self.static_tools
-        return ToolSet.wrap([*self.static_tools.tools, *(await self.tools(context) or ())])
+        return ToolSet([*self.static_tools.tools, *(await self.tools(context) or ())])
 
     async def build_user(self, context: RolloutContext) -> User | None:
         """Return the simulated user of a rollout, or None."""
@@ -63,11 +63,11 @@ def collect_hooks(taskset: Taskset) -> TasksetHooks:
     """Return the hooks of a taskset. Raises ConfigInvalid for a hook that could not be called."""
     owner = type(taskset).__name__
     hooks_by_kind: dict[HookKind, list[Hook]] = {kind: [] for kind in HookKind}
-    static_tools: list[Tool] = []
+    static_tools: list[Callable[..., Any]] = []
     for name, mark in _collect_marks(type(taskset)).items():
         method = _get_method(taskset, name)
         if mark.kind is HookKind.TOOL:
-            static_tools.append(Tool.wrap(method))
+            static_tools.append(method)
             continue
         available = _GROUP_REWARD_FIELDS if mark.kind is HookKind.GROUP_REWARD else CONTEXT_FIELDS
         hooks_by_kind[mark.kind].append(Hook(method, owner, available=available, weight=mark.weight))
@@ -84,7 +84,7 @@ def collect_hooks(taskset: Taskset) -> TasksetHooks:
         group_rewards=tuple(hooks_by_kind[HookKind.GROUP_REWARD]),
         metrics=tuple(hooks_by_kind[HookKind.METRIC]),
         stops=tuple(hooks_by_kind[HookKind.STOP]),
-        static_tools=ToolSet.wrap(static_tools),
+        static_tools=ToolSet(static_tools),
         **named,
     )
 

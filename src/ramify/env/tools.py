@@ -95,10 +95,10 @@ class FunctionTool(Tool):
 
 
 class ToolSet:
-    """The tools of one rollout; `schemas` are their schemas in the same order. Names must be unique."""
+    """The tools of one rollout, some of them as functions; `schemas` are in the same order. Names must be unique."""
 
-    def __init__(self, tools: Iterable[Tool] = ()) -> None:
-        self.tools: tuple[Tool, ...] = tuple(tools)
+    def __init__(self, tools: Iterable[Tool | Callable[..., Any]] = ()) -> None:
+        self.tools: tuple[Tool, ...] = tuple(map(Tool.wrap, tools))
         self.schemas: tuple[dict[str, Any], ...] = tuple(tool.schema for tool in self.tools)
         self._by_name = {tool.name: tool for tool in self.tools}
         if len(self._by_name) < len(self.tools):
@@ -106,11 +106,6 @@ class ToolSet:
             raise ConfigInvalid(
                 f"tools: two have the name {', '.join(map(repr, duplicates))}; names of tools must be unique"
             )
-
-    @classmethod
-    def wrap(cls, tools: Iterable[Tool | Callable[..., Any]]) -> "ToolSet":
-        """Return a tool set of tools and functions."""
-        return cls(map(Tool.wrap, tools))
 
     async def call(self, call: ToolCall, context: RolloutContext) -> Message:
         """Run a tool call of the model and return the tool message with the result."""
