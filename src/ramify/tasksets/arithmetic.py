@@ -3,8 +3,9 @@
 Every step is a sentence and an operation on the current count. Counts are integers and never negative.
 """
 
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -37,6 +38,12 @@ OBJECTS = (
 PLACES = ("on a table", "in a shop", "in a basket", "in a room", "on a cart", "in a shed", "on a shelf", "in a ship")
 
 Operation = Literal["add", "subtract", "multiply", "divide"]
+OPERATORS: dict[Operation, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.floordiv,
+}
 SENTENCES: dict[Operation, tuple[str, ...]] = {
     "add": ("{n} more come.", "Somebody brings {n}.", "{n} are added.", "{n} more are found."),
     "subtract": ("{n} are taken away.", "{n} are sold.", "{n} get lost.", "Somebody takes {n}."),
@@ -90,19 +97,6 @@ class Arithmetic(rf.Taskset):
         return f"\\boxed{{{task.answer}}}"
 
 
-def apply_operation(operation: Operation, count: int, number: int) -> int:
-    """Return the count after a step."""
-    match operation:
-        case "add":
-            return count + number
-        case "subtract":
-            return count - number
-        case "multiply":
-            return count * number
-        case "divide":
-            return count // number
-
-
 def _draw_stories(config: ArithmeticConfig) -> Iterator[tuple[str, int]]:
     rng = random.Random(f"arithmetic {config.split} {config.seed}")
     while True:
@@ -114,7 +108,7 @@ def _draw_stories(config: ArithmeticConfig) -> Iterator[tuple[str, int]]:
             if not numbers:
                 break
             number = rng.choice(numbers)
-            count = apply_operation(operation, count, number)
+            count = OPERATORS[operation](count, number)
             sentences.append(rng.choice(SENTENCES[operation]).format(n=number))
         else:
             yield " ".join([*sentences, "How many are there now?"]), count

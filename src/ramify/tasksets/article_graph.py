@@ -33,32 +33,31 @@ class ArticleGraph:
 def compute_distances(graph: ArticleGraph, source: str) -> dict[str, int]:
     """Return the number of clicks from `source` to each reachable article."""
     distance_by_title = {source: 0}
-    queue = deque([source])
-    while queue:
-        current = queue.popleft()
-        for title in graph.links[current]:
-            if title not in distance_by_title:
-                distance_by_title[title] = distance_by_title[current] + 1
-                queue.append(title)
+    for title, parent in _find_parents(graph, source).items():
+        distance_by_title[title] = distance_by_title[parent] + 1
     return distance_by_title
 
 
 def find_shortest_path(graph: ArticleGraph, source: str, target: str) -> list[str]:
     """Return a shortest path, including both ends; empty if there is none."""
-    parents: dict[str, str] = {source: source}
+    parents = _find_parents(graph, source)
+    path = [target]
+    while path[-1] in parents:
+        path.append(parents[path[-1]])
+    return path[::-1] if path[-1] == source else []
+
+
+def _find_parents(graph: ArticleGraph, source: str) -> dict[str, str]:
+    """Return the article before each reachable one on a shortest path from `source`, in the order of distances."""
+    parents: dict[str, str] = {}
     queue = deque([source])
-    while queue and target not in parents:
+    while queue:
         current = queue.popleft()
         for title in graph.links[current]:
-            if title not in parents:
+            if title not in parents and title != source:
                 parents[title] = current
                 queue.append(title)
-    if target not in parents:
-        return []
-    path = [target]
-    while path[-1] != source:
-        path.append(parents[path[-1]])
-    return path[::-1]
+    return parents
 
 
 def match_title(name: str, titles: tuple[str, ...]) -> str | None:

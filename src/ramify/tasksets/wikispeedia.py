@@ -90,12 +90,10 @@ class Wikispeedia(rf.Taskset):
     @rf.tool
     def click_link(self, article: str, task: WalkTask, trace: rf.Trace) -> str:
         """Follow a link."""
-        walk = _count_turn(trace)
+        walk = trace.info["walk"]
+        if (end := self._count_turn(task, walk)) is not None:
+            return end
         current = walk["path"][-1]
-        if current == task.target:
-            return f"You have reached {current}."
-        if walk["turns"] > self.config.max_turns:
-            return OUT_OF_TURNS
         links = self.graph.links[current]
         title = article_graph.match_title(article, links)
         if title is None:
@@ -107,12 +105,9 @@ class Wikispeedia(rf.Taskset):
     @rf.tool
     def go_back(self, task: WalkTask, trace: rf.Trace) -> str:
         """Return to the page before."""
-        walk = _count_turn(trace)
-        path = walk["path"]
-        if path[-1] == task.target:
-            return f"You have reached {task.target}."
-        if walk["turns"] > self.config.max_turns:
-            return OUT_OF_TURNS
+        path = trace.info["walk"]["path"]
+        if (end := self._count_turn(task, trace.info["walk"])) is not None:
+            return end
         if len(path) == 1:
             return f"error: {path[0]} is the first page, there is none before it."
         path.pop()
@@ -158,6 +153,13 @@ class Wikispeedia(rf.Taskset):
         text = self.graph.texts.get(title, "")[: self.config.text_chars]
         return "\n".join([title, *([text] if text else []), "Links:", *self.graph.links[title]])
 
+    def _count_turn(self, task: WalkTask, walk: dict[str, Any]) -> str | None:
+        """Count one tool call; return what the tool answers if the walk has ended, else None."""
+        walk["turns"] += 1
+        if walk["path"][-1] == task.target:
+            return f"You have reached {task.target}."
+        return OUT_OF_TURNS if walk["turns"] > self.config.max_turns else None
+
     def _draw_pairs(self) -> Iterator[tuple[str, str, int]]:
         """Yield (source, target, distance) without end; the target is empty if no article is at an allowed distance."""
         rng = random.Random(f"wikispeedia {self.config.split} {self.config.seed}")
@@ -173,10 +175,3 @@ class Wikispeedia(rf.Taskset):
                 )
             target, distance = rng.choice(targets_by_source[source]) if targets_by_source[source] else ("", 0)
             yield source, target, distance
-
-
-def _count_turn(trace: rf.Trace) -> dict[str, Any]:
-    """Count one tool call, and return the walk so far."""
-    walk = trace.info["walk"]
-    walk["turns"] += 1
-    return walk
