@@ -17,7 +17,7 @@ from ramify.infer.vllm_server import VLLMServer, VLLMServerState
 from tests.process_checks import runs
 
 SERVER_PROGRAM = """
-    import json, os, signal, subprocess, sys
+    import json, os, signal, subprocess, sys, time
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(600)"])
@@ -29,6 +29,10 @@ SERVER_PROGRAM = """
 
         def do_POST(self):
             print("posted", self.path, self.rfile.read(int(self.headers["Content-Length"])).decode(), flush=True)
+            if os.environ.get("HANGS"):
+                time.sleep(600)
+            if os.environ.get("EXITS_WITHOUT_RESPONSE"):
+                os._exit(9)
             self.send_response(200), self.end_headers()
             if os.environ.get("EXITS"):
                 print("out of memory", flush=True)
@@ -96,6 +100,19 @@ def test_unhealthy_server_is_ended_at_the_deadline(launch):
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*compiling"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
     assert server._child is not None and server._child.exit_code is not None
+
+
+def test_server_that_hangs_before_it_has_its_version_is_ended_at_the_deadline(launch):
+    server = launch(SERVER_PROGRAM, extra_env={"HANGS": "1"}, startup_timeout=1.0)
+    with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*posted /update_weight_version"):
+        asyncio.run(asyncio.wait_for(server.start(), 30))
+    assert has_ended(read_child_pid(server))
+
+
+def test_server_that_exits_before_it_has_its_version_is_reported(launch):
+    server = launch(SERVER_PROGRAM, extra_env={"EXITS_WITHOUT_RESPONSE": "1"})
+    with pytest.raises(ProviderError, match=r"(?s)exit code 9.*posted /update_weight_version"):
+        asyncio.run(asyncio.wait_for(server.start(), 30))
 
 
 def test_exit_of_the_server_is_reported(launch):

@@ -130,20 +130,22 @@ class VLLMServer:
         async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             try:
                 is_ready = await child.wait_until_ready(
-                    lambda: self._is_healthy(http), timeout=timeout, poll_interval=POLL_INTERVAL
+                    lambda: self._is_ready(http), timeout=timeout, poll_interval=POLL_INTERVAL
                 )
             except TimeoutError:
                 message = f"vLLM did not answer within {timeout:g} s; {self.log.describe_tail()}"
                 raise DeadlineExceeded(message) from None
             if not is_ready:
                 raise self._build_exit_error(await child.wait())
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                await send_request(http, "POST", "/update_weight_version", {"new_version": str(self.version)})
 
-    async def _is_healthy(self, http: HttpClient) -> bool:
+    async def _is_ready(self, http: HttpClient) -> bool:
+        """Return whether the server is healthy and has accepted the version of its weights."""
         try:
             async with asyncio.timeout(RESPONSE_TIMEOUT):
-                return (await http.request("GET", "/health")).status == 200
+                if (await http.request("GET", "/health")).status != 200:
+                    return False
+                await send_request(http, "POST", "/update_weight_version", {"new_version": str(self.version)})
+                return True
         except (RequestFailed, TimeoutError):
             return False
 
