@@ -15,11 +15,11 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from ramify.model import graph_rewrites
-from ramify.model.cuda import reference
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
+from tests.model import reference
 
 TOKENS = 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

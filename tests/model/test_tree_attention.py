@@ -12,11 +12,11 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.errors import ModelUnsupported
 from ramify.model.cpu.tree_attention import CpuTreeAttention, split_attention
-from ramify.model.cuda import reference
 from ramify.model.cuda.causal_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS, ChainLengths, causal_attention
 from ramify.model.pack_layout import PackLayout, choose_pack_layout
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
+from tests.model import reference
 from tests.trace.forests import Size, group
 from tests.train.conftest import one_thread
 from tests.train.models import CONFIGS, HYBRID

@@ -7,8 +7,6 @@ needs, built once per pack and shared by all layers:
     CPU                       partial attentions         ramify.model.cpu.tree_attention
     CUDA                      lists of visible blocks    ramify.model.cuda.tree_attention
     CUDA, only long chains    lengths of the chains      ramify.model.cuda.causal_attention
-
-`ramify.model.cuda.reference` computes the rule in plain PyTorch.
 """
 
 from typing import Any, NamedTuple

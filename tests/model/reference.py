@@ -5,7 +5,7 @@ They are computed in the dtype of their inputs.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 def tree_attention(
