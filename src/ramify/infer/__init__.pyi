@@ -4,7 +4,6 @@ from .config import ServeConfig as ServeConfig
 from .config import ServerConfig as ServerConfig
 from .config import VLLMConfig as VLLMConfig
 from .engine import Engine as Engine
-from .inference_client import build_inference_client as build_inference_client
 from .request import RequestOutput as RequestOutput
 from .request import SamplingParams as SamplingParams
 from .vllm_server import VLLMServer as VLLMServer

@@ -17,7 +17,6 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
-from ramify.infer.inference_client import build_inference_client
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
@@ -82,7 +81,7 @@ class RunContext:
         self.progress = RunProgress(self.run_log, self._on_metrics)
         timeout, secret = config.launch.startup_timeout, config.secret
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
-        client = build_inference_client(self.inference, config=client_config, version=version)
+        client = InferenceClient(self.inference.base_url, client_config, version=version)
         self.client: InferenceClient = await stack.enter_async_context(client)
         connect = functools.partial(connect_source, stack=stack, timeout=timeout, secret=secret)
         train = {source.source_name: await connect(source) for source in config.train}

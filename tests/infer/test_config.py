@@ -1,15 +1,10 @@
-"""External servers: set in the config, used by the client, rejected by `ramify serve`."""
-
-import asyncio
+"""External servers: set in the config, rejected by `ramify serve`."""
 
 import pytest
 
-from ramify.client import ClientConfig, ClientSampling
 from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
-from ramify.infer.inference_client import build_inference_client
-from tests.client.fake import Fake
 
 URL = "http://10.0.0.1:8000"
 
@@ -18,26 +13,6 @@ class RunConfig(Config):
     """The config of any command that samples."""
 
     inference: InferenceConfig = EngineConfig()
-
-
-@pytest.mark.parametrize("external", [True, False])
-def test_client_uses_external_or_started_servers(external):
-    async def main():
-        async with Fake() as one, Fake() as two:
-            urls = [one.url, two.url]
-            inference = ExternalConfig(base_url=urls) if external else EngineConfig()
-            async with build_inference_client(
-                inference, () if external else urls, ClientConfig(server_wait_timeout=5)
-            ) as client:
-                await asyncio.gather(*(client.generate([1], ClientSampling(max_tokens=2)) for _ in range(4)))
-            assert len(one.asked) == len(two.asked) == 2
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def test_servers_are_either_external_or_started():
-    with pytest.raises(ConfigInvalid, match=r"inference\.base_url names the servers"):
-        build_inference_client(ExternalConfig(base_url=[URL]), ["http://127.0.0.1:8000"])
 
 
 def test_external_servers_are_set_in_a_file_or_by_flags(tmp_path):
