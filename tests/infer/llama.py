@@ -72,10 +72,14 @@ def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"),
 def run(core: EngineCore, *requests: EngineRequest) -> list[EngineRequest]:
     """Run requests to their end."""
     for request in requests:
-        core.add_request(request)
+        core.enqueue(request)
     while core.has_unfinished_requests:
         core.step()
     return list(requests)
+
+
+def sampled_ids(request: EngineRequest) -> list[int]:
+    return request.token_ids[len(request.prompt_token_ids) :]
 
 
 @torch.no_grad()

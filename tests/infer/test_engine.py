@@ -26,6 +26,7 @@ from tests.infer.llama import (
     publish_as,
     reference,
     run,
+    sampled_ids,
     scores,
     write_llama,
 )
@@ -89,7 +90,7 @@ class CoreDriver:
         Scheduler.requeue(self.core.scheduler, request)
 
     def submit(self, request: EngineRequest) -> None:
-        self.core.add_request(request)
+        self.core.enqueue(request)
         self.requests.append(request)
         self.states[request], self.kv_runs[request] = [], []
 
@@ -110,7 +111,7 @@ class CoreDriver:
         for request in self.requests:
             by_state: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
             first = len(request.prompt_token_ids)
-            samples = zip(self.states[request], request.output_token_ids, request.logprobs)
+            samples = zip(self.states[request], sampled_ids(request), request.logprobs)
             for index, (state, token, logprob) in enumerate(samples):
                 if state not in by_state:
                     exact = mixed_scores(models, request, *state)
@@ -205,7 +206,7 @@ def test_tokens_do_not_depend_on_the_batch(core):
     (alone,) = run(core, build_request(core, range(3, 20)))
     others = [build_request(core, range(5, 5 + size), seed=size) for size in range(1, 12)]
     batched, *_ = run(core, build_request(core, range(3, 20)), *others)
-    assert alone.output_token_ids == batched.output_token_ids
+    assert sampled_ids(alone) == sampled_ids(batched)
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(32, "float32"), (80, "float32"), (32, "bfloat16")])
@@ -217,7 +218,7 @@ def test_batch_invariant_mode_gives_the_same_bits_in_any_batch(world, tokens, dt
     (alone,) = run(core, build_request(core, range(3, 90)))
     others = [build_request(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
     *_, batched = run(core, *others, build_request(core, range(3, 90)))
-    assert (alone.output_token_ids, alone.logprobs) == (batched.output_token_ids, batched.logprobs)
+    assert (sampled_ids(alone), alone.logprobs) == (sampled_ids(batched), batched.logprobs)
     assert core.counters.prefix_hit_tokens > 0  # the second time the prompt came from the cache
     assert core.counters.prefill_chunks > 0
 
@@ -250,7 +251,7 @@ def test_seeds_differ_and_no_seed_is_random(core):
     first, second, third, fourth = run(
         core, *(build_request(core, range(3, 9), seed=seed, max_tokens=40) for seed in (1, 2, None, None))
     )
-    assert len({tuple(request.output_token_ids) for request in (first, second, third, fourth)}) == 4
+    assert len({tuple(sampled_ids(request)) for request in (first, second, third, fourth)}) == 4
 
 
 def test_noise_is_uniform_and_depends_on_seed_and_position():
@@ -276,7 +277,7 @@ def test_sampled_frequencies_follow_the_distribution(world):
         core, *(build_request(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000))
     )
     expected = scores(models[A], prompt, temperature)[-1].exp()
-    counts = torch.bincount(torch.tensor([request.output_token_ids[0] for request in requests]), minlength=VOCAB)
+    counts = torch.bincount(torch.tensor([sampled_ids(request)[0] for request in requests]), minlength=VOCAB)
     likely = expected > 5 / 4000
     chi = ((counts - 4000 * expected) ** 2 / (4000 * expected))[likely].sum() / likely.sum()
     assert chi < 1.6
@@ -298,11 +299,11 @@ def test_filters_limit_tokens_but_not_logprobs(world, core, sampling, allowed):
         core, *(build_request(core, [4, 8, 15], max_tokens=1, **{**settings, "seed": seed}) for seed in range(60))
     )
     expected = scores(models[A], [4, 8, 15], settings["temperature"])[-1]
-    sampled = {request.output_token_ids[0] for request in requests}
+    sampled = {sampled_ids(request)[0] for request in requests}
     assert sampled <= allowed(expected.exp())
     assert len(sampled) == len(allowed(expected.exp())) or len(sampled) > 1
     for request in requests:
-        assert abs(request.logprobs[0] - expected[request.output_token_ids[0]].item()) < CLOSE
+        assert abs(request.logprobs[0] - expected[sampled_ids(request)[0]].item()) < CLOSE
 
 
 def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
@@ -314,21 +315,21 @@ def test_filters_keep_the_likeliest_token(core):
     (greedy, narrow) = run(
         core, build_request(core, [4, 8, 15], temperature=0.0), build_request(core, [4, 8, 15], top_p=1e-300)
     )
-    assert narrow.output_token_ids == greedy.output_token_ids
+    assert sampled_ids(narrow) == sampled_ids(greedy)
 
 
 def test_logit_bias_changes_the_distribution(core):
     (request,) = run(core, build_request(core, [4, 8], temperature=0.0, logit_bias=((42, 1000.0),)))
-    assert set(request.output_token_ids) == {42}
+    assert set(sampled_ids(request)) == {42}
     assert request.logprobs == pytest.approx([0.0] * 12)
 
 
 def test_stop_id_ends_the_reply_and_is_part_of_it(core):
     (free,) = run(core, build_request(core, [9, 10, 11]))
-    stop = free.output_token_ids[4]
+    stop = sampled_ids(free)[4]
     (stopped,) = run(core, build_request(core, [9, 10, 11], stop_ids=frozenset([stop])))
-    assert stopped.output_token_ids == free.output_token_ids[: free.output_token_ids.index(stop) + 1]
-    assert len(stopped.logprobs) == len(stopped.output_token_ids)
+    assert sampled_ids(stopped) == sampled_ids(free)[: sampled_ids(free).index(stop) + 1]
+    assert len(stopped.logprobs) == len(sampled_ids(stopped))
     assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
 
 
@@ -357,8 +358,8 @@ def test_top_logprobs_are_the_likeliest_tokens(world, core):
 def test_lower_priority_number_runs_first(world):
     core = build_core(world[0][A], A, kv_cache_tokens=512, max_running_requests=1)
     late, early = (core.create_request([3, 4], SamplingParams(max_tokens=2), priority=priority) for priority in (1, 0))
-    core.add_request(late)
-    core.add_request(early)
+    core.enqueue(late)
+    core.enqueue(early)
     core.step()
     assert (len(early.logprobs), len(late.logprobs)) == (1, 0)
 
@@ -366,9 +367,9 @@ def test_lower_priority_number_runs_first(world):
 def test_full_queue_rejects_and_counts(world):
     core = build_core(world[0][A], A, kv_cache_tokens=512, max_queued_requests=2)
     for _ in range(2):
-        core.add_request(build_request(core, [3]))
+        core.enqueue(build_request(core, [3]))
     with pytest.raises(QueueFull, match="2 requests are waiting already, the limit is 2"):
-        core.add_request(build_request(core, [3]))
+        core.check_capacity()
     assert core.counters.rejected == 1
 
 
@@ -408,7 +409,7 @@ def test_blocks_of_one_token(world, core):
     actual, expected = (
         run(engine, *(build_request(engine, prompt, seed=seed) for prompt, seed in inputs)) for engine in (small, core)
     )
-    assert [request.output_token_ids for request in actual] == [request.output_token_ids for request in expected]
+    assert [sampled_ids(request) for request in actual] == [sampled_ids(request) for request in expected]
     assert small.counters.prefix_hit_tokens >= 5
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
 from ramify.model.load import load_model
-from tests.infer.llama import build_core, reference, run, scores, write_llama
+from tests.infer.llama import build_core, reference, run, sampled_ids, scores, write_llama
 
 SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128, "head_dim": 8, "rotary_dim": 4}
@@ -75,7 +75,7 @@ def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
     ]
     for request in run(core, *requests):
         logprobs = scores(reference(tmp_path), request.token_ids, 1.0)
-        expected = [logprobs[15 + index - 1, token].item() for index, token in enumerate(request.output_token_ids)]
+        expected = [logprobs[15 + index - 1, token].item() for index, token in enumerate(sampled_ids(request))]
         assert request.logprobs == pytest.approx(expected, abs=1e-4)
 
 

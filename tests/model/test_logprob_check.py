@@ -14,7 +14,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
-from tests.infer.llama import build_core, reference, run, scores
+from tests.infer.llama import build_core, reference, run, sampled_ids, scores
 from tests.model.test_load import write_random_model
 from tests.train.models import SIZES
 
@@ -77,5 +77,5 @@ def test_engine_serves_layers_in_the_head(models, model_type):
     core = build_core(models[model_type])
     (request,) = run(core, core.create_request([5, 6, 7], SamplingParams(max_tokens=4, seed=0)))
     logprobs = scores(reference(models[model_type]), request.token_ids, 1.0)
-    expected = [logprobs[2 + index, token].item() for index, token in enumerate(request.output_token_ids)]
+    expected = [logprobs[2 + index, token].item() for index, token in enumerate(sampled_ids(request))]
     assert request.logprobs == pytest.approx(expected, abs=1e-4)

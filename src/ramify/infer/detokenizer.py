@@ -24,11 +24,6 @@ class IncrementalDetokenizer:
         self._decode_start = 0  # tokens before this one are not decoded again
         self._pending_text = ""
 
-    @property
-    def has_stop_strings(self) -> bool:
-        """Whether there are stop strings."""
-        return bool(self._stop_strings)
-
     def decode_new(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Add tokens and return the new text that is final. With `is_last` nothing is held back."""
         if self.stopped:

@@ -92,11 +92,6 @@ class EngineCore:
         max_tokens = min(sampling_params.max_tokens, limit - len(prompt_token_ids))
         return EngineRequest(prompt_token_ids, sampling_params, max_tokens, cache_salt, priority, deadline)
 
-    def add_request(self, request: EngineRequest) -> None:
-        """Put a request in the queue. Raises QueueFull."""
-        self.check_capacity()
-        self.enqueue(request)
-
     def check_capacity(self, num_arriving: int = 0) -> None:
         """Raise QueueFull if the queue, including `num_arriving` requests, is full. Thread-safe."""
         num_waiting = len(self.scheduler.waiting) + num_arriving
@@ -112,13 +107,11 @@ class EngineCore:
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self.scheduler.add_request(request)
 
-    def cancel(self, request: EngineRequest) -> bool:
-        """Stop a request; return False if it has already finished."""
-        if request.finish_reason is not None:
-            return False
-        self.counters.cancelled += 1
-        self._abort(request)
-        return True
+    def cancel(self, request: EngineRequest) -> None:
+        """Stop a request, unless it has finished."""
+        if request.finish_reason is None:
+            self.counters.cancelled += 1
+            self._abort(request)
 
     def _abort(self, request: EngineRequest) -> None:
         request.finish_reason = "abort"

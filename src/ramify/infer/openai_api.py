@@ -165,7 +165,7 @@ def _build_call(
 
 
 async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout: float) -> Response:
-    has_stop_strings = any(sample.detokenizer.has_stop_strings for sample in call.samples)
+    has_stop_strings = bool(call.body.stop_strings)
     incremental = call.body.stream or has_stop_strings
     streams = submit_all(engine, call.sample_requests, timeout=timeout, incremental=incremental)
     if call.body.stream:

@@ -137,11 +137,6 @@ class EngineRequest:
         return (self.priority, self.arrival_index)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far."""
-        return self.token_ids[len(self.prompt_token_ids) :]
-
-    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are requested and not all of them are computed."""
         return self.sampling_params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt_token_ids)
