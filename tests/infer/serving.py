@@ -11,7 +11,7 @@ import numpy as np
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import EngineCore
-from ramify.infer.server import build_app, run_http_server
+from ramify.infer.server import build_app, build_http_server
 from ramify.render import ParsedReply, RenderedPrompt, Renderer
 from ramify.render.outline import ConversationOutline
 from ramify.render.tokenizer import EncodedText
@@ -66,7 +66,7 @@ def run_server(
 
     async def main() -> None:
         app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
-        async with run_http_server(
+        async with build_http_server(
             app, ServerConfig(port=0, shutdown_timeout=2, allowed_hosts=["engine.lab.example"])
         ) as server:
             address.append(server.address)

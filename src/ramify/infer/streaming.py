@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
@@ -30,10 +31,6 @@ class SampleRequest:
     sampling_params: SamplingParams
     cache_salt: str = ""
     priority: int = 0
-
-
-class ClientDisconnected(Exception):
-    """The client has disconnected; nobody reads the response."""
 
 
 def submit_all(
@@ -59,14 +56,14 @@ def submit_all(
 
 
 async def gather_results(http: HttpRequest, streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """Wait for the results of all streams. Raises ClientDisconnected."""
+    """Wait for the results of all streams. Raises ClientDisconnect."""
     return await cancel_on_disconnect(http, _collect_results(streams), streams)
 
 
 async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[Any, Any, T], streams: Sequence[RequestStream]) -> T:
     """Return the result of `work`, which reads the streams.
 
-    If the client disconnects, the streams are cancelled, which ends `work`, and ClientDisconnected is raised.
+    If the client disconnects, the streams are cancelled, which ends `work`, and ClientDisconnect is raised.
     """
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(http, streams))
     try:
@@ -75,7 +72,7 @@ async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[Any, Any, T], 
         disconnect_task.cancel()
         cancel_all(streams)
     if disconnect_task.done():
-        raise ClientDisconnected
+        raise ClientDisconnect
     return result
 
 
