@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, WeightsRefused
-from ramify.model.logprob_check import describe_error
+from ramify.model.logprob_check import collect_token_ids, describe_error
 from ramify.model.pack_layout import get_longrope_limit, get_per_layer_settings
 from ramify.model.paged_attention import paged_attention
 from ramify.model.precision import DtypeChoice, choose_dtype
@@ -69,7 +69,7 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
-    eos_ids = _collect_eos_ids(config, module.generation_config)
+    eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
     return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids)
 
 
@@ -131,11 +131,3 @@ def _read_shape(config: Any) -> ModelShape:
         vocab_size=text_config.vocab_size,
         max_positions=min(max_positions, get_longrope_limit(text_config) or max_positions),
     )
-
-
-def _collect_eos_ids(*configs: Any) -> frozenset[int]:
-    eos_ids: set[int] = set()
-    for config in configs:
-        eos = getattr(config, "eos_token_id", None)
-        eos_ids.update([eos] if isinstance(eos, int) else eos or [])
-    return frozenset(eos_ids)

@@ -6,6 +6,7 @@ and head separately. Some models compute more than that, such as layers in the h
 model's own forward, and raise ModelUnsupported if they differ.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ DEFAULT_MAX_DIFFERENCE = 0.25
 def build_check_ids(config: Any, num_tokens: int = NUM_CHECK_TOKENS) -> Tensor:
     """Return token ids that are spread over the vocabulary and have no special meaning."""
     text_config = config.get_text_config()
-    names = ("pad_token_id", "bos_token_id", "eos_token_id")
-    special: set[int] = set()
-    for value in (getattr(part, name, None) for part in (config, text_config) for name in names):
-        special.update([value] if isinstance(value, int) else value or ())
+    special = collect_token_ids((config, text_config), ("pad_token_id", "bos_token_id", "eos_token_id"))
     plain = [token for token in range(text_config.vocab_size) if token not in special] or [0]
     return torch.tensor([plain[(13 + 7919 * index) % len(plain)] for index in range(num_tokens)])
+
+
+def collect_token_ids(configs: Iterable[Any], names: Sequence[str]) -> frozenset[int]:
+    """Return the token ids in the settings `names` of some configs; a setting may be an id, a list of them, or None."""
+    values = (getattr(config, name, None) for config in configs for name in names)
+    return frozenset(id for value in values for id in ([value] if isinstance(value, int) else value or ()))
 
 
 @torch.no_grad()
