@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.paged_attention import AttentionMetadata, AttentionTile, attend_tile, write_kv
+from ramify.model.paged_attention import AttentionMetadata, attend_tiles, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,7 @@ class DecoderOps:
 
     def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
         """Return the attention of the queries to the cache, [rows, heads * head_dim]."""
-        outputs = [self._attend_tile(qkv, attn_metadata, tile, layer_index) for tile in attn_metadata.tiles]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return attend_tiles(attn_metadata, layer_index, self._get_queries(qkv), self.sizes.scaling).flatten(1)
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""
@@ -140,9 +139,6 @@ class DecoderOps:
             part = heads[:, start : start + count]
             part.copy_(self.norm(part.reshape(-1, sizes.head_dim), weight).view(part.shape))
 
-    def _attend_tile(
-        self, qkv: Tensor, attn_metadata: AttentionMetadata, tile: AttentionTile, layer_index: int
-    ) -> Tensor:
-        sizes = self.sizes
-        query = qkv[tile.start : tile.stop, : sizes.heads * sizes.head_dim].view(-1, sizes.heads, sizes.head_dim)
-        return attend_tile(attn_metadata, tile, layer_index, query, sizes.scaling).reshape(query.shape[0], -1)
+    def _get_queries(self, qkv: Tensor) -> Tensor:
+        heads, head_dim = self.sizes.heads, self.sizes.head_dim
+        return qkv[:, : heads * head_dim].view(-1, heads, head_dim)

@@ -10,7 +10,7 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import sample_tokens
 from ramify.model.cpu import c_library, decoder
 from ramify.model.cpu.c_library import CLibraryUnavailable
-from ramify.model.cpu.decoder import CompiledDecoderOps, build_compiled_ops
+from ramify.model.cpu.decoder import CompiledDecoderOps
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
@@ -80,7 +80,7 @@ def random_weights(shape: tuple[int, int, int], *layers: LayerWeights, head_bias
 
 def compile_or_skip(shape: tuple[int, int, int], weights: DecoderWeights | None = None) -> CompiledDecoderOps:
     try:
-        return build_compiled_ops(build_sizes(shape), weights or random_weights(shape))
+        return CompiledDecoderOps(build_sizes(shape), weights or random_weights(shape))
     except CLibraryUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -223,7 +223,7 @@ def test_truncated_cached_library_is_compiled_again(monkeypatch, tmp_path, no_lo
     cached.unlink()
     cached.write_bytes(b"")
     c_library.load_c_library.cache_clear()
-    build_compiled_ops(build_sizes(SHAPES[2]), random_weights(SHAPES[2]))
+    CompiledDecoderOps(build_sizes(SHAPES[2]), random_weights(SHAPES[2]))
     assert cached.stat().st_size > 0
 
 
@@ -236,7 +236,7 @@ def test_missing_home_directory_is_reported(monkeypatch, no_loaded_libraries):
     monkeypatch.setattr(Path, "expanduser", fail)
     c_library.load_c_library.cache_clear()
     with pytest.raises(CLibraryUnavailable, match="set XDG_CACHE_HOME"):
-        build_compiled_ops(build_sizes(SHAPES[2]), random_weights(SHAPES[2]))
+        CompiledDecoderOps(build_sizes(SHAPES[2]), random_weights(SHAPES[2]))
 
 
 def test_loading_a_library_keeps_subnormal_numbers():
@@ -250,13 +250,13 @@ def test_loading_a_library_keeps_subnormal_numbers():
 def test_missing_compiler_is_reported(monkeypatch, no_loaded_libraries, compiler, reason):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(CLibraryUnavailable, match=reason):
-        build_compiled_ops(build_sizes((2, 2, 8)), random_weights((2, 2, 8)))
+        CompiledDecoderOps(build_sizes((2, 2, 8)), random_weights((2, 2, 8)))
 
 
 def test_other_dtypes_and_several_threads_use_torch():
     bfloat16_weights = random_weights(SHAPES[0], random_layer(SHAPES[0], dtype=torch.bfloat16))
     with pytest.raises(CLibraryUnavailable, match="bfloat16 on cpu"):
-        build_compiled_ops(build_sizes(SHAPES[0]), bfloat16_weights)
+        CompiledDecoderOps(build_sizes(SHAPES[0]), bfloat16_weights)
     torch.set_num_threads(2)
     with pytest.raises(CLibraryUnavailable, match="2 threads"):
-        build_compiled_ops(build_sizes(SHAPES[0]), random_weights(SHAPES[0]))
+        CompiledDecoderOps(build_sizes(SHAPES[0]), random_weights(SHAPES[0]))

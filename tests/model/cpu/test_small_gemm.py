@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from ramify.model.cpu import c_library, small_gemm
 from ramify.model.cpu.c_library import CLibraryUnavailable
-from ramify.model.cpu.small_gemm import MAX_ROWS, SmallGemmDecoderOps, build_small_gemm_ops
+from ramify.model.cpu.small_gemm import MAX_ROWS, SmallGemmDecoderOps
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights
 
 HIDDEN, INNER = 96, 160
@@ -32,7 +32,7 @@ def minimal_weights(dtype: torch.dtype = torch.bfloat16) -> DecoderWeights:
 
 def compile_or_skip() -> SmallGemmDecoderOps:
     try:
-        return build_small_gemm_ops(SIZES, minimal_weights())
+        return SmallGemmDecoderOps(SIZES, minimal_weights())
     except CLibraryUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -112,17 +112,17 @@ def test_missing_compiler_is_reported(monkeypatch):
     c_library.load_c_library.cache_clear()
     try:
         with pytest.raises(CLibraryUnavailable, match="no-such-compiler was not found"):
-            build_small_gemm_ops(SIZES, minimal_weights())
+            SmallGemmDecoderOps(SIZES, minimal_weights())
     finally:
         c_library.load_c_library.cache_clear()
 
 
 def test_other_cpus_dtypes_and_widths_use_torch(monkeypatch):
     with pytest.raises(CLibraryUnavailable, match="float32 on cpu"):
-        build_small_gemm_ops(SIZES, minimal_weights(torch.float32))
+        SmallGemmDecoderOps(SIZES, minimal_weights(torch.float32))
     monkeypatch.setattr(small_gemm, "read_cpu_features", lambda: ["flags : avx512_bf16"])
     with pytest.raises(CLibraryUnavailable, match="multiple of 32"):
-        build_small_gemm_ops(DecoderSizes(3, 1, 10, HIDDEN, INNER, 1e-5, 0.3), minimal_weights())
+        SmallGemmDecoderOps(DecoderSizes(3, 1, 10, HIDDEN, INNER, 1e-5, 0.3), minimal_weights())
     monkeypatch.setattr(small_gemm, "read_cpu_features", lambda: ["flags : avx2"])
     with pytest.raises(CLibraryUnavailable, match="no AVX512-BF16"):
-        build_small_gemm_ops(SIZES, minimal_weights())
+        SmallGemmDecoderOps(SIZES, minimal_weights())

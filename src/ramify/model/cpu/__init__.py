@@ -8,12 +8,12 @@ compiled when a model is loaded; if that is impossible, `CLibraryUnavailable` sa
 import torch
 
 from ramify.model.cpu.c_library import CLibraryUnavailable as CLibraryUnavailable
-from ramify.model.cpu.decoder import build_compiled_ops
-from ramify.model.cpu.small_gemm import build_small_gemm_ops
+from ramify.model.cpu.decoder import CompiledDecoderOps
+from ramify.model.cpu.small_gemm import SmallGemmDecoderOps
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights
 
 
 def build_cpu_ops(sizes: DecoderSizes, weights: DecoderWeights) -> DecoderOps:
     """Return the operators in C for the dtype of a model. Raises CLibraryUnavailable."""
-    build = build_small_gemm_ops if weights.norm.dtype == torch.bfloat16 else build_compiled_ops
-    return build(sizes, weights)
+    ops_class = SmallGemmDecoderOps if weights.norm.dtype == torch.bfloat16 else CompiledDecoderOps
+    return ops_class(sizes, weights)

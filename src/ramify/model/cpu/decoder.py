@@ -15,16 +15,19 @@ from torch import Tensor
 
 from ramify.model.cpu.c_library import CLibraryUnavailable, declare_arguments, find_torch_symbol, load_c_library
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
-from ramify.model.paged_attention import AttentionMetadata, AttentionTile
+from ramify.model.paged_attention import AttentionMetadata, AttentionTile, attend_tile
 
 ROWS_PER_CHUNK = 64  # rows that go through a layer together in C; the result of a row may depend on this number
 MAX_PER_QUERY_KEYS = 256  # with more keys, PyTorch computes several queries of a sequence together
 
 
 class CompiledDecoderOps(DecoderOps):
-    """The operators in C, and sampling. Tensors must be contiguous float32 in CPU memory."""
+    """The operators in C, and sampling, for float32 weights in CPU memory. Raises CLibraryUnavailable."""
 
     def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
+        check_placement(weights, torch.float32)
+        if torch.get_num_threads() > 1:
+            raise CLibraryUnavailable(f"{torch.get_num_threads()} threads")
         super().__init__(sizes, "compiled")
         self.qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.attention_width = sizes.heads * sizes.head_dim
@@ -87,7 +90,9 @@ class CompiledDecoderOps(DecoderOps):
         pool = attn_metadata.pool.layers[layer_index].data_ptr()
         for tile in attn_metadata.tiles:
             if not _prefers_per_query(attn_metadata, tile):
-                out[tile.start : tile.stop] = self._attend_tile(qkv, attn_metadata, tile, layer_index)
+                query = self._get_queries(qkv[tile.start : tile.stop])
+                tile_output = attend_tile(attn_metadata, tile, layer_index, query, self.sizes.scaling)
+                out[tile.start : tile.stop] = tile_output.flatten(1)
                 continue
             tile_qkv = qkv.data_ptr() + 4 * tile.start * self.qkv_width
             tile_out = out.data_ptr() + 4 * tile.start * self.attention_width
@@ -142,14 +147,6 @@ def _prefers_per_query(attn_metadata: AttentionMetadata, tile: AttentionTile) ->
     """Return whether computing the queries of a tile one by one is fast."""
     keys = tile.block_table.shape[0] // tile.num_sequences * attn_metadata.pool.block_size
     return tile.queries_per_sequence == 1 or keys <= MAX_PER_QUERY_KEYS
-
-
-def build_compiled_ops(sizes: DecoderSizes, weights: DecoderWeights) -> CompiledDecoderOps:
-    """Return the operators in C for this model. Raises CLibraryUnavailable."""
-    check_placement(weights, torch.float32)
-    if torch.get_num_threads() > 1:
-        raise CLibraryUnavailable(f"{torch.get_num_threads()} threads")
-    return CompiledDecoderOps(sizes, weights)
 
 
 def check_placement(weights: DecoderWeights, dtype: torch.dtype) -> None:

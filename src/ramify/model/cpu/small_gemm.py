@@ -25,9 +25,14 @@ WIDTH_MULTIPLE = 32  # widths of matrices must be multiples of this
 
 
 class SmallGemmDecoderOps(DecoderOps):
-    """PyTorch operators with products of at most `MAX_ROWS` rows in C."""
+    """PyTorch operators with products of at most `MAX_ROWS` bfloat16 rows in C. Raises CLibraryUnavailable."""
 
-    def __init__(self, sizes: DecoderSizes) -> None:
+    def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
+        check_placement(weights, torch.bfloat16)
+        if not any("avx512_bf16" in line for line in read_cpu_features()):
+            raise CLibraryUnavailable("no AVX512-BF16")
+        if any(width % WIDTH_MULTIPLE for width in (sizes.hidden, sizes.heads * sizes.head_dim, sizes.inner)):
+            raise CLibraryUnavailable(f"a width is no multiple of {WIDTH_MULTIPLE}")
         super().__init__(sizes, "torch, compiled for few rows")
         self._gomp_parallel = find_torch_symbol("GOMP_parallel")
         library = load_c_library(Path(__file__).with_name("small_gemm.c"), f"MAX_ROWS={MAX_ROWS}")
@@ -42,13 +47,3 @@ class SmallGemmDecoderOps(DecoderOps):
         addresses = rows.data_ptr(), weight.data_ptr(), None if addend is None else addend.data_ptr(), out.data_ptr()
         self._c_matmul(self._gomp_parallel, torch.get_num_threads(), *addresses, count, width, out.shape[1])
         return out
-
-
-def build_small_gemm_ops(sizes: DecoderSizes, weights: DecoderWeights) -> SmallGemmDecoderOps:
-    """Return the operators for this model. Raises CLibraryUnavailable."""
-    check_placement(weights, torch.bfloat16)
-    if not any("avx512_bf16" in line for line in read_cpu_features()):
-        raise CLibraryUnavailable("no AVX512-BF16")
-    if any(width % WIDTH_MULTIPLE for width in (sizes.hidden, sizes.heads * sizes.head_dim, sizes.inner)):
-        raise CLibraryUnavailable(f"a width is no multiple of {WIDTH_MULTIPLE}")
-    return SmallGemmDecoderOps(sizes)
