@@ -18,9 +18,7 @@ from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 from torch.nn import functional as F  # noqa: N812
 
 CompileBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-GraphPattern = Callable[..., Any]
-MatchFilter = Callable[..., bool]
-Rewrite = tuple[GraphPattern, GraphPattern, list[MatchFilter]]  # pattern, replacement, conditions
+Rewrite = tuple[Callable[..., Any], Callable[..., Any], list[Callable[..., bool]]]  # pattern, replacement, conditions
 
 KERNEL_SOURCE_HASH = sha256(
     b"".join(

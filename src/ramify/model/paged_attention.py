@@ -14,6 +14,7 @@ pool stays complete, so a tile can be dropped at any time.
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,10 +231,7 @@ def paged_attention(
     """Compute attention; transformers calls this in every layer, with the `attn_metadata` that the forward got."""
     if attn_metadata is None:
         raise unsupported_attention(module, "did not pass the attention metadata on to its attention function")
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise unsupported_attention(module, f"uses {name}, which paged attention does not support")
-    reject_custom_masks(module, attention_mask)
+    reject_unsupported_arguments(module, attention_mask, kwargs)
     pool = attn_metadata.pool
     expected, actual = (pool.num_kv_heads, pool.head_dim), [(kv.shape[1], kv.shape[3]) for kv in (key, value)]
     if actual != [expected] * 2:
@@ -250,11 +248,14 @@ def paged_attention(
     return out.unsqueeze(0).contiguous(), None
 
 
-def reject_custom_masks(module: Any, mask: Tensor | None) -> None:
-    """Reject models that build their own mask or attend to later tokens.
+def reject_unsupported_arguments(module: Any, mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    """Reject models that change their scores, build their own mask or attend to later tokens.
 
     Which token sees which is passed to our attention functions by other arguments; transformers passes no mask to them.
     """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise unsupported_attention(module, f"uses {name}, which our attention does not support")
     if mask is not None:
         raise unsupported_attention(module, "builds its own attention mask, which our attention does not read")
     if getattr(module, "is_causal", None) is False:

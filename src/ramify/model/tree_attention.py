@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from ramify.model.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
 from ramify.model.cuda.causal_attention import ChainLengths, causal_attention
 from ramify.model.device_copy import copy_to_device
-from ramify.model.paged_attention import reject_custom_masks, unsupported_attention
+from ramify.model.paged_attention import reject_unsupported_arguments, unsupported_attention
 from ramify.trace.columns import Int32Array
 
 ATTENTION_NAME = "ramify_tree"
@@ -125,10 +125,7 @@ def tree_attention(
     """Compute attention; transformers calls this in every layer, with the `tree_mask` that the model's forward got."""
     if tree_mask is None:
         raise unsupported_attention(module, "did not pass the tree mask on to its attention function")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise unsupported_attention(module, f"uses {name}, which tree attention does not support")
-    reject_custom_masks(module, attention_mask)
+    reject_unsupported_arguments(module, attention_mask, kwargs)
     if dropout:
         raise unsupported_attention(module, "uses attention dropout, which tree attention does not support")
     if tree_mask.has_windows and "sliding_window" not in kwargs:
