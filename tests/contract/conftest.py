@@ -29,7 +29,7 @@ def target(request, tmp_path_factory):
             # Its front may lag far behind its engine, which samples a model this small in a millisecond a token.
             yield VLLMTarget(server.url, *directories, max_model_len=4096, vocab=VOCAB, flight=3500, patience=240)
         finally:
-            asyncio.run(server.stop())
+            asyncio.run(server.close())
         return
     core = build_core(
         directories[0],

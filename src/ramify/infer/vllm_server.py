@@ -25,6 +25,7 @@ from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED, describe_exit
 from ramify.processes.log import ProcessLog
 from ramify.trace.version import PolicyVersion
+from ramify.wire.lifecycle import AsyncService
 
 POLL_INTERVAL = 0.25  # seconds
 RESPONSE_TIMEOUT = 5.0  # seconds for a response of the starting server
@@ -39,8 +40,8 @@ class VLLMServerState(Enum):
     STOPPED = "stopped"
 
 
-class VLLMServer:
-    """One vLLM server. Start it once, stop it once. `log` is the file of its output."""
+class VLLMServer(AsyncService):
+    """One vLLM server. Start it once, close it once. `log` is the file of its output."""
 
     def __init__(self, model: str, config: VLLMConfig, server: ServerConfig) -> None:
         self.model_name, self.config, self.server = model, config, server
@@ -101,7 +102,7 @@ class VLLMServer:
                 await self._child.start(log.fileno())
             await self._wait_until_ready(self._child)
         except BaseException:
-            await self.stop()
+            await self.close()
             raise
         self.state = VLLMServerState.READY
         return self
@@ -113,17 +114,11 @@ class VLLMServer:
             if self.state is VLLMServerState.READY:
                 raise self._build_exit_error(code)
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Stop the process and all that it started: by SIGTERM, after `server.shutdown_timeout` seconds by SIGKILL."""
         self.state = VLLMServerState.STOPPED
         if self._child is not None:
             await self._child.stop()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def _wait_until_ready(self, child: ChildProcess) -> None:
         timeout = self.config.startup_timeout
