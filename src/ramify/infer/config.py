@@ -165,11 +165,12 @@ class ServeConfig(Config):
     @model_validator(mode="after")
     def _vllm_rejects_native_options(self) -> "ServeConfig":
         """Options of the native engine cannot be set for vLLM; a key without effect is an error."""
-        if self.inference.engine == "vllm":
-            if self.server.timeout != ServerConfig().timeout:
-                raise ValueError("server.timeout needs inference.engine = 'native'; vLLM's clients bring deadlines")
-            if self.server.allowed_hosts:
-                raise ValueError("server.allowed_hosts needs inference.engine = 'native'; vLLM checks no host names")
-            if self.renderer != TemplateRendererConfig():
-                raise ValueError("renderer needs inference.engine = 'native'; vLLM renders chats by itself")
+        native_options = [
+            ("server.timeout", self.server.timeout != ServerConfig().timeout, "vLLM's clients bring deadlines"),
+            ("server.allowed_hosts", bool(self.server.allowed_hosts), "vLLM checks no host names"),
+            ("renderer", self.renderer != TemplateRendererConfig(), "vLLM renders chats by itself"),
+        ]
+        for key, is_set, reason in native_options:
+            if is_set and self.inference.engine == "vllm":
+                raise ValueError(f"{key} needs inference.engine = 'native'; {reason}")
         return self

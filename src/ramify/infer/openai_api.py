@@ -102,8 +102,7 @@ async def create_completion(
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     only_prompt = body.echo and max_tokens == 0  # the engine samples at least one token; it is left out of the answer
     formatter = CompletionFormatter(_get_decoder(renderer, body.stop_strings), echo=body.echo, only_prompt=only_prompt)
-    stop_ids = _get_stop_token_ids(engine, renderer)
-    call = _build_call(engine, body, formatter, prompts, stop_ids, 1 if only_prompt else max_tokens, body.logprobs)
+    call = _build_call(engine, renderer, body, formatter, prompts, 1 if only_prompt else max_tokens, body.logprobs)
     return await _respond(http, engine, call, timeout)
 
 
@@ -122,24 +121,25 @@ async def create_chat_completion(
     if max_tokens is None:
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    formatter, stop_ids = ChatFormatter(renderer, prompt, has_tools=bool(tools)), _get_stop_token_ids(engine, renderer)
-    call = _build_call(engine, body, formatter, [prompt_ids], stop_ids, max_tokens, num_top_logprobs)
+    formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools))
+    call = _build_call(engine, renderer, body, formatter, [prompt_ids], max_tokens, num_top_logprobs)
     return await _respond(http, engine, call, timeout)
 
 
 def _build_call(
     engine: Engine,
+    renderer: Renderer | None,
     body: OpenAIBody,
     formatter: ResponseFormatter,
     prompts: list[list[int]],
-    stop_token_ids: frozenset[int],
     max_tokens: int,
     num_top_logprobs: int | None,
 ) -> OpenAICall:
     """Build the sample requests of a body. If `num_top_logprobs` is None, no logprobs are returned."""
+    eos_ids = engine.core.model.eos_ids.union(() if renderer is None else renderer.stop_ids)
     params = [
         body.to_sampling_params(
-            eos_ids=stop_token_ids, max_tokens=max_tokens, top_logprobs=num_top_logprobs or 0, sample_index=index
+            eos_ids=eos_ids, max_tokens=max_tokens, top_logprobs=num_top_logprobs or 0, sample_index=index
         )
         for index in range(body.num_samples)
     ]
@@ -221,10 +221,6 @@ def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, An
         max((stream.request.num_cached_tokens for stream in streams), default=0),
     )
     return format_usage(usage)
-
-
-def _get_stop_token_ids(engine: Engine, renderer: Renderer | None) -> frozenset[int]:
-    return engine.core.model.eos_ids | frozenset(renderer.stop_ids if renderer is not None else ())
 
 
 def _get_decoder(renderer: Renderer | None, stop_strings: Sequence[str]) -> DecodeFn:

@@ -112,7 +112,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     sampling_params: GenerateSamplingFields = msgspec.field(default_factory=GenerateSamplingFields)
     request_id: str | None = None
-    model: str | None = None
     stream: bool = False
     cache_salt: str | None = None
     priority: int = 0
