@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.processes import child as child_module
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
@@ -109,6 +111,52 @@ async def test_cancelled_stop_kills_the_process(tmp_path):
 @with_timeout
 async def test_stop_before_start_does_nothing():
     assert await ChildProcess(["true"]).stop() is None
+
+
+@with_timeout
+async def test_signal_to_a_starting_process_is_sent_when_its_pid_is_known(tmp_path):
+    child = ChildProcess((*PYTHON, RUNS_FOREVER))
+    with (tmp_path / "log").open("wb") as output:
+        starting = asyncio.create_task(child.start(output.fileno()))
+        await asyncio.sleep(0)
+        assert child.pid == 0
+        child.send_signal(signal.SIGTERM)
+        await starting
+    assert await asyncio.wait_for(child.wait(), 10) == 128 + signal.SIGTERM
+    await child.stop()
+
+
+@with_timeout
+async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_module, "START_TIMEOUT", 0.3)
+    code = f"import os; print(os.getpid(), flush=True); {IGNORES_SIGTERM}"
+    child, log = ChildProcess((*PYTHON, code), stop_timeout=0.1), ProcessLog(tmp_path / "child.log")
+    with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within 0.3 s"):
+        await child.start(output.fileno(), command_forks_watcher=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(child.stop(), 0.1)  # a cancelled stop kills it, too
+    wait_until_gone(int(log.tail().split()[0]))
+
+
+@with_timeout
+async def test_command_that_the_system_refuses_has_a_named_error(tmp_path):
+    child = ChildProcess(("true", "x" * (1 << 20)))
+    with (
+        (tmp_path / "log").open("wb") as output,
+        pytest.raises(ProcessDied, match=r"true cannot be started: .*too long"),
+    ):
+        await child.start(output.fileno())
+    assert await child.stop() is None
+
+
+def test_kill_before_start_does_not_kill_the_caller():
+    code = """
+import asyncio
+from ramify.processes import child
+child.KILL_TIMEOUT = 0.0
+asyncio.run(child.ChildProcess(["true"]).kill())
+"""
+    assert subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=60).returncode == 0
 
 
 @with_timeout

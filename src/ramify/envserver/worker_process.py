@@ -118,9 +118,10 @@ class WorkerProcess:
             spec_file.seek(0)
             fds = (report_fd, spec_file.fileno())
             command = (sys.executable, "-m", "ramify.envserver.worker_main", str(temp_dir), *map(str, fds))
+            # The watcher of the worker kills it at once; then it cleans up.
             self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
             try:
-                await self._child.start(output_fd, pass_fds=fds, forks_watcher=True)
+                await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)
             finally:
                 os.close(output_fd)
                 os.close(report_fd)

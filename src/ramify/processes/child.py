@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from ramify.errors import DeadlineExceeded, ProcessDied
 from ramify.processes.prefork import PreforkClient
 
 RAMIFY_COMMAND = (sys.executable, "-m", "ramify")  # the `ramify` command of this environment
 WATCHER_COMMAND = (sys.executable, "-m", "ramify.processes.watcher")
 STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
 KILL_TIMEOUT = 3.0  # seconds for the watcher to kill the descendants
-START_TIMEOUT = 10.0  # seconds for the watcher to send the pids
+START_TIMEOUT = 60.0  # seconds for the watcher to send the pids
 PREFORK_TIMEOUT = 120.0  # the same, for the fork server, which may still be importing modules
 
 
@@ -43,35 +44,46 @@ class ChildProcess:
         self.exit_code: int | None = None
         self._control_socket: socket.socket | None = None  # the watcher stops the process when this is closed
         self._watcher_pid = 0
-        self._pidfd: int | None = None  # of the watcher
-        self._watcher: subprocess.Popen[bytes] | None = None  # None if it is a child of the fork server
+        self._watcher_pidfd: int | None = None
+        self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is a child of the fork server
+        self._pending_signal: signal.Signals | None = None  # to be sent when the pid is known
 
-    async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), forks_watcher: bool = False) -> None:
-        """Start the process with its output to `output_fd`.
+    async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), command_forks_watcher: bool = False) -> None:
+        """Start the process with its output to `output_fd`. Raises ProcessDied or DeadlineExceeded if this fails.
 
-        With `forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an interpreter.
+        With `command_forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an
+        interpreter. It then chooses the time between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
         """
-        watcher = () if forks_watcher else (*WATCHER_COMMAND, str(self.stop_timeout))
-        with self._open_control_socket() as child_socket:
-            self._watcher = subprocess.Popen(
-                [*watcher, *self.command],
-                stdin=child_socket.fileno(),
-                stdout=output_fd,
-                stderr=output_fd,
-                env={**os.environ, **self.env},
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
-        self._watcher_pid, self._pidfd = self._watcher.pid, os.pidfd_open(self._watcher.pid)
-        await self._receive_pids(START_TIMEOUT)  # a failure is noticed by the exit of the process
+        watcher = () if command_forks_watcher else (*WATCHER_COMMAND, str(self.stop_timeout))
+        try:
+            with self._open_control_socket() as child_socket:
+                self._watcher_popen = subprocess.Popen(
+                    [*watcher, *self.command],
+                    stdin=child_socket.fileno(),
+                    stdout=output_fd,
+                    stderr=output_fd,
+                    env={**os.environ, **self.env},
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                )
+            self._watcher_pid = self._watcher_popen.pid
+            self._watcher_pidfd = os.pidfd_open(self._watcher_pid)
+            await self._receive_pids(START_TIMEOUT)  # if the watcher exits first, `wait` returns its exit code
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.command[0]} did not start within {START_TIMEOUT:g} s") from None
+        except OSError as error:
+            raise ProcessDied(f"{self.command[0]} cannot be started: {error.strerror}") from error
 
     async def start_preforked(self, client: PreforkClient, modules: Sequence[str], output_fd: int) -> bool:
         """Fork the process from a fork server that has imported `modules`; return False if it cannot be forked."""
-        with self._open_control_socket() as child_socket:
-            is_requested = client.request_fork(
-                self.command, modules, self.env, stop_timeout=self.stop_timeout, fds=(child_socket.fileno(), output_fd)
-            )
-        return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
+        with contextlib.suppress(OSError):  # a TimeoutError is one, too
+            with self._open_control_socket() as child_socket:
+                fds = (child_socket.fileno(), output_fd)
+                is_requested = client.request_fork(
+                    self.command, modules, self.env, stop_timeout=self.stop_timeout, fds=fds
+                )
+            return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
+        return False
 
     async def wait_until_ready(
         self, is_ready: Callable[[], Awaitable[bool]], *, timeout: float, poll_interval: float
@@ -90,20 +102,23 @@ class ChildProcess:
 
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
-        if self.exit_code is None and self._pidfd is not None and _is_readable(self._pidfd):
-            self.exit_code = self._watcher.wait() if self._watcher is not None else self._receive_exit_code()
+        if self.exit_code is None and self._watcher_pidfd is not None and _is_readable(self._watcher_pidfd):
+            popen = self._watcher_popen
+            self.exit_code = popen.wait() if popen is not None else self._receive_exit_code()
         return self.exit_code
 
     async def wait(self) -> int:
         """Wait until the process and its descendants have exited, and return the exit code."""
         while (exit_code := self.poll()) is None:
-            assert self._pidfd is not None, "the process was not started"
-            await _wait_readable(self._pidfd)
+            assert self._watcher_pidfd is not None, "the process was not started"
+            await _wait_readable(self._watcher_pidfd)
         return exit_code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the command, if it is running."""
-        if self.pid and self.poll() is None:
+        """Send a signal to the command if it is running, and to one that is being started when its pid is known."""
+        if not self.pid:
+            self._pending_signal = number
+        elif self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -125,29 +140,34 @@ class ChildProcess:
         If this is cancelled, the process is killed. One that is stuck in the kernel counts as killed.
         """
         try:
-            if self._pidfd is not None:
+            if self._watcher_pidfd is not None:
                 self.request_stop()
-                await asyncio.wait_for(self.wait(), self.stop_timeout + KILL_TIMEOUT)
+                async with asyncio.timeout(self.stop_timeout + KILL_TIMEOUT):
+                    await self.wait()
         except TimeoutError:  # the watcher itself hangs
             self._kill_watcher()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wait(), KILL_TIMEOUT)
+                async with asyncio.timeout(KILL_TIMEOUT):
+                    await self.wait()
         finally:
             self._close()
         return self.exit_code
 
     def _close(self) -> None:
-        if self._pidfd is not None:
-            self.send_signal(signal.SIGKILL)
+        if self._watcher_pidfd is not None:
+            if self.pid:
+                self.send_signal(signal.SIGKILL)
+            else:
+                self._kill_watcher()
             self.exit_code = -signal.SIGKILL if self.exit_code is None else self.exit_code
-            os.close(self._pidfd)
-            self._pidfd = None
+            os.close(self._watcher_pidfd)
+            self._watcher_pidfd = None
         if self._control_socket is not None:
             self._control_socket.close()
             self._control_socket = None
 
     def _kill_watcher(self) -> None:
-        if self.poll() is None:
+        if self._watcher_pid and self.poll() is None:  # group 0 would be that of this process
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._watcher_pid, signal.SIGKILL)
 
@@ -159,19 +179,22 @@ class ChildProcess:
         return child_socket
 
     async def _receive_pids(self, timeout: float) -> bool:
-        """Receive the pids and a pidfd from the watcher. Return False if it does not send them in time."""
+        """Receive the pids and a pidfd from the watcher. Return False if it exits first; raise TimeoutError."""
         assert self._control_socket is not None
+        async with asyncio.timeout(timeout):
+            await _wait_readable(self._control_socket.fileno())
         try:
-            await asyncio.wait_for(_wait_readable(self._control_socket.fileno()), timeout)
             message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)
-        except (TimeoutError, OSError):
+        except ConnectionError:
             return False
         if not message or not fds:
             return False
         self._watcher_pid, self.pid = map(int, message.split())
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-        self._pidfd = fds[0]
+        if self._watcher_pidfd is not None:
+            os.close(self._watcher_pidfd)
+        self._watcher_pidfd = fds[0]
+        if self._pending_signal is not None:
+            self.send_signal(self._pending_signal)
         return True
 
     def _receive_exit_code(self) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Generator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ramify.processes.watcher import die_with_parent, fork_under_watcher
+from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_under_watcher
 
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
 MAX_MESSAGE_BYTES = 1 << 16  # of a request
@@ -82,7 +82,8 @@ def start_prefork_server(modules: Sequence[str], env: Mapping[str, str]) -> Gene
             yield PreforkClient(parent_socket, env)
         finally:
             server.kill()
-            server.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
+                server.wait(DESCENDANTS_TIMEOUT)
 
 
 def main(parent_pid: int, modules: Sequence[str]) -> None:

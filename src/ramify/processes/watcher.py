@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 WATCHER_NAME = "ramify-watcher"  # at most 15 bytes
-KILL_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
+DESCENDANTS_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
 CLEANUP_TIMEOUT = 1.5  # seconds of these for the watchers below this one to clean up; they end by themselves
 POLL_INTERVAL = 0.01  # seconds between attempts to kill the descendants
 
@@ -111,7 +111,7 @@ def _is_parent_gone() -> bool:
 def _kill_orphans() -> None:
     """Kill all remaining descendants; orphans become children of this subreaper."""
     started_at = time.monotonic()
-    while (elapsed := time.monotonic() - started_at) < KILL_TIMEOUT:
+    while (elapsed := time.monotonic() - started_at) < DESCENDANTS_TIMEOUT:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
