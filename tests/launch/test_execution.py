@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +13,7 @@ import threading
 import pytest
 
 from ramify.display import Display
-from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled
+from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
 from ramify.launch.execution import execute_plan, lock_run
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.process import ProcessRole
@@ -148,6 +151,15 @@ def test_run_directory_has_one_supervisor(tmp_path):
             execute_plan(build_test_plan(tmp_path), display=Display())
     finally:
         other.communicate()
+
+
+def test_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(fd, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageFailed, match=r"run cannot be locked: No locks available"), lock_run(tmp_path / "run"):
+        pass
 
 
 def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):

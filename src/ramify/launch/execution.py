@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.display import open_display
-from ramify.errors import ProviderError, RamifyError, RunBusy
+from ramify.errors import ProviderError, RamifyError, RunBusy, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
@@ -142,5 +142,7 @@ def lock_run(path: Path) -> Generator[None]:
             by = f", {holders}" if holders else ""
             advice = "wait for it or choose another --name"
             raise RunBusy(f"{path} is in use by another `ramify rl`{by}; {advice}") from None
+        except OSError as error:
+            raise StorageFailed(f"{path} cannot be locked: {error.strerror}; use a file system with locks") from error
         write_holder(fd)
         yield
