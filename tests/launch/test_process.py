@@ -5,14 +5,15 @@ import dataclasses
 import functools
 import os
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager
 
 import psutil
 import pytest
 
-from ramify.launch.process import ProcessSpec, SupervisedProcess, prefork_shared_modules
-from ramify.processes.child import RAMIFY_COMMAND
+from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding, prefork_shared_modules
+from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
 from tests.launch.scripts import until
 
 ENVIRONMENT = {"RAMIFY_TEST": "seen"}
@@ -48,7 +49,7 @@ def has_exited(process: psutil.Process) -> bool:
 @asynccontextmanager
 async def run_process(spec: ProcessSpec, client):
     """Start a process, and stop it at the end."""
-    process = SupervisedProcess(spec, stop_timeout=2.0, prefork_client=client)
+    process = SupervisedProcess(spec, prefork_client=client)
     await process.start()
     try:
         yield process
@@ -74,7 +75,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             command = psutil.Process(process.child.pid)
             until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
             watcher = command.parent()
-            assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", "2.0"]
+            assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", str(STOP_TIMEOUT)]
             assert watcher.parent() == server
             assert os.getsid(command.pid) == watcher.pid
             assert command.environ()["RAMIFY_TEST"] == "seen"
@@ -123,3 +124,12 @@ def test_fork_server_needs_two_processes_with_the_same_environment(tmp_path):
         assert client is None
     with prefork_shared_modules([first, dataclasses.replace(second, env={})]) as client:
         assert client is None
+
+
+@with_timeout
+async def test_tcp_address_must_accept_within_the_timeout():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, socket.socket() as queued:
+        queued.connect(listener.getsockname())  # fills the queue: a further connection is not answered
+        address = "tcp://{}:{}".format(*listener.getsockname())
+        async with asyncio.timeout(1.0):
+            assert not await is_responding(address, timeout=0.05)

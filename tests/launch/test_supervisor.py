@@ -14,7 +14,7 @@ from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
 from ramify.processes import restart_budget
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.processes.watcher import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
+from ramify.processes.watcher import DESCENDANTS_TIMEOUT
 from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
 
 DONE = "sys.exit(0)"
@@ -228,6 +228,47 @@ def test_process_states_are_reported(tmp_path):
     assert seen[0][0].pid == pids(tmp_path, "orchestrator")[0]
 
 
+def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
+    seen = []
+    code = f"import time; time.sleep(1.0)\n{ANSWERS_ONCE.format(port=free_port)}"
+    address = f"http://127.0.0.1:{free_port}/health"
+    supervise([build_spec(tmp_path, "orchestrator", code, ProcessRole.LEADER, address=address)], on_change=seen.append)
+    seconds = {process.state: process.seconds for (process,) in reversed(seen)}
+    assert max(seconds[ProcessState.READY], seconds[ProcessState.ENDED]) < 1.0
+
+
+def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
+    lines = []
+
+    def on_change(processes):
+        if processes[0].state is ProcessState.ENDED and processes[1].state is ProcessState.ENDED:
+            raise StorageFull("no room")
+
+    specs = [
+        build_spec(tmp_path, "inference", RUNS_FOREVER),
+        build_spec(tmp_path, "orchestrator", waits_for("inference.pids") + DONE, ProcessRole.LEADER),
+    ]
+    assert supervise(specs, lines=lines, on_change=on_change) is RunOutcome.FINISHED
+    assert lines == ["the last status of the processes was not recorded: no room"]
+
+
+def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):
+    lines = []
+
+    async def run():
+        leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+        supervisor = Supervisor([leader], max_restarts=0, grace_period=60.0, print_line=lines.append)
+        running = asyncio.create_task(supervisor.run())
+        while not supervisor._processes:
+            await asyncio.sleep(0)
+        supervisor.request_stop()
+        async with asyncio.timeout(20):
+            return await running
+
+    assert asyncio.run(run()) is RunOutcome.STOPPED
+    assert lines[-1].startswith("orchestrator was killed by SIGTERM before saving a checkpoint")
+
+
 # -- signals -------------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +287,7 @@ def supervisor_process(tmp_path):
 
 def test_interrupt_ends_all_processes_within_ten_seconds(supervisor_process, tmp_path):
     assert len(alive(tmp_path)) == 5
-    assert STOP_TIMEOUT + WATCH_KILL_TIMEOUT + KILL_TIMEOUT <= 10
+    assert STOP_TIMEOUT + DESCENDANTS_TIMEOUT + KILL_TIMEOUT <= 10
     supervisor_process.send_signal(signal.SIGINT)
     assert supervisor_process.wait(timeout=10) == 130
     assert alive(tmp_path) == []
@@ -275,7 +316,7 @@ def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
 
     async def run():
         leader = build_spec(tmp_path, "orchestrator", ignores_sigterm, ProcessRole.LEADER)
-        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, stop_timeout=0.1, print_line=lines.append)
+        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, print_line=lines.append)
         running = asyncio.create_task(supervisor.run())
         while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)

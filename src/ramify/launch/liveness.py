@@ -39,7 +39,7 @@ async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], N
         is_silent = num_unanswered >= MAX_UNANSWERED
         state = ProcessState.SILENT if is_silent else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
-            process.state, process.state_since = state, time.monotonic()
+            process.set_state(state)
             on_change()
         silent_seconds = time.monotonic() - silent_since
         if is_silent and silent_seconds >= hang_timeout:

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from ramify.errors import DeadlineExceeded
-from ramify.processes.child import STOP_TIMEOUT, ChildProcess
+from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient, is_forkable, start_prefork_server
 from ramify.store import wrap_storage_errors
@@ -77,14 +77,17 @@ class SupervisedProcess:
         silent_seconds: seconds without an answer after which it was killed; None if it was not killed for that.
     """
 
-    def __init__(
-        self, spec: ProcessSpec, *, stop_timeout: float = STOP_TIMEOUT, prefork_client: PreforkClient | None = None
-    ) -> None:
-        self.spec, self.state, self.state_since = spec, ProcessState.STARTING, time.monotonic()
+    def __init__(self, spec: ProcessSpec, *, prefork_client: PreforkClient | None = None) -> None:
+        self.spec = spec
+        self.set_state(ProcessState.STARTING)
         self.silent_seconds: float | None = None
         self._prefork_client = prefork_client
-        self.child = ChildProcess(spec.command, env=spec.env, stop_timeout=stop_timeout)
+        self.child = ChildProcess(spec.command, env=spec.env)
         self._log = ProcessLog(spec.log, append=True)
+
+    def set_state(self, state: ProcessState) -> None:
+        """Change the state now."""
+        self.state, self.state_since = state, time.monotonic()
 
     async def start(self) -> None:
         """Start the process. Raises StorageFull or StorageFailed if its log cannot be written."""
@@ -108,12 +111,12 @@ class SupervisedProcess:
             message = f"{self.spec.name} did not answer at {address} within {timeout:g} s"
             raise DeadlineExceeded(f"{message}; {self._log.describe_tail()}") from None
         if is_ready and self.state is ProcessState.STARTING:
-            self.state = ProcessState.READY
+            self.set_state(ProcessState.READY)
 
     async def wait_for_exit(self) -> int:
         """Wait until the process has exited, and return its exit code."""
         code = await self.child.wait()
-        self.state = ProcessState.ENDED
+        self.set_state(ProcessState.ENDED)
         return code
 
     async def stop(self) -> None:
@@ -121,7 +124,8 @@ class SupervisedProcess:
         try:
             await self.child.stop()
         finally:
-            self.state = ProcessState.ENDED
+            if self.state is not ProcessState.ENDED:
+                self.set_state(ProcessState.ENDED)
 
     def tail(self) -> str:
         """Return the last lines that this execution has written to the log."""
@@ -140,9 +144,9 @@ def prefork_shared_modules(specs: Sequence[ProcessSpec]) -> AbstractContextManag
 
 
 async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> bool:
-    """Return whether `http://...` replies with status 200 within `timeout` seconds, or `tcp://...` is listening."""
+    """Return whether `http://...` replies with status 200, or `tcp://...` accepts, within `timeout` seconds."""
     if not address.startswith("http"):
-        return await is_listening(address)
+        return await is_listening(address, timeout=timeout)
     from ramify.client.http_client import HttpClient, RequestFailed  # loaded only where an HTTP address is probed
 
     try:

@@ -27,7 +27,6 @@ from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_class
 from ramify.launch.liveness import get_process_state, wait_for_silence
 from ramify.launch.process import ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
-from ramify.processes.child import STOP_TIMEOUT
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.restart_budget import RestartBudget
@@ -72,12 +71,11 @@ class Supervisor:
         *,
         max_restarts: int,
         grace_period: float,
-        stop_timeout: float = STOP_TIMEOUT,
         print_line: Callable[[str], None] = print,
         on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
         prefork_client: PreforkClient | None = None,
     ) -> None:
-        self.process_specs, self.grace_period, self.stop_timeout = list(process_specs), grace_period, stop_timeout
+        self.process_specs, self.grace_period = list(process_specs), grace_period
         self._print_line, self._on_change, self._prefork_client = print_line, on_change, prefork_client
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
         self._processes: dict[str, SupervisedProcess] = {}
@@ -97,7 +95,7 @@ class Supervisor:
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
                 await asyncio.gather(*(process.stop() for process in self._processes.values()))
-                self._notify_changed()
+                self._notify_ended()
 
     def get_process_statuses(self) -> list[ProcessStatus]:
         """Return the status of every process."""
@@ -132,7 +130,7 @@ class Supervisor:
 
     async def _run_once(self, spec: ProcessSpec) -> tuple[int, SupervisedProcess]:
         """Run a process from its start to its exit, and return the exit code."""
-        process = SupervisedProcess(spec, stop_timeout=self.stop_timeout, prefork_client=self._prefork_client)
+        process = SupervisedProcess(spec, prefork_client=self._prefork_client)
         self._processes[spec.name] = process
         await process.start()
         self._notify_changed()
@@ -193,7 +191,7 @@ class Supervisor:
             raise ProcessDied(f"{spec.name} {ending}, {reason}; last lines of {spec.log}:\n{process.tail()}")
         count = f"restart {budget.num_restarts} of {budget.max_restarts}"
         self._print_line(f"{spec.name} {ending}; restarting in {delay:g} s ({count})")
-        process.state, process.state_since = ProcessState.WAITING, time.monotonic()
+        process.set_state(ProcessState.WAITING)
         self._notify_changed()
         await asyncio.sleep(delay)
         if spec.role is ProcessRole.LEADER:
@@ -231,6 +229,13 @@ class Supervisor:
             self._outcome.set_result(outcome)
         else:
             self._outcome.set_exception(outcome)
+
+    def _notify_ended(self) -> None:
+        """Report the last status; if it cannot be recorded, the outcome of the run stays what it is."""
+        try:
+            self._notify_changed()
+        except RamifyError as error:
+            self._print_line(f"the last status of the processes was not recorded: {error.message}")
 
     def _notify_changed(self) -> None:
         if self._on_change is not None:

@@ -72,11 +72,11 @@ def _derive_curve_keypair(secret: str, role: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-async def is_listening(address: str) -> bool:
-    """Whether a TCP connection to the address succeeds."""
+async def is_listening(address: str, *, timeout: float = CONNECT_TIMEOUT) -> bool:
+    """Whether a TCP connection to the address succeeds within `timeout` seconds."""
     url = urlsplit(address)
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
+        async with asyncio.timeout(timeout):
             _, writer = await asyncio.open_connection(url.hostname, url.port or DEFAULT_PORTS.get(url.scheme))
     except (OSError, TimeoutError):
         return False
