@@ -14,7 +14,7 @@ import pytest
 from ramify.config import write_toml
 from ramify.envserver import EnvClient
 from ramify.envserver.server_process import EnvServerProcess
-from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled
+from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled, StorageFailed
 from ramify.processes import server_process
 from tests.cli.installed_command import ramify_command
 from tests.envserver.helpers import QUICK, descendants, make_config, task, wait_until, wait_until_gone
@@ -69,7 +69,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
             parent.wait()
             await wait_until_gone(processes, "the server, its worker and the shells", 5)
             for rollout in rollouts:
-                with pytest.raises((PeerLost, RequestCancelled)):
+                with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                     await rollout
         parent.stdout.close()
         # then the server itself, and another one at the same address
@@ -93,7 +93,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
                 assert await restarted.stop() == 0
                 await wait_until_gone(processes, "the worker and the shells", 5)
                 for rollout in rollouts:
-                    with pytest.raises((PeerLost, RequestCancelled)):
+                    with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                         await rollout
                 assert re.fullmatch(r"serving \S+ at \S+", restarted.log.tail())
         log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
@@ -111,6 +111,13 @@ def test_invalid_source_is_reported_before_serving(engine, tmp_path):
             await EnvServerProcess(config, tmp_path / "config.toml").start()
 
     asyncio.run(main())
+
+
+def test_files_that_cannot_be_written_have_a_named_error(tmp_path):
+    (tmp_path / "file").touch()
+    config = make_config("http://127.0.0.1:9", tmp_path)
+    with pytest.raises(StorageFailed, match=r"cannot be used: .*File exists"):
+        asyncio.run(EnvServerProcess(config, tmp_path / "file" / "config.toml").start())
 
 
 OUTPUT_SCRIPT = """#!{python} -u

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,11 @@ import psutil
 import pytest
 
 from ramify.envserver import EnvClient, EnvServer
-from ramify.errors import RamifyError, RequestCancelled, WorkerDied
+from ramify.envserver.log import EnvServerLog
+from ramify.envserver.messages import WorkerSpec
+from ramify.envserver.worker_process import WorkerProcess
+from ramify.errors import ProcessDied, RamifyError, RequestCancelled, WorkerDied
+from ramify.wire import LoopMonitor
 from tests.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
 from tests.wire.proxy import Proxy
 
@@ -256,3 +261,62 @@ def test_elastic_pool_scales_with_the_load(engine, tmp_path):
             assert (await client.stats()).counts["recycled"] >= 1
 
     asyncio.run(main())
+
+
+@contextlib.contextmanager
+def few_files(num_free: int):
+    """Allow this process to open only a few more files."""
+    used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
+    free = sorted(set(range(len(used) + num_free + 1)) - used)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[num_free], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_pipes() -> set[str]:
+    """Return the pipes and memory files that this process has open."""
+    links = (file.readlink().name for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return {link for link in links if link.startswith(("pipe:", "memfd:"))}
+
+
+@contextlib.contextmanager
+def unbooted_worker(config, tmp_path):
+    """Yield a worker and the arguments of its `boot`."""
+    log, loop_monitor = EnvServerLog(tmp_path / "worker.log"), LoopMonitor()
+    source = config.select_source().config.source_config.model_dump(mode="json")
+    spec = WorkerSpec(id="w1", source=source, config=config.model_dump(mode="json"), secret="")
+    arguments = {"spec": spec, "settings": QUICK, "private_temp": True, "timeout": DEADLINE}
+    yield WorkerProcess("w1", tmp_path / "temp", log, loop_monitor, lambda worker: None), arguments
+    loop_monitor.stop()
+    log.close()
+
+
+@pytest.mark.parametrize("num_free", range(6))
+def test_boot_that_cannot_open_files_leaves_none_open(tmp_path, num_free):
+    async def main():
+        with unbooted_worker(make_config("http://127.0.0.1:9", tmp_path), tmp_path) as (worker, arguments):
+            before = open_pipes()
+            with few_files(num_free), pytest.raises((OSError, ProcessDied)):
+                await worker.boot(**arguments)
+            await worker.reap()
+            assert open_pipes() == before
+
+    asyncio.run(main())
+
+
+def test_cancelled_boot_leaves_no_task(engine, tmp_path):
+    async def main():
+        with unbooted_worker(make_config(engine.url, tmp_path), tmp_path) as (worker, arguments):
+            boot = asyncio.create_task(worker.boot(**arguments))
+            while worker._client is None:
+                await asyncio.sleep(0)
+            boot.cancel()
+            await asyncio.wait([boot])
+            assert [task for task in asyncio.all_tasks() if "connecting" in task.get_name()] == []
+            assert boot.cancelled()
+            await worker.reap()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))

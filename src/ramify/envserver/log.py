@@ -55,7 +55,11 @@ class WorkerOutput(asyncio.Protocol):
         """Return the reader of a new pipe and the file descriptor to write to."""
         read_fd, write_fd = os.pipe()
         pipe = os.fdopen(read_fd, "rb", 0)
-        _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, origin), pipe)
+        try:
+            _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, origin), pipe)
+        except BaseException:
+            os.close(write_fd)
+            raise
         return output, write_fd
 
     def data_received(self, data: bytes) -> None:

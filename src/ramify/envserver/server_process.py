@@ -1,10 +1,12 @@
 """An env server as a child process: `ramify env-server`."""
 
 from pathlib import Path
+from typing import IO
 
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import WorkerDied
 from ramify.processes.server_process import ServerProcess
+from ramify.store import wrap_storage_errors
 
 STOP_MARGIN = 30.0  # seconds to stop the workers, after `shutdown_timeout` seconds for running attempts
 
@@ -22,3 +24,8 @@ class EnvServerProcess(ServerProcess):
         super().__init__(
             "env-server", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=stop_timeout
         )
+
+    def open_files(self) -> IO[bytes]:
+        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
+        with wrap_storage_errors(self.log.path):
+            return super().open_files()

@@ -209,7 +209,7 @@ class WorkerPool:
 
     def _check_workers(self) -> None:
         for worker in list(self.workers.values()):
-            if (reason := worker.find_hang(self.config.hang_timeout)) is not None:
+            if (reason := worker.check_hang(self.config.hang_timeout)) is not None:
                 self.counts["hung"] += 1
                 worker.mark_lost(reason)
             self.worst_lag[worker.id] = worker.worst_lag

@@ -21,6 +21,7 @@ from typing import IO
 import msgspec
 import psutil
 
+from ramify.async_calls import cancel_all
 from ramify.envserver.log import EnvServerLog, WorkerOutput
 from ramify.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, WorkerSpec
 from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
@@ -78,55 +79,67 @@ class WorkerProcess:
     # -- boot ----------------------------------------------------------------------------------------------------------
 
     async def boot(self, spec: WorkerSpec, settings: WireSettings, *, private_temp: bool, timeout: float) -> None:
-        """Start the process and wait until it is ready. Raises the error that it reports, or WorkerDied."""
+        """Start the process and wait until it is ready.
+
+        Raises the error that it reports, WorkerDied if it exits, or DeadlineExceeded after `timeout` seconds.
+        """
         spec.id, spec.secret = self.id, self._secret
         temp_dir = self._temp_root / self.id
         temp_dir.mkdir(parents=True)
         env = {"TMPDIR": str(temp_dir)} if private_temp else {}
         try:
             async with asyncio.timeout(timeout):
-                report_bytes = await self._start_and_read_report(msgspec.json.encode(spec), temp_dir, env)
+                exit_task, report_bytes = await self._start_and_read_report(msgspec.json.encode(spec), temp_dir, env)
+                try:
+                    report = msgspec.json.decode(report_bytes, type=WorkerReady)
+                except msgspec.DecodeError as error:  # it exited before or while it reported
+                    await asyncio.wait([exit_task], timeout=STOP_TIMEOUT)
+                    raise self._boot_error("closed its report") from error
+                self.pid = report.pid
+                if report.failure is not None:
+                    raise report.failure.to_exception()
+                await self._connect(report.address, settings, exit_task, timeout)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.id} was not ready within {timeout:g} s") from None
-        assert self._exit_task is not None
-        try:
-            report = msgspec.json.decode(report_bytes, type=WorkerReady)
-        except msgspec.DecodeError as error:  # it exited before or while it reported
-            await asyncio.wait([self._exit_task], timeout=STOP_TIMEOUT)
-            raise self._boot_error("closed its report") from error
-        self.pid = report.pid
-        if report.failure is not None:
-            raise report.failure.to_exception()
-        self._client = WireClient(
-            report.address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._loop_monitor
-        )
-        connecting = asyncio.create_task(self._client.start(timeout), name=f"connecting to {self.id}")
-        await asyncio.wait([connecting, self._exit_task], return_when=asyncio.FIRST_COMPLETED)
-        if self._exit_task.done():  # even if it is connected: nothing else would notice the exit
-            connecting.cancel()
-            await asyncio.wait([connecting])
-            raise self._boot_error("exited")
-        connecting.result()
         self.info, self.state = report.info, WorkerState.READY
 
-    async def _start_and_read_report(self, spec: bytes, temp_dir: Path, env: Mapping[str, str]) -> bytes:
-        """Start the process, and return all that it writes to its report."""
-        self._output, output_fd = await WorkerOutput.open(self._log, self.id)
-        read_fd, report_fd = os.pipe()
-        with os.fdopen(read_fd, "rb", 0) as report, os.fdopen(os.memfd_create("worker spec"), "w+b", 0) as spec_file:
+    async def _connect(
+        self, address: str, settings: WireSettings, exit_task: "asyncio.Task[None]", timeout: float
+    ) -> None:
+        """Connect to the process. Raises WorkerDied if it exits meanwhile."""
+        self._client = WireClient(
+            address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._loop_monitor
+        )
+        connecting = asyncio.create_task(self._client.start(timeout), name=f"connecting to {self.id}")
+        try:
+            await asyncio.wait([connecting, exit_task], return_when=asyncio.FIRST_COMPLETED)
+            if exit_task.done():  # even if it is connected: nothing else would notice the exit
+                raise self._boot_error("exited")
+            connecting.result()
+        finally:
+            await cancel_all([connecting])
+
+    async def _start_and_read_report(
+        self, spec: bytes, temp_dir: Path, env: Mapping[str, str]
+    ) -> tuple["asyncio.Task[None]", bytes]:
+        """Start the process; return the task that waits for its exit, and all that it writes to its report."""
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as inherited:
+            self._output, output_fd = await WorkerOutput.open(self._log, self.id)
+            inherited.callback(os.close, output_fd)
+            read_fd, report_fd = os.pipe()
+            inherited.callback(os.close, report_fd)
+            report = stack.enter_context(os.fdopen(read_fd, "rb", 0))
+            spec_file = inherited.enter_context(os.fdopen(os.memfd_create("worker spec"), "w+b", 0))
             spec_file.write(spec)
             spec_file.seek(0)
             fds = (report_fd, spec_file.fileno())
             command = (sys.executable, "-m", "ramify.envserver.worker_main", str(temp_dir), *map(str, fds))
             # The watcher of the worker kills it at once; then it cleans up.
             self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
-            try:
-                await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)
-            finally:
-                os.close(output_fd)
-                os.close(report_fd)
+            await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)
+            inherited.close()
             self._exit_task = asyncio.create_task(self._wait_for_exit(self._child), name=f"exit of {self.id}")
-            return await _read_pipe(report)
+            return self._exit_task, await _read_pipe(report)
 
     def _boot_error(self, exit_description: str) -> WorkerDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
@@ -168,7 +181,7 @@ class WorkerProcess:
             memory=self.memory,
         )
 
-    def find_hang(self, timeout: float) -> str | None:
+    def check_hang(self, timeout: float) -> str | None:
         """Return a description of the hang if the worker's event loop has not run for `timeout` seconds, else None."""
         if self._client is None or self.state not in (WorkerState.READY, WorkerState.RETIRING):
             return None
@@ -208,12 +221,12 @@ class WorkerProcess:
         """Mark the worker lost: fail its requests now, and kill the process with all it started."""
         if self.state in LIVE_STATES:
             self.state, self.reason = WorkerState.LOST, reason
-            self._request_kill()
+            self._kill_and_fail_requests()
             self._on_lost(self)
 
     async def reap(self) -> None:
         """Kill the process, wait for its exit and the end of its output, and close the connection."""
-        self._request_kill()
+        self._kill_and_fail_requests()
         if self._child is not None:
             await self._child.stop()
         if self._exit_task is not None:
@@ -224,7 +237,7 @@ class WorkerProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._output.closed.wait(), STOP_TIMEOUT)
 
-    def _request_kill(self) -> None:
+    def _kill_and_fail_requests(self) -> None:
         """Let the watcher process kill the worker, and fail open requests."""
         if self._child is not None:
             self._child.request_stop()
@@ -237,7 +250,7 @@ class WorkerProcess:
             self.reason = self.reason or exit_description
         else:
             self.mark_lost(exit_description)
-        self._request_kill()
+        self._kill_and_fail_requests()
 
 
 async def _read_pipe(pipe: IO[bytes]) -> bytes:
