@@ -44,7 +44,7 @@ def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monk
             assert printed.getvalue() == expected
 
 
-@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md"])
+@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md", "training.md"])
 def test_run_files_of_the_docs_are_valid(page: str, tmp_path: Path) -> None:
     files = [text for _, text in NAMED_TOML.findall((DOCS / page).read_text()) if "[[train]]" in text]
     assert files
