@@ -54,6 +54,12 @@ def test_help_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
+def test_command_without_arguments_refers_to_its_help():
+    result = ramify_command("eval")
+    assert result.returncode == 2
+    assert "taskset: required, but not given\n'ramify eval --help' shows the arguments" in result.stderr
+
+
 def test_unknown_command_suggests_the_nearest():
     result = ramify_command("docter")
     assert result.returncode == 2
@@ -82,7 +88,7 @@ def test_command_receives_arguments_and_returns_the_exit_code(command):
 
 def test_invalid_configuration_is_exit_2_with_the_message(command, capsys):
     command("from ramify.errors import ConfigInvalid", "raise ConfigInvalid('max_step: unknown key')")
-    assert app.main(["scratch"]) == 2
+    assert app.main(["scratch", "--max_step"]) == 2
     assert capsys.readouterr().err == "max_step: unknown key\n"
 
 

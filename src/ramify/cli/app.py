@@ -87,7 +87,12 @@ def _run(argv: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         advice = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
-    return import_module(COMMANDS[name].module).run(rest)
+    try:
+        return import_module(COMMANDS[name].module).run(rest)
+    except ConfigInvalid as error:
+        if rest:
+            raise
+        raise ConfigInvalid(f"{error.message}\n'ramify {name} --help' shows the arguments") from error
 
 
 def _discard_output_if_reader_gone() -> bool:

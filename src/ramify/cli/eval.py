@@ -22,7 +22,7 @@ SHORT_FLAGS = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
 
-  ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
+  ID            a taskset: a built-in name, an entry point, an import path, or a .py file
   --taskset.KEY VALUE     a key of the taskset itself; likewise --harness.KEY and --runtime.KEY
   --fresh       start over; the old run directory is renamed
   --accept-changes        resume although the environment has changed; keep finished rollouts, record the change

@@ -1,8 +1,8 @@
 """`ramify validate ID`: check every task of a taskset, without a model.
 
 Each task is set up, its `validate` hook is run, and its gold replies are played through the chat harness and scored. A
-task fails if anything raises, or if the reward of its gold replies is 0. A task without gold replies is checked in
-part: its rewards run on an empty reply. A taskset without any reward fails.
+task fails if anything raises, or if the reward of its gold replies is not above 0. A task without gold replies is
+checked in part: its rewards run on an empty reply. A taskset without any reward fails.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MAX_TASKS = 10_000  # default limit: a taskset may be infinite
 SHORT_FLAGS = {"-n": "--num_tasks", "-c": "--concurrency"}
 USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]
 
-  ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
+  ID            a taskset: a built-in name, an entry point, an import path, or a .py file
   --taskset.KEY VALUE     a key of the taskset itself; likewise --runtime.KEY
 
 A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an empty reply, and
