@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import threading
 from pathlib import Path
 from random import Random
 
@@ -214,18 +215,20 @@ def test_a_schedule_that_needs_the_number_of_steps_is_refused_before_the_first_s
 
 def test_calls_may_be_repeated_and_a_replaced_trainer_is_refused():
     with FakeOrchestrator(random_batches(2)) as orchestrator:
-        old, new = (RemoteBatchSource(orchestrator.address, timeout=5.0) for _ in range(2))
+        stopped = threading.Event()
+        old, new = (RemoteBatchSource(orchestrator.address, timeout=5.0, should_stop=stopped.is_set) for _ in range(2))
         try:
             assert old.register(0, 1, PackSpec(pack_tokens=128), None).incarnation == 0
-            first, repeated = (old.get_batch(0, lambda: False) for _ in range(2))
+            first, repeated = (old.get_batch(0) for _ in range(2))
             assert encode_batch(first) == encode_batch(repeated)
-            assert old.get_batch(2, lambda: False) is None
+            assert old.get_batch(2) is None
             old.commit_checkpoint(1)
             old.commit_checkpoint(1)
             assert new.register(0, 1, PackSpec(pack_tokens=128), None).committed == 1
-            assert old.get_batch(1, lambda: True) is None  # a stopped trainer does not wait
             with pytest.raises(PeerRefused, match="replaced by 1"):
-                old.get_batch(1, lambda: False)
+                old.get_batch(1)
+            stopped.set()
+            assert old.get_batch(1) is None  # a stopped trainer does not wait
         finally:
             old.close()
             new.close()
@@ -236,13 +239,13 @@ def test_a_trainer_registers_again_with_a_restarted_orchestrator_under_the_same_
     with FakeOrchestrator(batches) as first:
         source = RemoteBatchSource(first.address, timeout=60.0)
         source.register(0, 1, PackSpec(pack_tokens=128), None)
-        batch = source.get_batch(0, lambda: False)
+        batch = source.get_batch(0)
         source.report_published(PolicyVersion("p", 0, 1), Path("/weights/0-000001"))
     try:
         restarted = FakeOrchestrator(batches, first.address)
         restarted.incarnation = first.incarnation  # as its ledger would tell
         with restarted:
-            assert encode_batch(source.get_batch(0, lambda: False)) == encode_batch(batch)
+            assert encode_batch(source.get_batch(0)) == encode_batch(batch)
             assert (restarted.world_size, restarted.incarnation) == (1, 0)
             assert restarted.published == [(("p", 0, 1), "/weights/0-000001")]  # engines may not have loaded it yet
     finally:

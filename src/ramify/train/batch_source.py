@@ -6,7 +6,7 @@ been replaced is refused.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,32 +25,30 @@ _FILE_PATTERN = re.compile(r"step_(\d{6,})\.rank_(\d+)\.batch")
 class BatchSource(Protocol):
     """Gives batches to the trainer and records what became of them.
 
-    Every rank registers and asks for batches; only rank 0 reports.
+    Every rank registers and asks for batches; only rank 0 reports. By default reports are ignored.
     """
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
         """Register a rank of this trainer; without an incarnation the trainer is new and gets the next one."""
         ...
 
-    def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
-        """Return this rank's share of the batch of `step`; None after the last one, or if `should_stop` turns true."""
+    def get_batch(self, step: int) -> Batch | None:
+        """Return this rank's share of the batch of `step`; None after the last one, or if the trainer is to stop."""
         ...
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Report that `step` is done; returns whether to save a checkpoint now."""
-        ...
+        return False
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
         """Report that a version can be loaded; returns those that engines still need, None if unknown."""
-        ...
+        return None
 
     def commit_checkpoint(self, step: int) -> None:
         """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
-        ...
 
     def close(self) -> None:
         """Release connections."""
-        ...
 
 
 class BatchRecording:
@@ -100,7 +98,7 @@ def _read_batch(path: Path) -> Batch:
         raise BatchCorrupt(f"{path}: {error.message}") from error
 
 
-class ReplayBatchSource:
+class ReplayBatchSource(BatchSource):
     """A `BatchSource` that replays a recording, split across the ranks there are now; reports are ignored.
 
     If `flat`, the batches are repacked without shared prefixes. Raises ConfigInvalid if a step is missing.
@@ -120,23 +118,9 @@ class ReplayBatchSource:
         self.rank, self.world_size, self.pack_spec = rank, world_size, pack_spec
         return RegisterReply(committed=self.steps[0], policy="replay", steps=self.steps[-1] + 1)
 
-    def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
+    def get_batch(self, step: int) -> Batch | None:
         """Return the share of a recorded batch for this rank; None after the last one."""
-        if step > self.steps[-1] or should_stop():
+        if step > self.steps[-1]:
             return None
         batch = repack(self.recording.read_shares(step), self.pack_spec, flat=self.flat)
         return split_across_ranks(batch, self.pack_spec, self.world_size)[self.rank]
-
-    def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return False: a replay never asks for a checkpoint."""
-        return False
-
-    def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
-        """Return None: no engine loads the weights of a replay."""
-        return None
-
-    def commit_checkpoint(self, step: int) -> None:
-        """Do nothing: a replay has no ledger."""
-
-    def close(self) -> None:
-        """Do nothing: the recording needs no closing."""

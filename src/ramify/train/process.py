@@ -10,7 +10,6 @@ incarnation, and receives the same batches again.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.model.resolve import fetch_model
@@ -24,14 +23,6 @@ from ramify.train.process_config import TrainerProcessConfig
 from ramify.train.protocol import RegisterReply
 from ramify.train.publisher import WeightPublisher
 from ramify.train.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerOutputs:
-    """Where a trainer process writes checkpoints and weights."""
-
-    checkpoints: CheckpointManager
-    publisher: WeightPublisher
 
 
 class TrainerProcess:
@@ -55,6 +46,7 @@ class TrainerProcess:
         self.config, self.batch_source, self.ranks = config, batch_source, ranks
         self.save_outputs, self.flat, self.log, self.should_stop = save_outputs, flat, log, should_stop
         self.model_path = fetch_model(config.model.name)
+        self.checkpoints = CheckpointManager(config.path / "checkpoints", ranks, warn=log)
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the number of steps in the history."""
@@ -68,28 +60,29 @@ class TrainerProcess:
             problem = f"the {schedule} schedule needs the total number of steps"
             raise ConfigInvalid(f"{problem}, which the orchestrator did not send")
         trainer.optimizer.total_steps = registration.steps
-        outputs = self._open_outputs(registration) if self.save_outputs else None
-        steps_done = last_saved_step = registration.committed
-        if outputs is not None:
+        publisher = self._open_publisher(registration) if self.save_outputs else None
+        incarnation, steps_done = registration.incarnation, registration.committed
+        last_saved_step = steps_done
+        if publisher is not None:
             if steps_done:
-                outputs.checkpoints.load(trainer, steps_done)
-            outputs.checkpoints.remove_after(steps_done)  # only after the committed one has been verified
-            self._publish(trainer, outputs, registration, steps_done)  # engines may serve a version that was lost
+                self.checkpoints.load(trainer, steps_done)
+            self.checkpoints.remove_after(steps_done)  # only after the committed one has been verified
+            self._publish(trainer, publisher, incarnation, steps_done)  # engines may serve a version that was lost
         while True:
             batch: Batch | None = None
             with self.ranks.raise_together():
-                batch = self.batch_source.get_batch(steps_done, self.should_stop)
+                batch = None if self.should_stop() else self.batch_source.get_batch(steps_done)
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
             metrics = trainer.step(batch)
             steps_done += 1
             checkpoint_requested = self._report_trained(metrics)
-            if outputs is not None:
-                self._publish(trainer, outputs, registration, steps_done)
+            if publisher is not None:
+                self._publish(trainer, publisher, incarnation, steps_done)
                 if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
-                    last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
-        if outputs is not None and steps_done > last_saved_step:
-            last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
+                    last_saved_step = self._save(trainer, steps_done, last_saved_step)
+        if publisher is not None and steps_done > last_saved_step:
+            last_saved_step = self._save(trainer, steps_done, last_saved_step)
             if last_saved_step < steps_done:
                 problem = f"no disk space for the final checkpoint in {config.path}"
                 raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
@@ -109,16 +102,15 @@ class TrainerProcess:
         )
         return registration
 
-    def _open_outputs(self, registration: RegisterReply) -> TrainerOutputs:
+    def _open_publisher(self, registration: RegisterReply) -> WeightPublisher:
         config = self.config
-        publisher = WeightPublisher(
+        return WeightPublisher(
             config.weights.directory_for(config.path),
             self.ranks,
             policy=registration.policy,
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
         )
-        return TrainerOutputs(CheckpointManager(config.path / "checkpoints", self.ranks, warn=self.log), publisher)
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
         """Report a finished step; returns whether a checkpoint is requested now."""
@@ -131,23 +123,23 @@ class TrainerProcess:
         )
         return checkpoint_requested
 
-    def _publish(self, trainer: Trainer, outputs: TrainerOutputs, registration: RegisterReply, step: int) -> None:
+    def _publish(self, trainer: Trainer, publisher: WeightPublisher, incarnation: int, step: int) -> None:
         """Publish the weights after `step` steps, and remove versions that no engine needs."""
-        published = outputs.publisher.publish(trainer, registration.incarnation, step)
+        published = publisher.publish(trainer, incarnation, step)
         needed = self.ranks.call_on_first(lambda: self.batch_source.report_published(published.version, published.path))
         if needed is not None:
-            outputs.publisher.prune(needed)
+            publisher.prune(needed)
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
-    def _save(self, trainer: Trainer, outputs: TrainerOutputs, step: int, last_saved_step: int) -> int:
+    def _save(self, trainer: Trainer, step: int, last_saved_step: int) -> int:
         """Save and commit a checkpoint; returns the last saved step. If the disk is full, the run continues."""
         started = time.perf_counter()
         try:
-            outputs.checkpoints.save(trainer, step)
+            self.checkpoints.save(trainer, step)
         except StorageFull as error:
             self.log(f"{error.name}: {error.message}; training continues, the last saved step is {last_saved_step}")
             return last_saved_step
         self.ranks.call_on_first(lambda: self.batch_source.commit_checkpoint(step))
-        outputs.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
+        self.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
         self.log(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
         return step

@@ -20,7 +20,7 @@ from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.batch_codec import decode_batch
-from ramify.train.batch_source import BatchRecording
+from ramify.train.batch_source import BatchRecording, BatchSource
 from ramify.train.protocol import (
     BatchRequest,
     CheckpointRequest,
@@ -37,15 +37,11 @@ RETRY_DELAY = 0.5  # seconds before a call is repeated
 STOP_TIMEOUT = 5.0  # seconds to wait for pending calls after a stop was requested
 
 
-class _StopRequested(Exception):
-    """The caller no longer needs the reply."""
-
-
-class RemoteBatchSource:
+class RemoteBatchSource(BatchSource):
     """A `BatchSource` that calls the orchestrator at `address`.
 
-    A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true. If
-    there is a `recording`, every received batch is written to it.
+    A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true; a batch
+    is not waited for any longer then. If there is a `recording`, every received batch is written to it.
     """
 
     def __init__(
@@ -74,20 +70,22 @@ class RemoteBatchSource:
         self._registration = msgspec.structs.replace(request, incarnation=reply.incarnation)
         return reply
 
-    def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
-        """Ask the orchestrator for the rank's share of a batch, until there is one or `should_stop` returns True."""
+    def get_batch(self, step: int) -> Batch | None:
+        """Ask the orchestrator for the rank's share of a batch, until there is one or `should_stop` returns true."""
         request = BatchRequest(**self._sender, step=step)
         try:
-            reply = self._call_with_retries("batch", request, should_stop)
+            reply = self._call_with_retries("batch", request)
             if not reply.blobs:
                 return None
             try:
                 batch = decode_batch(reply.blobs[0])
             except BatchCorrupt:
-                reply = self._call_with_retries("batch", request, should_stop)
+                reply = self._call_with_retries("batch", request)
                 batch = decode_batch(reply.blobs[0])
-        except _StopRequested:
-            return None
+        except DeadlineExceeded:
+            if self.should_stop():
+                return None
+            raise
         if self.recording is not None:
             assert self._registration is not None
             self.recording.write_share(step, request.rank, reply.blobs[0], self._registration.world_size)
@@ -100,10 +98,9 @@ class RemoteBatchSource:
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
         """Report published weights; return the versions that engines still need, None if unknown."""
-        reply_type: Any = list[tuple[str, int, int]] | None
+        reply_type: Any = list[PolicyVersion] | None
         self._last_published = PublishedRequest(**self._sender, version=version, path=str(path))
-        needed = self._call_with_retries("published", self._last_published).decode(reply_type)
-        return None if needed is None else [PolicyVersion(*version) for version in needed]
+        return self._call_with_retries("published", self._last_published).decode(reply_type)
 
     def commit_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of a step is complete."""
@@ -128,38 +125,34 @@ class RemoteBatchSource:
         assert self._registration is not None, "register first"
         return {"rank": self._registration.rank, "incarnation": self._registration.incarnation}
 
-    def _call_with_retries(
-        self, method: str, request: msgspec.Struct, should_stop: Callable[[], bool] = lambda: False
-    ) -> WireMessage:
+    def _call_with_retries(self, method: str, request: msgspec.Struct) -> WireMessage:
         """Call the orchestrator, with retries for up to `timeout` seconds, or STOP_TIMEOUT once a stop was requested.
 
-        Raises _StopRequested when the caller's `should_stop` returns true, DeadlineExceeded when time is up.
+        Raises DeadlineExceeded when time is up.
         """
         message, started = WireMessage.encode(request), time.monotonic()
         deadline = started + self.timeout
+        stop_timeout = 0.0 if method == "batch" else STOP_TIMEOUT  # after a stop nobody trains the batch
         while True:
             future = asyncio.run_coroutine_threadsafe(self._call_once(method, message), self._loop)
             try:
                 while not future.done():
-                    if should_stop():
-                        future.cancel()
-                        raise _StopRequested
-                    deadline = self._limit_deadline(deadline)
-                    if self.should_stop() and time.monotonic() > deadline:
+                    deadline = self._limit_deadline(deadline, stop_timeout)
+                    if self.should_stop() and time.monotonic() >= deadline:
                         future.cancel()
                         raise DeadlineExceeded("stop requested")
                     concurrent.futures.wait([future], POLL_INTERVAL)
                 return future.result()
             except (PeerLost, DeadlineExceeded, QueueFull) as error:
                 self._must_register_again |= isinstance(error, PeerLost)
-                deadline = self._limit_deadline(deadline)
-                if time.monotonic() > deadline:
+                deadline = self._limit_deadline(deadline, stop_timeout)
+                if time.monotonic() >= deadline:
                     waited = f"{method} was not answered for {time.monotonic() - started:.1f} s"
                     raise DeadlineExceeded(f"the orchestrator at {self.address}: {waited} ({error})") from error
             time.sleep(RETRY_DELAY)
 
-    def _limit_deadline(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + STOP_TIMEOUT) if self.should_stop() else deadline
+    def _limit_deadline(self, deadline: float, stop_timeout: float) -> float:
+        return min(deadline, time.monotonic() + stop_timeout) if self.should_stop() else deadline
 
     async def _call_once(self, method: str, message: WireMessage) -> WireMessage:
         timeout = min(CALL_TIMEOUT, self.timeout)
