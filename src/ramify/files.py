@@ -38,6 +38,13 @@ def create_directory(directory: Path) -> Generator[Path]:
         raise
 
 
+def remove_directory(directory: Path) -> None:
+    """Remove a directory, by a rename first, so that nobody sees a part of it."""
+    trash_path = directory.with_name(f".{directory.name}.gone.partial")
+    directory.rename(trash_path)
+    shutil.rmtree(trash_path, ignore_errors=True)
+
+
 def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
     """Write a file that a reader sees either in full or not at all."""
     with replace_file(path) as partial_path:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
-from ramify.files import fsync_path
+from ramify.files import fsync_path, remove_directory
 from ramify.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
     CheckpointManifest,
@@ -72,8 +72,7 @@ class CheckpointManager:
                 if self.ranks.is_first:
                     self.remove_partial()
                     if path.exists():  # without its manifest it is incomplete: replace it
-                        path.rename(_trash_path(path))
-                        self.remove_partial()
+                        remove_directory(path)
                     partial_path.mkdir(parents=True)
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
@@ -164,18 +163,11 @@ class CheckpointManager:
             shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, steps: Iterable[int]) -> None:
-        """Remove checkpoints, each by a rename first, so that nobody sees a part of one."""
         steps = list(steps)
         self.ranks.barrier()  # every rank has listed the checkpoints
         for step in steps if self.ranks.is_first else ():
-            trash_path = _trash_path(self.path_for(step))
-            self.path_for(step).rename(trash_path)
-            shutil.rmtree(trash_path, ignore_errors=True)
+            remove_directory(self.path_for(step))
         self.ranks.barrier()
-
-
-def _trash_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.gone.partial")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ramify.files import remove_directory
 from ramify.model import publish_weights
 from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
@@ -79,10 +80,7 @@ class WeightPublisher:
         """Remove all versions but the needed ones and the newest."""
         for version in self.list_versions()[:-1] if self.ranks.is_first else ():
             if version not in needed:
-                path = self.path_for(version.incarnation, version.step)
-                trash_path = path.with_name(f".{path.name}.gone")
-                path.rename(trash_path)  # so that nobody sees a part of it
-                shutil.rmtree(trash_path, ignore_errors=True)
+                remove_directory(self.path_for(version.incarnation, version.step))
 
 
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
