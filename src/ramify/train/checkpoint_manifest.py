@@ -8,6 +8,7 @@ checkpoint holds twelve bytes per trained weight, so one thread would take longe
 as for published weights: it detects damage, not an attacker, who could write the manifest as well.
 """
 
+import contextlib
 import os
 import re
 import zlib
@@ -52,9 +53,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         """Read and verify the manifest of a checkpoint. Raises CheckpointRefused."""
         path = directory / MANIFEST_FILE
         try:
-            manifest = msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+            with refuse_unreadable(path):
+                manifest = msgspec.json.decode(path.read_bytes(), type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointRefused(f"{path} is damaged: it is not the manifest of a checkpoint ({error})") from error
         if (manifest.files is None) != (manifest.checksum is None):
@@ -72,6 +72,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def _compute_checksum(self) -> str:
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")
         return f"{zlib.crc32(content):08x}"
+
+
+@contextlib.contextmanager
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Raise CheckpointRefused if the file of a checkpoint cannot be read inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
@@ -135,10 +144,8 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[t
     """Check names and sizes, and yield path, index and expected checksum of each piece."""
     for name, record in files.items():
         path = directory / name
-        try:
+        with refuse_unreadable(path):
             size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
         if size != record.bytes:
             raise CheckpointRefused(f"{path} is damaged: it has {size} bytes, expected {record.bytes}")
         if len(record.crc32) != _count_pieces(size):
@@ -147,10 +154,8 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[t
 
 
 def _verify_piece(path: Path, index: int, expected: str) -> None:
-    try:
+    with refuse_unreadable(path):
         actual = _checksum_piece(path, index)
-    except OSError as error:
-        raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
     if actual != expected:
         where = f"the {PIECE_BYTES >> 20} MiB from byte {index * PIECE_BYTES} on"
         raise CheckpointRefused(f"{path} is damaged: {where} have checksum {actual}, expected {expected}")

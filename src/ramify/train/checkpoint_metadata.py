@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ramify.errors import CheckpointRefused
+from ramify.train.checkpoint_manifest import refuse_unreadable
 
 METADATA_FILE = ".metadata"
 
@@ -34,10 +35,10 @@ class MetadataReader(FileSystemReader):
 def read_metadata(directory: Path) -> Metadata:
     """Read the metadata of a checkpoint. Raises CheckpointRefused, and no code of the file runs."""
     path = directory / METADATA_FILE
+    with refuse_unreadable(path):
+        data = path.read_bytes()
     try:
-        content = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    except OSError as error:
-        raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+        content = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged bytes can raise anything here
         raise CheckpointRefused(f"{path} is damaged: {error}") from error
     if not _is_valid(content):
