@@ -59,15 +59,11 @@ class LossConfig(Config):
 
     @model_validator(mode="after")
     def _loss_and_options_exist(self) -> "LossConfig":
-        from ramify.train.losses import LOSSES, check_loss_options
+        from ramify.train.losses import load_loss
 
-        if "." not in self.id and ":" not in self.id and self.id not in LOSSES:
-            raise ValueError(
-                f"there is no loss {self.id!r}: use {', '.join(LOSSES)}, or an import path, package.module.function"
-            )
-        if self.id in LOSSES:
+        if "." not in self.id and ":" not in self.id:  # an import path is checked when the trainer loads it
             try:
-                check_loss_options(self.id, LOSSES[self.id], self.options)
+                load_loss(self.id, self.options)
             except ConfigInvalid as error:
                 raise ValueError(str(error)) from error
         return self
@@ -87,11 +83,8 @@ class LoraConfig(Config):
 
     @model_validator(mode="after")
     def _options_require_enabled(self) -> "LoraConfig":
-        if not self.enabled:
-            defaults = LoraConfig.model_construct()
-            for name in ("rank", "alpha", "target_modules"):
-                if getattr(self, name) != getattr(defaults, name):
-                    raise ValueError(f"{name} needs lora.enabled = true")
+        if not self.enabled and (changed := self.model_dump(exclude_defaults=True)):
+            raise ValueError(f"{next(iter(changed))} needs lora.enabled = true")
         return self
 
 

@@ -134,12 +134,12 @@ def load_loss(id: str, options: Mapping[str, Any] | None = None) -> LossFunction
     Raises ConfigInvalid if it does not exist or does not take these options.
     """
     function = LOSSES.get(id) or _import_loss(id)
-    check_loss_options(id, function, options or {})
+    _check_options(id, function, options or {})
     loss = partial(function, **(options or {}))
     return loss if id in LOSSES else partial(_check_per_entry, id, loss)
 
 
-def check_loss_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
+def _check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigInvalid for an option that the loss does not take, or for a required option that is missing."""
     keywords = [param for param in inspect.signature(function).parameters.values() if param.kind is param.KEYWORD_ONLY]
     known = [param.name for param in keywords]
@@ -154,7 +154,7 @@ def check_loss_options(id: str, function: Any, options: Mapping[str, Any]) -> No
 def _import_loss(id: str) -> Any:
     module, _, name = id.replace(":", ".").rpartition(".")
     if not module:
-        hint = suggest(id, LOSSES, f"built in are {', '.join(LOSSES)}")
+        hint = suggest(id, LOSSES, f"use {', '.join(LOSSES)}, or an import path, package.module.function")
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
     file, _, function_name = id.partition(":")
     if file.endswith(".py"):
