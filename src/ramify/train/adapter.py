@@ -6,7 +6,6 @@ checkpoint, renames its matrices for peft, and takes rank and alpha from the run
 
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ramify.train.checkpoint import ignore_single_process_warning
 from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import LoraConfig
-from ramify.train.lora import ADAPTER_NAME
+from ramify.train.lora import ADAPTER_NAME, build_peft_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # the name peft looks for
 _MATRIX_KEY_PATTERN = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
@@ -50,7 +49,15 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     tensors = _read_matrices(checkpoint)
     with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
-        _build_peft_config(model_name, lora, tensors).save_pretrained(str(partial_path))
+        peft_config = build_peft_config(
+            lora,
+            sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors}),
+            purpose="ramify export --adapter",
+            inference_mode=True,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=model_name if is_hub_id(model_name) else str(resolve_model_path(model_name)),
+        )
+        peft_config.save_pretrained(str(partial_path))
     return step, directory
 
 
@@ -79,20 +86,3 @@ def _read_matrices(checkpoint: Path) -> dict[str, Tensor]:
     with ignore_single_process_warning():
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     return {names[key]: tensor for key, tensor in state.items()}
-
-
-def _build_peft_config(model_name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> Any:
-    try:
-        from peft import LoraConfig as PeftConfig
-    except ImportError as error:
-        raise ConfigInvalid("ramify export --adapter needs peft: pip install 'ramify[lora]'") from error
-    targets = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
-    return PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=targets,
-        lora_dropout=0.0,
-        inference_mode=True,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=model_name if is_hub_id(model_name) else str(resolve_model_path(model_name)),
-    )

@@ -21,22 +21,29 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
 
     Raises ConfigInvalid if peft is not installed or a target does not exist.
     """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigInvalid("trainer.lora needs peft: pip install 'ramify[lora]'") from error
     layers: nn.Module = model.get_decoder().layers
     linear_maps = (name for name, module in layers.named_modules() if isinstance(module, nn.Linear))
     known = sorted({name.rpartition(".")[2] for name in linear_maps})  # such as `q_proj`
     if unknown := [name for name in config.target_modules if name not in known]:
         problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"
         raise ConfigInvalid(f"trainer.lora.target_modules: {problem}")
-    targets = config.target_modules or known
-    peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    peft_config = build_peft_config(config, config.target_modules or known, purpose="trainer.lora")
+    from peft import inject_adapter_in_model
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(peft_config, model, ADAPTER_NAME)
+
+
+def build_peft_config(config: LoraConfig, target_modules: list[str], *, purpose: str, **settings: Any) -> Any:
+    """Return peft's configuration of the adapter. Raises ConfigInvalid, with the purpose, if peft is not installed."""
+    try:
+        from peft import LoraConfig as PeftConfig
+    except ImportError as error:
+        raise ConfigInvalid(f"{purpose} needs peft: pip install 'ramify[lora]'") from error
+    return PeftConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=target_modules, lora_dropout=0.0, **settings
+    )
 
 
 def is_adapter_weight(name: str) -> bool:
