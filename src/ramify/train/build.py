@@ -53,13 +53,13 @@ def build_trainer(
         policy.to(load_device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
-    if ranks.world_size == 1:
-        return Trainer(policy, config, total_steps=total_steps, dtype=choice.dtype)
-    apply_fsdp(policy, ranks, choice.dtype)
+    if ranks.world_size > 1:
+        apply_fsdp(policy, ranks, choice.dtype)
     return Trainer(
         policy,
         config,
         total_steps=total_steps,
+        dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
     )
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ramify.errors import DeadlineExceeded
 from ramify.trace import Forest
 from ramify.train.batch import Batch
 from ramify.train.config import TrainerConfig
+from ramify.train.distributed import gather_full_tensor
 from ramify.train.flops import FlopsModel, get_peak_flops
 from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import MetricAccumulator, MetricSums, StepMetrics
@@ -104,7 +104,7 @@ class Trainer:
             self.master_weights.upcast_gradients()
             max_grad_norm = self.config.optim.max_grad_norm or float("inf")
             grad_norm = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), max_grad_norm)
-            grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+            grad_norm = gather_full_tensor(grad_norm)
             learning_rate = self.optimizer.step(step, grad_norm)
             self.master_weights.copy_to_model()
         self.master_weights.zero_grad()
