@@ -73,15 +73,13 @@ def sft(
     `data` may be the path of a file. If `fresh`, the run starts over. The function may be called inside a running event
     loop (in a notebook), plainly or with `await`, and blocks in both cases. `display` shows the progress.
     """
-    if isinstance(config, SftConfig) and not settings:
-        checked = config
-    else:
+    if settings or not isinstance(config, SftConfig):
         keys = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
         table = expand_model_name({**keys, **settings})
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
-        checked = parse_section(SftConfig, table, key="sft")
-    return run_sft(checked, fresh=fresh, display=display or choose_api_display(SftContent()))
+        config = parse_section(SftConfig, table, key="sft")
+    return run_sft(config, fresh=fresh, display=display or choose_api_display(SftContent()))
 
 
 def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
@@ -173,7 +171,9 @@ class _SftRun:
         while self.steps_done < self.total_steps:
             record_pending = self._record_pending_on_failure(pending_steps, progress, raised_on_all_ranks=RamifyError)
             with record_pending, self.ranks.raise_together():
-                step_batch = self._next_batch(pack_spec)
+                indices = self.plan.order.indices_at(self.examples_seen, config.batch_size)
+                examples = [self.plan.conversations[index] for index in indices]
+                step_batch = self._build_batch(examples, self.examples_seen, pack_spec)
             with self._record_pending_on_failure(pending_steps, progress):
                 pending_steps.append((step_batch, trainer.start_step(step_batch.rank_batch)))
             self.steps_done += 1
@@ -191,15 +191,6 @@ class _SftRun:
                 self._save(trainer, required=is_last or stopped)
             if stopped:
                 return
-
-    def _next_batch(self, pack_spec: PackSpec) -> _StepBatch:
-        """Build this rank's batch of the next step."""
-        seen = self.examples_seen
-        indices = self.plan.order.indices_at(seen, self.config.batch_size)
-        conversations = self.plan.conversations
-        named = [(str(seen + i), conversations[index]) for i, index in enumerate(indices)]
-        rank_batch, cut_tokens = self._build_rank_batch(named, pack_spec)
-        return _StepBatch(rank_batch, seen + len(indices), cut_tokens)
 
     def _record_step(self, step_batch: _StepBatch, pending: PendingStep, progress: StepProgress) -> None:
         """Wait for a step, then record and show its metrics."""
@@ -233,23 +224,21 @@ class _SftRun:
                     failure.add_note(f"step {step_batch.rank_batch.step}, started before, was not recorded: {message}")
             raise
 
-    def _build_rank_batch(
-        self, conversations: Sequence[tuple[str, SftConversation]], pack_spec: PackSpec
-    ) -> tuple[Batch, int]:
-        """Build this rank's batch of named conversations; also return the number of trained tokens cut off."""
-        forest = build_sft_forest(
-            conversations, self.plan.renderer, self.config.data.train_on_roles, self.config.seq_len
-        )
+    def _build_batch(self, examples: Sequence[SftConversation], position: int, pack_spec: PackSpec) -> _StepBatch:
+        """Build this rank's batch of examples, the first of which stands at `position` in its order."""
+        named = [(str(number), example) for number, example in enumerate(examples, position)]
+        forest = build_sft_forest(named, self.plan.renderer, self.config.data.train_on_roles, self.config.seq_len)
         batch = Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
         shares = split_across_ranks(batch, pack_spec, self.ranks.world_size)
-        return shares[self.ranks.rank], forest.dropped.num_truncated_tokens
+        cut_tokens = forest.dropped.num_truncated_tokens
+        return _StepBatch(shares[self.ranks.rank], position + len(examples), cut_tokens)
 
     def _validate(self, trainer: Trainer, pack_spec: PackSpec) -> None:
         """Record the mean loss of the validation conversations under the current weights."""
         loss = entries = 0.0
-        named = [(str(index), conversation) for index, conversation in enumerate(self.plan.validation)]
-        for start in range(0, len(named), self.config.batch_size):
-            batch, _ = self._build_rank_batch(named[start : start + self.config.batch_size], pack_spec)
+        examples, batch_size = self.plan.validation, self.config.batch_size
+        for start in range(0, len(examples), batch_size):
+            batch = self._build_batch(examples[start : start + batch_size], start, pack_spec).rank_batch
             sum_weights = dict.fromkeys(batch.entry_counts, 1)  # makes each loss a sum, not a mean
             with torch.no_grad():
                 outputs: list[PolicyOutput] = [
