@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ class CheckpointManager:
 
     def remove_after(self, step: int) -> None:
         """Remove checkpoints of later steps, which never became part of the run's history, and unfinished ones."""
-        self._remove(later for later in self.list_steps() if later > step)
+        self._remove([later for later in self.list_steps() if later > step])
         if self.ranks.is_first:
             self.remove_partial()
 
@@ -162,8 +162,7 @@ class CheckpointManager:
         for path in self.directory.glob(".step_*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, steps: Iterable[int]) -> None:
-        steps = list(steps)
+    def _remove(self, steps: Sequence[int]) -> None:
         self.ranks.barrier()  # every rank has listed the checkpoints
         for step in steps if self.ranks.is_first else ():
             remove_directory(self.path_for(step))
