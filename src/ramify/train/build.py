@@ -17,7 +17,6 @@ from ramify.train.metrics import MetricSums
 from ramify.train.policy import compile_layers, load_policy
 from ramify.train.trainer import Trainer
 
-CPU = torch.device("cpu")
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
 
 
@@ -37,7 +36,8 @@ def build_trainer(
     batch shares prefixes. `log` receives lines on layout, dtype and operators.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
-    load_device = CPU if ranks.world_size > 1 else ranks.device  # FSDP moves layer by layer; no GPU holds all of it
+    # FSDP moves the model layer by layer, so that no GPU holds all of it.
+    load_device = torch.device("cpu") if ranks.world_size > 1 else ranks.device
     policy = load_policy(
         model_path,
         load_loss(config.loss.id, config.loss.options),
