@@ -2,7 +2,14 @@
 
 import pytest
 
-from ramify.files import create_directory, fsync_path, replace_file, write_and_fsync, write_atomically
+from ramify.files import (
+    create_directory,
+    fsync_path,
+    remove_directory,
+    replace_file,
+    write_and_fsync,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
@@ -51,3 +58,10 @@ def test_two_writers_of_one_directory_in_one_process_do_not_share_a_partial_dire
             (second / "file").write_text("second")
     assert (tmp_path / "new" / "file").read_text() == "second"
     assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+
+
+def test_a_removed_directory_leaves_nothing_behind(tmp_path):
+    with create_directory(tmp_path / "old") as partial_path:
+        (partial_path / "file").write_text("all")
+    remove_directory(tmp_path / "old")
+    assert list(tmp_path.iterdir()) == []
