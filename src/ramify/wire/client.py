@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Self, cast
+from typing import Self
 
 import zmq
 
 from ramify.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
-from ramify.wire.address import enable_curve
 from ramify.wire.client_protocol import ClientProtocol
 from ramify.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
 from ramify.wire.lifecycle import AsyncService
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
 from ramify.wire.settings import WireSettings
-from ramify.wire.socket_driver import ProtocolEvent, SocketDriver
+from ramify.wire.socket_driver import SocketDriver, open_socket
+from ramify.wire.socket_protocol import ProtocolEvent
 
 OnPart = Callable[[WireMessage], None]
 DEADLINE_GRACE = 2.0  # seconds after the deadline of a call in which the server may still send its failure
@@ -64,17 +64,11 @@ class WireClient(AsyncService):
 
         Raises PeerLost if it does not answer within `timeout` seconds (default: `settings.server_timeout`).
         """
-        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-        socket = context.socket(zmq.DEALER)
+        curve_secret = self._secret if self._encrypted else None
+        socket = open_socket(zmq.DEALER, self.address, curve_secret, self.settings, self.settings.server_timeout)
         socket.immediate = True
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
-        socket.sndhwm = socket.rcvhwm = 10_000
-        socket.heartbeat_ivl = int(self.settings.heartbeat_interval * 2000)
-        socket.heartbeat_timeout = int(self.settings.server_timeout * 1000)
         try:
-            if self._secret and self._encrypted:
-                enable_curve(socket, self._secret, server=False)
-            socket.ipv6 = "[" in self.address
             socket.connect(self.address)
         except zmq.ZMQError as error:
             socket.close(0)

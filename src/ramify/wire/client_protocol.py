@@ -34,10 +34,9 @@ from ramify.wire.headers import (
 )
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
-from ramify.wire.pause_detector import PauseDetector
-from ramify.wire.sequenced_stream import ACK_EVERY, SequencedStream, make_heartbeat
+from ramify.wire.sequenced_stream import SequencedStream, make_heartbeat
 from ramify.wire.settings import WireSettings
-from ramify.wire.socket_driver import ProtocolEvent, make_sender
+from ramify.wire.socket_protocol import ProtocolEvent, SocketProtocol
 
 HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval
 EVENT_NAMES = {PartHeader: "part", ReplyHeader: "reply", FailureHeader: "failure"}
@@ -51,8 +50,8 @@ class ConnectionState(Enum):
     REJECTED = "rejected"
 
 
-class ClientProtocol:
-    """The state of one client's connection; a `SocketProtocol`.
+class ClientProtocol(SocketProtocol):
+    """The state of one client's connection.
 
     `session_number` counts the sessions that the server has lost; commands of an earlier session are dropped.
     `last_heartbeat` and `max_frame_bytes` are the server's.
@@ -61,7 +60,7 @@ class ClientProtocol:
     def __init__(
         self, socket: "zmq.Socket[bytes]", secret: str | None, settings: WireSettings, loop_monitor: LoopMonitor
     ) -> None:
-        self.events: list[ProtocolEvent] = []
+        super().__init__(socket, secret, settings, loop_monitor, silence_limit=settings.server_timeout)
         self.client_id = uuid.uuid4().hex
         self.state = ConnectionState.CONNECTING
         self.stream = SequencedStream()
@@ -69,16 +68,11 @@ class ClientProtocol:
         self.last_received_time = 0.0
         self.last_heartbeat = HeartbeatHeader(0, 0)
         self.max_frame_bytes = settings.max_frame_bytes
-        self.goodbye_done = False
-        self._closing = False
         self._session_id = ""
         self._loss_reported = False
         self._last_sent_time = 0.0  # of a hello or heartbeat
         self._hello_attempts = 0  # since the last connection
         self._num_hellos = 0  # since the start
-        self._pause_detector = PauseDetector(settings.server_timeout)
-        self._send = make_sender(socket)
-        self._secret, self._settings, self._loop_monitor = secret, settings, loop_monitor
 
     def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
         """Handle one message of the server; malformed messages are ignored."""
@@ -98,7 +92,7 @@ class ClientProtocol:
     def tick(self, now: float) -> float:
         """Connect or send a heartbeat, notice a lost connection, and return the seconds until the next call."""
         interval = self._settings.heartbeat_interval
-        self.last_received_time = min(now, (self.last_received_time or now) + self._pause_detector.measure_pause(now))
+        self.last_received_time = min(now, (self.last_received_time or now) + self._measure_pause(now))
         if self.state is ConnectionState.REJECTED:
             return interval
         if now - self.last_received_time > self._settings.server_timeout and not self._loss_reported:
@@ -164,16 +158,10 @@ class ClientProtocol:
         self._flush()
 
     def _handle_sequenced(self, header: PartHeader | ReplyHeader | FailureHeader, body: Sequence[zmq.Frame]) -> None:
-        if self.state is not ConnectionState.CONNECTED:
-            return
-        if not self.stream.accept(header):
-            if self.stream.needs_resend(header.sequence_number - 1):
-                self._send_header(ResendHeader(self.stream.received))
+        if self.state is not ConnectionState.CONNECTED or not self._accept(self.stream, header, self._send_header):
             return
         content = header.failure if isinstance(header, FailureHeader) else WireMessage([frame.buffer for frame in body])
         self.events.append((EVENT_NAMES[type(header)], header.request_id, content))
-        if self.stream.received - self.stream.acked >= ACK_EVERY:
-            self._send_header(make_heartbeat(self.stream, self._loop_monitor))
 
     def _restart_handshake(self) -> None:
         if self.state is ConnectionState.CONNECTED:

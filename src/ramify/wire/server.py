@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 from urllib.parse import urlsplit
 
 import zmq
@@ -17,7 +17,7 @@ from ramify.errors import (
     RequestCancelled,
     RequestInvalid,
 )
-from ramify.wire.address import check_bind_address, enable_curve
+from ramify.wire.address import check_bind_address
 from ramify.wire.headers import (
     MAX_BODY_FRAMES,
     FailureHeader,
@@ -32,7 +32,8 @@ from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
 from ramify.wire.server_protocol import ServerProtocol, WireSession
 from ramify.wire.settings import WireSettings
-from ramify.wire.socket_driver import ProtocolEvent, SocketDriver
+from ramify.wire.socket_driver import SocketDriver, open_socket
+from ramify.wire.socket_protocol import ProtocolEvent
 
 CLOSE_TIMEOUT = 30.0  # seconds that cancelled handlers have to end
 MAX_TIMEOUT = 30 * 86400.0  # seconds; a longer timeout of a request is shortened to this
@@ -107,17 +108,11 @@ class WireServer(AsyncService):
 
     async def start(self) -> Self:
         """Listen and serve. Raises PortTaken if the port is in use, ConfigInvalid if the address is not usable."""
-        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-        socket = context.socket(zmq.ROUTER)
+        curve_secret = self._secret if self._encrypted else None
+        socket = open_socket(zmq.ROUTER, self.address, curve_secret, self.settings, self.settings.session_timeout)
         socket.router_mandatory = True
         socket.maxmsgsize = self.settings.max_frame_bytes
-        socket.sndhwm = socket.rcvhwm = 10_000
-        socket.heartbeat_ivl = int(self.settings.heartbeat_interval * 2000)
-        socket.heartbeat_timeout = int(self.settings.session_timeout * 1000)
         try:
-            if self._secret and self._encrypted:
-                enable_curve(socket, self._secret, server=True)
-            socket.ipv6 = "[" in self.address
             url = urlsplit(self.address)
             if url.scheme == "tcp" and url.port and is_reserved(url.port):
                 socket.setsockopt(zmq.USE_FD, open_listener(url.hostname or "", url.port).detach())

@@ -32,10 +32,9 @@ from ramify.wire.headers import (
 )
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
-from ramify.wire.pause_detector import PauseDetector
-from ramify.wire.sequenced_stream import ACK_EVERY, SequencedStream, make_heartbeat
+from ramify.wire.sequenced_stream import SequencedStream, make_heartbeat
 from ramify.wire.settings import WireSettings
-from ramify.wire.socket_driver import ProtocolEvent, make_sender
+from ramify.wire.socket_protocol import ProtocolEvent, SocketProtocol
 
 MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest are forgotten first
 
@@ -51,21 +50,17 @@ class WireSession:
         self.is_closed = False
 
 
-class ServerProtocol:
-    """The sessions of one server, by client id; a `SocketProtocol`."""
+class ServerProtocol(SocketProtocol):
+    """The sessions of one server, by client id."""
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", secret: str | None, settings: WireSettings, loop_monitor: LoopMonitor
     ) -> None:
-        self.events: list[ProtocolEvent] = []
+        super().__init__(socket, secret, settings, loop_monitor, silence_limit=settings.session_timeout)
         self.sessions: dict[str, WireSession] = {}
         self.num_rejected = 0
-        self._send = make_sender(socket)
-        self._secret, self._settings, self._loop_monitor = secret, settings, loop_monitor
         self._sessions_by_routing_id: dict[bytes, WireSession] = {}
         self._banned: OrderedDict[bytes, None] = OrderedDict()
-        self._closing = False
-        self._pause_detector = PauseDetector(settings.session_timeout)
 
     # -- called by the driver ------------------------------------------------------------------------------------------
 
@@ -93,7 +88,7 @@ class ServerProtocol:
     def tick(self, now: float) -> float:
         """Send heartbeats, close the sessions of silent clients, and return the seconds until the next call."""
         interval = self._settings.heartbeat_interval
-        pause = self._pause_detector.measure_pause(now)
+        pause = self._measure_pause(now)
         for session in list(self.sessions.values()):
             session.last_received_time = min(now, session.last_received_time + pause)
             if now - session.last_received_time > self._settings.session_timeout:
@@ -114,11 +109,7 @@ class ServerProtocol:
         for session in self.sessions.values():
             self._flush(session)
             self._send_header(session.routing_id, GoodbyeHeader())
-
-    @property
-    def goodbye_done(self) -> bool:
-        """Whether all sessions are closed."""
-        return not self.sessions
+        self.goodbye_done = not self.sessions
 
     # -- received headers ----------------------------------------------------------------------------------------------
 
@@ -170,17 +161,12 @@ class ServerProtocol:
     def _handle_sequenced(
         self, session: WireSession, header: RequestHeader | CancelHeader, body: Sequence[zmq.Frame]
     ) -> None:
-        stream = session.stream
-        if not stream.accept(header):
-            if stream.needs_resend(header.sequence_number - 1):
-                self._send_header(session.routing_id, ResendHeader(stream.received))
+        if not self._accept(session.stream, header, lambda answer: self._send_header(session.routing_id, answer)):
             return
         if isinstance(header, RequestHeader):
             self.events.append(("request", session, header, WireMessage([frame.buffer for frame in body])))
         else:
             self.events.append(("cancel", session, header.request_id))
-        if stream.received - stream.acked >= ACK_EVERY:
-            self._send_header(session.routing_id, make_heartbeat(stream, self._loop_monitor))
 
     def _flush(self, session: WireSession) -> None:
         session.stream.flush(lambda frames: self._send([session.routing_id, *frames]))
@@ -201,4 +187,5 @@ class ServerProtocol:
         session.is_closed = True
         self.sessions.pop(session.client_id, None)
         self._sessions_by_routing_id.pop(session.routing_id, None)
+        self.goodbye_done = not self.sessions
         self.events.append(("client_gone", session, reason))

@@ -11,45 +11,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
 import zmq
 
-from ramify.wire.sequenced_stream import Frames
+from ramify.wire.address import enable_curve
+from ramify.wire.settings import WireSettings
+from ramify.wire.socket_protocol import ProtocolEvent, SocketProtocol
 
 GOODBYE_TIMEOUT = 0.5  # seconds for the peer to answer a goodbye
 MAX_MESSAGES_PER_RUN = 256  # received before timers and the event loop get their turn
 LINGER_MS = 2000  # for messages that are still queued when the socket is closed
 
-ProtocolEvent = tuple[Any, ...]
 
+def open_socket(
+    kind: int, address: str, secret: str | None, settings: WireSettings, peer_timeout: float
+) -> "zmq.Socket[bytes]":
+    """Return a socket for an address, encrypted if there is a secret.
 
-class SocketProtocol(Protocol):
-    """One side of the connections of a socket, used by one thread at a time."""
-
-    events: list[ProtocolEvent]
-    """Events for the event loop; the driver takes them from this list."""
-
-    def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
-        """Handle a received message."""
-        ...
-
-    def handle_command(self, command: ProtocolEvent, now: float) -> None:
-        """Handle a command that the event loop has submitted."""
-        ...
-
-    def tick(self, now: float) -> float:
-        """Run the timers that are due, and return the seconds until the next call."""
-        ...
-
-    def send_goodbye(self) -> None:
-        """Tell the peers that this side closes."""
-        ...
-
-    @property
-    def goodbye_done(self) -> bool:
-        """Whether all peers have answered the goodbye."""
-        ...
+    `kind` is `zmq.ROUTER` for a server, `zmq.DEALER` for a client. ZMQ drops a connection that is silent for
+    `peer_timeout` seconds.
+    """
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    socket = context.socket(kind)
+    socket.sndhwm = socket.rcvhwm = 10_000
+    socket.heartbeat_ivl = int(settings.heartbeat_interval * 2000)
+    socket.heartbeat_timeout = int(peer_timeout * 1000)
+    socket.ipv6 = "[" in address
+    if secret:
+        enable_curve(socket, secret, server=kind == zmq.ROUTER)
+    return socket
 
 
 class SocketDriver:
@@ -168,18 +159,3 @@ class SocketDriver:
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback)
-
-
-def make_sender(socket: "zmq.Socket[bytes]") -> Callable[[Frames], bool]:
-    """Return a function that sends a message and returns whether the socket accepted it."""
-
-    def send(frames: Frames) -> bool:
-        try:
-            socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                return False
-            raise
-        return True
-
-    return send
