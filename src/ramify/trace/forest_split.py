@@ -23,7 +23,8 @@ def split_forest(forest: Forest, max_tokens: int) -> list[Forest]:
     if len(forest) <= max_tokens:
         return [forest] if len(forest) else []
     segments = forest.segments
-    pieces = _group_neighbours(segments, _find_fitting_subtrees(segments, max_tokens), max_tokens)
+    sizes = segments["depth"] + forest.subtree_end[segments["start"]] - segments["start"]  # with the path above
+    pieces = _group_neighbours(segments, sizes, _find_fitting_subtrees(segments, sizes, max_tokens), max_tokens)
     piece_of_segment = np.full(len(segments) + 1, -1, np.int32)
     for piece, subtrees in enumerate(pieces):
         for root in subtrees:
@@ -39,15 +40,13 @@ def split_forest(forest: Forest, max_tokens: int) -> list[Forest]:
     return [replace(first, flat_tokens=forest.flat_tokens, dropped=forest.dropped), *others]
 
 
-def _find_fitting_subtrees(segments: StructuredArray, max_tokens: int) -> list[int]:
+def _find_fitting_subtrees(segments: StructuredArray, sizes: Int32Array, max_tokens: int) -> list[int]:
     """Return the roots of the largest subtrees that fit together with the path above them, in depth-first order."""
     subtrees: list[int] = []
-    starts = np.append(segments["start"], segments["start"][-1] + segments["length"][-1])
-    sizes = (segments["depth"] + starts[segments["subtree_stop"]] - segments["start"]).tolist()
-    stops = segments["subtree_stop"].tolist()
+    fits, stops = (sizes <= max_tokens).tolist(), segments["subtree_stop"].tolist()
     segment = 0
     while segment < len(segments):
-        if sizes[segment] <= max_tokens or stops[segment] == segment + 1:
+        if fits[segment] or stops[segment] == segment + 1:
             subtrees.append(segment)
             segment = stops[segment]
         else:
@@ -55,14 +54,14 @@ def _find_fitting_subtrees(segments: StructuredArray, max_tokens: int) -> list[i
     return subtrees
 
 
-def _group_neighbours(segments: StructuredArray, subtrees: list[int], max_tokens: int) -> list[list[int]]:
+def _group_neighbours(
+    segments: StructuredArray, sizes: Int32Array, subtrees: list[int], max_tokens: int
+) -> list[list[int]]:
     """Group adjacent subtrees of one tree into pieces, as long as they fit."""
-    starts = np.append(segments["start"], segments["start"][-1] + segments["length"][-1])
     pieces: list[list[int]] = []
     size = 0
     for root in subtrees:
-        subtree_tokens = int(starts[segments["subtree_stop"][root]] - segments["start"][root])
-        added = int(segments["depth"][root]) + subtree_tokens
+        added = int(sizes[root])
         shared = _shared_path_length(segments, pieces[-1][-1], root) if pieces else 0
         if shared and size + added - shared <= max_tokens:
             pieces[-1].append(root)

@@ -51,14 +51,14 @@ class RadixTree:
     """Token sequences merged on equal prefixes."""
 
     def __init__(self) -> None:
-        self._segments: list[RadixSegment] = []
+        self.segments: list[RadixSegment] = []
         self._roots: dict[int, int] = {}
 
     def normalize(self, position: RadixPosition) -> RadixPosition:
         """Return the same position, with the segment that holds its last token."""
         index = position.segment
-        while index >= 0 and self._segments[index].depth >= position.depth:
-            index = self._segments[index].parent
+        while index >= 0 and self.segments[index].depth >= position.depth:
+            index = self.segments[index].parent
         return RadixPosition(index, position.depth)
 
     def insert(self, position: RadixPosition, keys: KeyArray, sequence_index: int, token_start: int) -> RadixPosition:
@@ -68,7 +68,7 @@ class RadixTree:
         """
         index, depth, done = self.normalize(position).segment, position.depth, 0
         while done < len(keys):
-            segment = self._segments[index] if index >= 0 else None
+            segment = self.segments[index] if index >= 0 else None
             if segment is not None and depth < segment.depth + segment.length:
                 ahead = segment.keys[depth - segment.depth :]
                 matched = common_prefix_length(ahead, keys[done:])
@@ -79,10 +79,10 @@ class RadixTree:
             children = segment.children if segment is not None else self._roots
             child = children.get(int(keys[done]))
             if child is None:
-                child = len(self._segments)
+                child = len(self.segments)
                 children[int(keys[done])] = child
                 length = len(keys) - done
-                self._segments.append(
+                self.segments.append(
                     RadixSegment(index, depth, length, keys[done:], sequence_index, token_start + done, {})
                 )
                 depth, done = depth + length, len(keys)
@@ -91,12 +91,12 @@ class RadixTree:
 
     def _split(self, index: int, depth: int) -> int:
         """Split a segment at `depth` and return the upper part; the lower part keeps its index."""
-        lower, upper_index = self._segments[index], len(self._segments)
+        lower, upper_index = self.segments[index], len(self.segments)
         length = depth - lower.depth
-        siblings = self._segments[lower.parent].children if lower.parent >= 0 else self._roots
+        siblings = self.segments[lower.parent].children if lower.parent >= 0 else self._roots
         siblings[int(lower.keys[0])] = upper_index
         upper = replace(lower, length=length, keys=lower.keys[:length], children={int(lower.keys[length]): index})
-        self._segments.append(upper)
+        self.segments.append(upper)
         lower.parent, lower.depth, lower.length = upper_index, depth, lower.length - length
         lower.keys, lower.token_start = lower.keys[length:], lower.token_start + length
         return upper_index
@@ -113,10 +113,10 @@ class RadixTree:
                 continue
             order.append(index)
             stack.append(~index)
-            stack.extend(reversed(self._segments[index].children.values()))
+            stack.extend(reversed(self.segments[index].children.values()))
         table = np.zeros(len(order), SEGMENT_DTYPE)
         rows = {index: row for row, index in enumerate(order)}
-        segments = [self._segments[index] for index in order]
+        segments = [self.segments[index] for index in order]
         table["length"] = [segment.length for segment in segments]
         table["depth"] = [segment.depth for segment in segments]
         table["parent"] = [rows.get(segment.parent, -1) for segment in segments]
@@ -126,10 +126,6 @@ class RadixTree:
         starts = np.zeros(len(order), np.int32)
         starts[order] = table["start"]
         return RadixLayout(self, table, starts), np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-    def get_segment(self, index: int) -> RadixSegment:
-        """Return a segment by its index."""
-        return self._segments[index]
 
 
 @dataclass(slots=True, frozen=True)
@@ -144,7 +140,7 @@ class RadixLayout:
         """Write into `out` the layout indices of the path's tokens from `depth` up to `position`."""
         index, stop = self.tree.normalize(position).segment, position.depth
         while stop > depth:
-            segment = self.tree.get_segment(index)
+            segment = self.tree.segments[index]
             start = max(segment.depth, depth)
             offset = int(self.segment_starts[index]) - segment.depth
             out[start - depth : stop - depth] = np.arange(offset + start, offset + stop, dtype=np.int32)

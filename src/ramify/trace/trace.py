@@ -6,7 +6,7 @@ branches, turns, lengths) are computed on access and never stored or sent.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_
 TRACE_SCHEMA = 1
 
 WeightedScore = tuple[float, float] | None
-S = TypeVar("S", bound=np.generic)
 
 
 class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -72,7 +71,29 @@ _FIELD_TYPES: dict[str, Any] = {
 }
 
 
-class Trace(TraceHeader, kw_only=True, eq=False):
+class _TurnCounts:
+    """Properties of a trace and of a branch that follow from its nodes."""
+
+    __slots__ = ()
+
+    @property
+    def nodes(self) -> "Sequence[Node]":
+        """The nodes."""
+        raise NotImplementedError
+
+    @property
+    def num_turns(self) -> int:
+        """The number of model calls."""
+        return sum(node.call is not None for node in self.nodes)
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the reply of the last model call has content."""
+        reply = next((node.message for node in reversed(self.nodes) if node.call is not None), None)
+        return reply is not None and bool(reply.content)
+
+
+class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     """A rollout of one agent: a header of plain data, which is checked when it is set, and a tree of messages.
 
     - `id`: the id of the trace; `episode`, `group`: the ids of the attempt and of its group.
@@ -124,18 +145,7 @@ class Trace(TraceHeader, kw_only=True, eq=False):
 
     def flatten(self) -> "list[FlatBranch]":
         """Return every branch as separate arrays, for code without trees; shared prefixes are repeated."""
-        graph = self.graph
-        table = graph.nodes.view
-        starts = np.append(np.int32(0), table["stop"])[:-1] + table["sampled_start"]
-        sampled = concat_ranges(starts, table["sampled_stop"] - table["sampled_start"])
-        mask, logprobs = np.zeros(graph.tokens.size, bool), np.full(graph.tokens.size, np.nan, np.float32)
-        mask[sampled], logprobs[sampled] = True, graph.logprobs.view
-        ids: Int32Array = graph.tokens.view
-        paths = (graph.path_slices(leaf) for leaf in self.leaves)
-        return [
-            FlatBranch(_concat_slices(ids, path), _concat_slices(mask, path), _concat_slices(logprobs, path))
-            for path in paths
-        ]
+        return _flatten_paths(self.graph, self.leaves)
 
     def exclude_from_training(self, node: int, reason: str) -> None:
         """Exclude a call from training, and add the reason to `info["untrained"]`."""
@@ -156,11 +166,6 @@ class Trace(TraceHeader, kw_only=True, eq=False):
         return float(sum(reward[0] * reward[1] for reward in self.rewards.values() if reward is not None))
 
     @property
-    def num_turns(self) -> int:
-        """The number of model calls."""
-        return _count_turns(self.nodes)
-
-    @property
     def completion_len(self) -> int:
         """The number of tokens that the policy sampled; a token that several branches share counts once."""
         return self.graph.logprobs.size
@@ -169,11 +174,6 @@ class Trace(TraceHeader, kw_only=True, eq=False):
     def total_tokens(self) -> int:
         """The number of tokens of all nodes; a token that several branches share counts once."""
         return self.graph.tokens.size
-
-    @property
-    def has_response(self) -> bool:
-        """Whether the reply of the last model call has content."""
-        return _has_response(self.nodes)
 
     @property
     def is_truncated(self) -> bool:
@@ -331,12 +331,23 @@ class FlatBranch(NamedTuple):
     logprobs: Float32Array
 
 
-def _concat_slices(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]:
-    return np.concatenate([column[part] for part in parts])
+def _flatten_paths(graph: MessageGraph, leaves: Sequence[int]) -> list[FlatBranch]:
+    """Return the path to each of these nodes as separate arrays."""
+    table = graph.nodes.view
+    starts = np.append(np.int32(0), table["stop"])[:-1] + table["sampled_start"]
+    sampled = concat_ranges(starts, table["sampled_stop"] - table["sampled_start"])
+    mask, logprobs = np.zeros(graph.tokens.size, bool), np.full(graph.tokens.size, np.nan, np.float32)
+    mask[sampled], logprobs[sampled] = True, graph.logprobs.view
+    columns = (graph.tokens.view, mask, logprobs)
+    branches: list[FlatBranch] = []
+    for leaf in leaves:
+        path = graph.path_slices(leaf)
+        branches.append(FlatBranch(*(np.concatenate([column[part] for part in path]) for column in columns)))
+    return branches
 
 
 @dataclass(slots=True, frozen=True)
-class Branch:
+class Branch(_TurnCounts):
     """One conversation as the model saw it: the path from a root to the node `leaf`, which may be any node.
 
     - `trace`: the trace.
@@ -364,34 +375,15 @@ class Branch:
     @property
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         """For each token whether the policy sampled it."""
-        mask = np.zeros(len(self), bool)
-        mask[self._sampled_indices()[0]] = True
-        return mask
+        return self._flatten().sampled_mask
 
     @property
     def logprobs(self) -> Float32Array:
         """The sampler's logprob of each token, NaN where the policy did not sample it."""
-        path_indices, column_indices = self._sampled_indices()
-        logprobs = np.full(len(self), np.nan, np.float32)
-        logprobs[path_indices] = self.trace.graph.logprobs.view[column_indices]
-        return logprobs
+        return self._flatten().logprobs
 
-    def _sampled_indices(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the sampled tokens as indices into the path, and as indices into the logprob column."""
-        graph = self.trace.graph
-        path = graph.path_nodes(self.leaf)
-        rows = graph.nodes.view[path]
-        sizes = rows["stop"] - graph.nodes.view["stop"][np.subtract(path, 1)]
-        if path[0] == 0:
-            sizes[0] = rows["stop"][0]
-        starts = np.cumsum(sizes) - sizes + rows["sampled_start"]
-        counts = rows["sampled_stop"] - rows["sampled_start"]
-        return concat_ranges(starts, counts), concat_ranges(rows["logprobs_stop"] - counts, counts)
-
-    @property
-    def num_turns(self) -> int:
-        """The number of model calls on the path."""
-        return _count_turns(self.nodes)
+    def _flatten(self) -> FlatBranch:
+        return _flatten_paths(self.trace.graph, [self.leaf])[0]
 
     @property
     def completion_len(self) -> int:
@@ -403,11 +395,6 @@ class Branch:
     def total_tokens(self) -> int:
         """The number of tokens on the path, the same as `len(branch)`."""
         return len(self)
-
-    @property
-    def has_response(self) -> bool:
-        """Whether the reply of the last model call on the path has content."""
-        return _has_response(self.nodes)
 
     def __len__(self) -> int:
         return self.trace.graph.path_length(self.leaf)
@@ -430,15 +417,6 @@ class _NodeSequence(Sequence[Node]):
 
     def __iter__(self) -> Iterator[Node]:
         return (Node(self._trace, index) for index in range(len(self)))
-
-
-def _count_turns(nodes: Sequence[Node]) -> int:
-    return sum(node.call is not None for node in nodes)
-
-
-def _has_response(nodes: Sequence[Node]) -> bool:
-    reply = next((node.message for node in reversed(nodes) if node.call is not None), None)
-    return reply is not None and bool(reply.content)
 
 
 @dataclass(slots=True, frozen=True)
