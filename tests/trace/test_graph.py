@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,10 +104,11 @@ def test_parents_precede_children_and_path_lengths_add_up(script: Script):
 def test_runs_are_chains_of_consecutive_nodes(script: Script):
     trace, _ = replay(script)
     covered: list[int] = []
-    for run, (first, last) in enumerate(trace.graph.runs()):
-        nodes = list(range(first, last + 1))
+    starts = [*trace.graph.runs(), (len(trace.nodes), 0)]
+    for run, ((first, depth), (stop, _)) in enumerate(pairwise(starts)):
+        nodes = list(range(first, stop))
         assert nodes and all(trace.nodes[node].parent == node - 1 for node in nodes[1:])
-        assert trace.graph.run_depth(run) == len(oracle.tokens_to(trace, trace.nodes[first].parent))
+        assert depth == len(oracle.tokens_to(trace, trace.nodes[first].parent))
         assert all(trace.graph.find_run(node) == run for node in nodes)
         covered += nodes
     assert covered == list(range(len(trace.nodes)))

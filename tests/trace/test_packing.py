@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.trace import Annotation, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
-from ramify.trace.forest import pad_forest
 from tests.trace.forests import (
     Attempt,
     Paths,
@@ -133,14 +132,14 @@ def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
 
 
 @given(batches())
-def test_pad_forest_appends_padding(batch):
+def test_padding_leaves_a_forest_unchanged(batch):
     for tree in batch[1]:
-        padded, expected = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
+        padded = concat_forests([tree, make_padding_forest(5)])
         for name in ("token_ids", "position_ids", "subtree_end"):
-            assert np.array_equal(getattr(padded, name), getattr(expected, name))
+            assert np.array_equal(getattr(padded, name)[..., : len(tree)], getattr(tree, name))
         assert (padded.num_tokens, padded.num_attention_pairs, calls_of(padded)) == (
             tree.num_tokens,
-            expected.num_attention_pairs,
+            tree.num_attention_pairs + 5,
             calls_of(tree),
         )
 

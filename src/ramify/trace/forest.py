@@ -226,17 +226,6 @@ def make_padding_forest(length: int) -> Forest:
     return Forest(zeros, zeros, subtree_end, Targets.empty(), np.empty(0, SEQUENCE_DTYPE), np.empty(0, SEGMENT_DTYPE))
 
 
-def pad_forest(forest: Forest, length: int) -> Forest:
-    """Return the forest padded to `length` tokens."""
-    padding = make_padding_forest(length - len(forest))
-    return replace(
-        forest,
-        token_ids=np.concatenate([forest.token_ids, padding.token_ids]),
-        position_ids=_concat_position_ids([forest.position_ids, padding.position_ids]),
-        subtree_end=np.concatenate([forest.subtree_end, padding.subtree_end + np.int32(len(forest))]),
-    )
-
-
 def concat_forests(forests: Sequence[Forest]) -> Forest:
     """Return one forest of all trees: no token of one forest sees a token of another."""
     if len(forests) < 2:

@@ -78,21 +78,21 @@ def _find_trained_extents(graphs: Sequence[MessageGraph], targets: Targets) -> t
     extents: list[list[int]] = []
     offset = flat_tokens = 0
     for graph in graphs:
-        first_nodes = [first for first, _ in graph.runs()]
-        stops = [graph.token_start(first) for first in first_nodes]
+        run_starts = list(graph.runs())
+        stops = [graph.token_start(first) for first, _ in run_starts]
         in_graph = (last_tokens >= offset) & (last_tokens < offset + graph.tokens.size)
         tokens: list[int] = (last_tokens[in_graph] - offset).tolist()
         runs = [bisect_right(stops, token) - 1 for token in tokens]
         for run, token in zip(runs, tokens):
             stops[run] = max(stops[run], token + 1)
         fork_stops: dict[int, int] = dict.fromkeys(runs, -1)  # by needed run: where its last needed fork starts
-        for run in reversed(range(len(first_nodes))):
+        for run, (first, depth) in reversed(list(enumerate(run_starts))):
             if run not in fork_stops:
                 continue
             if stops[run] > fork_stops[run]:
-                flat_tokens += graph.run_depth(run) + stops[run] - graph.token_start(first_nodes[run])
+                flat_tokens += depth + stops[run] - graph.token_start(first)
             stops[run] = max(stops[run], fork_stops[run])
-            parent = int(graph.nodes.view["parent"][first_nodes[run]])
+            parent = int(graph.nodes.view["parent"][first])
             if parent >= 0:
                 parent_run = graph.find_run(parent)
                 fork_stops[parent_run] = max(fork_stops.get(parent_run, -1), graph.token_stop(parent))
@@ -111,11 +111,11 @@ def _insert_trace(
     """Merge the trained part of one trace into the tree, and return the position where each of its runs ends."""
     keys = _build_merge_keys(graph, image_numbers)
     run_ends: list[RadixPosition] = []
-    for run, (first, _) in enumerate(graph.runs()):
+    for run, (first, depth) in enumerate(graph.runs()):
         parent = int(graph.nodes.view["parent"][first])
         position = ROOT
         if parent >= 0:
-            position = RadixPosition(run_ends[graph.find_run(parent)].segment, graph.run_depth(run))
+            position = RadixPosition(run_ends[graph.find_run(parent)].segment, depth)
         start = graph.token_start(first)
         if stops[run] > start:
             position = tree.insert(position, keys[start : stops[run]], trace_index, start)
@@ -143,8 +143,8 @@ def _compute_layout_indices(
 ) -> Int32Array:
     """Return for each token of the trace its index in the layout, or -1."""
     indices = np.full(graph.tokens.size, -1, np.int32)
-    for run, (first, _) in enumerate(graph.runs()):
-        layout.write_indices(indices[graph.token_start(first) : stops[run]], run_ends[run], graph.run_depth(run))
+    for run, (first, depth) in enumerate(graph.runs()):
+        layout.write_indices(indices[graph.token_start(first) : stops[run]], run_ends[run], depth)
     return indices
 
 

@@ -10,7 +10,7 @@ fork, not per node or token.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
@@ -138,38 +138,20 @@ class MessageGraph:
         return [(offset + start, offset + stop, self.media[media]) for offset, media, start, stop in with_offsets]
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the (first, last) node of each run, in arrival order."""
-        return ((first, stop - 1) for first, stop in pairwise([*self._run_first, len(self)]))
-
-    def run_starts(self) -> Iterator[tuple[int, int]]:
-        """Yield for each run its first node and the number of tokens on the path before it."""
+        """Yield for each run its first node and the number of tokens on the path before it, in arrival order."""
         return zip(self._run_first, self._run_depth)
 
     def find_run(self, node: int) -> int:
         """Return the index of the node's run."""
         return bisect_right(self._run_first, node) - 1
 
-    def run_depth(self, run: int) -> int:
-        """Return the number of tokens on the path before the run."""
-        return self._run_depth[run]
-
     def path_slices(self, node: int) -> list[slice]:
         """Return the slices of the token column that make up the path, root first: one per run."""
-        slices: list[slice] = []
-        while node >= 0:
-            first = self._run_first[self.find_run(node)]
-            slices.append(slice(self.token_start(first), self.token_stop(node)))
-            node = int(self.nodes.view["parent"][first])
-        return slices[::-1]
+        return [slice(self.token_start(first), self.token_stop(last)) for first, last in self._path_runs(node)]
 
     def path_nodes(self, node: int) -> list[int]:
         """Return the nodes from the root to `node`."""
-        nodes: list[int] = []
-        while node >= 0:
-            first = self._run_first[self.find_run(node)]
-            nodes.extend(range(node, first - 1, -1))
-            node = int(self.nodes.view["parent"][first])
-        return nodes[::-1]
+        return list(chain.from_iterable(range(first, last + 1) for first, last in self._path_runs(node)))
 
     def path_tokens(self, node: int) -> Int32Array:
         """Return the token ids of the path, including the node; without a copy if the path is one run."""
@@ -179,12 +161,10 @@ class MessageGraph:
     def path_media(self, node: int) -> list[tuple[int, int, str]]:
         """Return (start, stop, hash) of the media on the path to `node`, as indices into the path's tokens."""
         path_spans: list[tuple[int, int, str]] = []
-        while node >= 0:
-            run = self.find_run(node)
-            shift = self._run_depth[run] - self.token_start(self._run_first[run])
-            run_spans = self.media_spans(self._run_first[run], node)
-            path_spans = [(start + shift, stop + shift, media.hash) for start, stop, media in run_spans] + path_spans
-            node = int(self.nodes.view["parent"][self._run_first[run]])
+        for first, last in self._path_runs(node):
+            shift = self.depth(first) - self.token_start(first)
+            run_spans = self.media_spans(first, last)
+            path_spans += [(start + shift, stop + shift, media.hash) for start, stop, media in run_spans]
         return path_spans
 
     def children(self, node: int) -> list[int]:
@@ -305,6 +285,15 @@ class MessageGraph:
         return best, best_length
 
     # -- private ---------------------------------------------------------------------------------------------------
+
+    def _path_runs(self, node: int) -> list[tuple[int, int]]:
+        """Return the first and last node of each run's part of the path to `node`, root first."""
+        parts: list[tuple[int, int]] = []
+        while node >= 0:
+            first = self._run_first[self.find_run(node)]
+            parts.append((first, node))
+            node = int(self.nodes.view["parent"][first])
+        return parts[::-1]
 
     def _run_last(self, run: int) -> int:
         return self._run_first[run + 1] - 1 if run + 1 < len(self._run_first) else len(self) - 1

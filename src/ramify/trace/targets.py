@@ -130,7 +130,7 @@ class _ConcatenatedTraces:
         runs = [
             (offset + first, depth)
             for graph, offset in zip(graphs, node_offsets.tolist())
-            for first, depth in graph.run_starts()
+            for first, depth in graph.runs()
         ]
         return cls(
             nodes=nodes,
@@ -149,13 +149,13 @@ class _ConcatenatedTraces:
 
 @dataclass(slots=True, frozen=True)
 class _AnnotatedSpans:
-    """The tokens of each annotation: [span_starts, span_stops) of its node, whose first token is `node_starts`."""
+    """The tokens of each annotation: a span of its node, whose first token is `node_starts`."""
 
     trace_indices: Int32Array
     node_indices: Int32Array  # among the concatenated nodes
     node_starts: Int32Array
     span_starts: Int32Array
-    span_stops: Int32Array
+    lengths: Int32Array  # of the spans
     node_depths: Int32Array  # number of tokens on the path before the node
 
     @classmethod
@@ -181,11 +181,7 @@ class _AnnotatedSpans:
         first_nodes, run_depths = concatenated.runs[np.searchsorted(concatenated.runs[:, 0], nodes, "right") - 1].T
         node_starts = concatenated.node_starts[nodes]
         node_depths = run_depths + node_starts - concatenated.node_starts[first_nodes]
-        return cls(traces, nodes, node_starts, starts, stops, node_depths)
-
-    @property
-    def lengths(self) -> Int32Array:
-        return self.span_stops - self.span_starts
+        return cls(traces, nodes, node_starts, starts, stops - starts, node_depths)
 
 
 def _validate_annotations(annotated_trace: AnnotatedTrace) -> Sequence[Annotation]:

@@ -4,7 +4,7 @@
 branches, turns, lengths) are computed on access and never stored or sent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast, overload
 
@@ -414,9 +414,6 @@ class _NodeSequence(Sequence[Node]):
     def __getitem__(self, index: int | slice) -> Node | list[Node]:
         indices = range(len(self))[index]
         return Node(self._trace, indices) if isinstance(indices, int) else [Node(self._trace, i) for i in indices]
-
-    def __iter__(self) -> Iterator[Node]:
-        return (Node(self._trace, index) for index in range(len(self)))
 
 
 @dataclass(slots=True, frozen=True)

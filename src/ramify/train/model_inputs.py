@@ -17,8 +17,8 @@ from ramify.errors import ModelUnsupported
 from ramify.model.device_copy import copy_to_device
 from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import BLOCK_SIZE, TreeMask
-from ramify.trace import Forest
-from ramify.trace.forest import LOSS_COMPONENTS, pad_forest
+from ramify.trace import Forest, concat_forests, make_padding_forest
+from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.lm_head import ROW_MULTIPLE
 from ramify.train.losses import Entries
 
@@ -85,7 +85,7 @@ def build_model_inputs(
     if forest.media:
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if padded_length and padded_length > len(forest):
-        forest = pad_forest(forest, padded_length)
+        forest = concat_forests([forest, make_padding_forest(padded_length - len(forest))])
     if layout is PackLayout.CHAINS:
         ids, position, token_index = _build_chain_grid(forest)
         tree_mask = None

@@ -51,11 +51,6 @@ class IncomingRequest:
         self._streaming = True
 
     @property
-    def client_id(self) -> str:
-        """The id of the client that sent the request."""
-        return self.session.client_id
-
-    @property
     def timeout(self) -> float:
         """Seconds that the handler has, counted from the arrival of the request."""
         return min(max(0.0, self.header.timeout), MAX_TIMEOUT)
