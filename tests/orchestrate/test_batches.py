@@ -54,7 +54,7 @@ def entries(batches):
         for pack in batch.packs:
             targets = pack.targets
             for i in range(len(targets)):
-                call = pack.sequences[targets.sequence[i]]
+                call = pack.calls[targets.call[i]]
                 version = pack.versions[targets.version[i]]
                 path = (pack.traces[call["trace"]], int(call["node"]), int(pack.position_ids[targets.token_index[i]]))
                 numbers = (float(targets.logprob[i]), float(targets.advantage[i]), float(call["temperature"]))

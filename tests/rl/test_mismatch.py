@@ -86,13 +86,13 @@ def test_flat_batch_has_the_same_gradient(recording, capsys, tmp_path):
 
 def _swap_temperatures(batch: Batch) -> Batch:
     """Return the batch with the two temperatures swapped."""
-    temperatures = {float(value) for pack in batch.packs for value in pack.sequences["temperature"]}
+    temperatures = {float(value) for pack in batch.packs for value in pack.calls["temperature"]}
     assert temperatures == {1.0, float(np.float32(0.7))}
     return replace(batch, packs=[_swap_in_pack(pack) for pack in batch.packs])
 
 
 def _swap_in_pack(pack: Forest) -> Forest:
-    sequences = pack.sequences.copy()
-    warm = sequences["temperature"] == 1.0
-    sequences["temperature"] = np.where(warm, np.float32(0.7), np.float32(1.0))
-    return replace(pack, sequences=sequences)
+    calls = pack.calls.copy()
+    warm = calls["temperature"] == 1.0
+    calls["temperature"] = np.where(warm, np.float32(0.7), np.float32(1.0))
+    return replace(pack, calls=calls)

@@ -263,7 +263,7 @@ def entries_of(forest: Forest, paths: Paths) -> Counter[Entry]:
     targets = forest.targets
     entries: Counter[Entry] = Counter()
     for i in range(len(targets)):
-        index, call = int(targets.token_index[i]), forest.sequences[int(targets.sequence[i])]
+        index, call = int(targets.token_index[i]), forest.calls[int(targets.call[i])]
         assert targets.logits_index[i] == parent_tokens[index] >= 0
         version = int(targets.version[i])
         numbers = [getattr(targets, name)[i] for name in NUMBERS]
@@ -293,8 +293,8 @@ def flat_tokens(attempts: Iterable[Attempt]) -> int:
 
 
 def calls_of(forest: Forest) -> list[Call]:
-    """The model calls that `sequences` lists, in its order."""
-    return [(forest.traces[row["trace"]], int(row["node"])) for row in forest.sequences]
+    """The model calls that `calls` lists, in its order."""
+    return [(forest.traces[row["trace"]], int(row["node"])) for row in forest.calls]
 
 
 def check_layout(forest: Forest) -> None:
@@ -303,7 +303,7 @@ def check_layout(forest: Forest) -> None:
     assert forest.num_attention_pairs == np.count_nonzero(forest.build_attention_mask())
     calls = calls_of(forest)
     assert len(set(calls)) == len(calls)
-    assert set(forest.targets.sequence.tolist()) == set(range(len(calls)))
+    assert set(forest.targets.call.tolist()) == set(range(len(calls)))
     up = parents(forest)
     table = forest.segments.tolist()
     assert sum(length for _, length, _, _, _ in table) == forest.num_tokens

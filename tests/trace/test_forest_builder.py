@@ -95,7 +95,7 @@ def test_merge_does_not_depend_on_annotations(attempts, seed):
     for name in ("token_ids", "position_ids", "subtree_end", "segments"):
         assert np.array_equal(getattr(one, name), getattr(two, name))
     assert one.media == two.media
-    for name in ("token", "token_index", "logits_index", "sequence", "version"):
+    for name in ("token", "token_index", "logits_index", "call", "version"):
         assert np.array_equal(getattr(one.targets, name), getattr(two.targets, name))
 
 
@@ -159,7 +159,7 @@ def test_identical_attempts_are_two_targets_at_one_token():
         (3, -1.0),
         (3, 1.0),
     ]
-    assert len(forest.sequences) == 2
+    assert len(forest.calls) == 2
     assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0}
 
 
@@ -186,7 +186,7 @@ def test_equal_sampled_prefixes_share_tokens_despite_different_advantages():
 def test_node_shared_by_branches_is_trained_once():
     nodes = (Planned(-1, (1,)), LEAF, *(Planned(1, (7, i), (1, 2), (-1.0,)) for i in range(3)))
     forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 3, 4))).sample()])
-    assert Counter(calls_of(forest)[call] for call in forest.targets.sequence) == {
+    assert Counter(calls_of(forest)[call] for call in forest.targets.call) == {
         ("a", 1): 2,
         ("a", 2): 1,
         ("a", 3): 1,

@@ -136,7 +136,7 @@ def train_forest(model: Transformer, rows: Iterable[Forest], counts: dict[str, i
             hidden = model(row.token_ids, row.position_ids, row.build_attention_mask(), images)
             sources, tokens, own = row.unique_head_inputs()
             logits = model.head(hidden[torch.as_tensor(sources)])
-            temperature = torch.as_tensor(row.expand_sequence_column("temperature"))
+            temperature = torch.as_tensor(row.expand_call_column("temperature"))
             logp = (logits[own] / temperature[:, None]).log_softmax(-1)
             logp = logp.gather(1, torch.as_tensor(tokens).long()[own][:, None])[:, 0]
             columns = {name: torch.as_tensor(getattr(row.targets, name)) for name in Batch.__dataclass_fields__}

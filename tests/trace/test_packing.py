@@ -126,7 +126,7 @@ def test_packs_have_little_unused_space():
 def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
     row = make_padding_forest(5)
     assert len(row) == row.num_attention_pairs == 5
-    assert (row.num_tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
+    assert (row.num_tokens, row.flat_tokens, len(row.targets), len(row.calls)) == (0, 0, 0, 0)
     assert row.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0}
     assert np.array_equal(row.build_attention_mask(), np.eye(5, dtype=bool))
 

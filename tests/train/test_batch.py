@@ -28,7 +28,7 @@ def build_batch(seed: int, groups: int = 4, pack_tokens: int = 128) -> Batch:
 
 
 def get_columns(forest: Forest) -> dict[str, np.ndarray]:
-    names = ("token_ids", "position_ids", "subtree_end", "sequences", "segments")
+    names = ("token_ids", "position_ids", "subtree_end", "calls", "segments")
     columns = {name: getattr(forest, name) for name in names}
     return columns | {column.name: getattr(forest.targets, column.name) for column in fields(Targets)}
 
@@ -39,7 +39,7 @@ def count_entries(packs) -> Counter:
     for pack in packs:
         visible, targets = pack.build_attention_mask(), pack.targets
         for i in range(len(targets)):
-            call = pack.sequences[targets.sequence[i]]
+            call = pack.calls[targets.call[i]]
             last = targets.logits_index[i] + 1
             prefix = tuple(pack.token_ids[:last][visible[last - 1, :last]].tolist())
             values = tuple(str(getattr(targets, name)[i]) for name in ("logprob", "advantage", "rl", "ce"))

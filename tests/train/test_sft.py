@@ -56,7 +56,7 @@ def decode_trained(conversation, renderer, roles=("assistant",), seq_len=1000) -
     """Return the trained text, message by message."""
     forest = build_sft_forest([("a", conversation)], renderer, roles, seq_len)
     targets = forest.targets
-    tokens = [targets.token[targets.sequence == i] for i in range(len(forest.sequences))]
+    tokens = [targets.token[targets.call == i] for i in range(len(forest.calls))]
     return [renderer.tokenizer.decode(ids) for ids in tokens]
 
 
@@ -111,7 +111,7 @@ def test_a_template_that_hides_earlier_reasoning_makes_the_conversation_a_tree(t
     (conversation,) = parse_conversations([{"messages": messages}], make_data_config())
     assert decode_trained(conversation, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
     forest = build_sft_forest([("a", conversation)], renderer, ["assistant"], 1000)
-    first = np.flatnonzero(forest.targets.sequence == 1)[0]
+    first = np.flatnonzero(forest.targets.call == 1)[0]
     stop = forest.targets.logits_index[first] + 1
     visible = forest.token_ids[:stop][forest.build_attention_mask()[stop - 1, :stop]]
     assert "hm" not in renderer.tokenizer.decode(visible)  # the second reply never saw the first one's reasoning

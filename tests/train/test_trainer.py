@@ -239,7 +239,7 @@ def test_metrics_equal_a_count_token_by_token():
         masked = trainer.policy.losses["rl"](inputs.head_inputs.select_entries("rl", logprob)).masked
         for t in range(len(pack.targets)):
             staleness = 4 - pack.versions[pack.targets.version[t]].step
-            key = f"/{pack.envs[pack.expand_sequence_column('env')[t]]}/age_{staleness}"
+            key = f"/{pack.envs[pack.expand_call_column('env')[t]]}/age_{staleness}"
             log_ratio = float(logprob[t]) - float(pack.targets.logprob[t])
             for suffix in ("", key):
                 sums[suffix]["mismatch_kl"].append(math.exp(log_ratio) - log_ratio - 1)

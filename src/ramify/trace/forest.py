@@ -28,7 +28,7 @@ from ramify.trace.message import Media
 from ramify.trace.version import PolicyVersion
 
 # One row per model call (or annotated message) with targets; `trace` and `env` are indices into the forest's tables.
-SEQUENCE_DTYPE = np.dtype([("trace", "<i4"), ("node", "<i4"), ("env", "<i4"), ("temperature", "<f4")])
+CALL_DTYPE = np.dtype([("trace", "<i4"), ("node", "<i4"), ("env", "<i4"), ("temperature", "<f4")])
 
 # A part of the layout without forks; segments are in depth-first order. A segment starts at index `start`, `depth`
 # tokens below its root, and has `length` tokens. Its subtree is all segments from itself up to, but excluding,
@@ -52,7 +52,7 @@ class Targets:
     token: Int32Array
     token_index: Int32Array
     logits_index: Int32Array
-    sequence: Int32Array  # index into `Forest.sequences`: the model call
+    call: Int32Array  # index into `Forest.calls`: the model call
     version: Int32Array  # index into `Forest.versions`: the sampling weights; -1 if unknown
     logprob: Float32Array  # of the sampler; NaN if only ce applies
     advantage: Float32Array
@@ -104,7 +104,7 @@ class DroppedTargets:
 class Forest:
     """Trees laid out depth first, their targets, and the tables that the targets refer to.
 
-    Targets are sorted by sequence, then by depth. The tables `traces`, `envs` and `versions` may hold more than this
+    Targets are sorted by call, then by depth. The tables `traces`, `envs` and `versions` may hold more than this
     forest uses. `flat_tokens` is the number of tokens of the same paths without prefix sharing; after a split only the
     first piece carries it.
     """
@@ -113,7 +113,7 @@ class Forest:
     position_ids: Int32Array  # [N], or [3, N] for rotary positions with several axes (M-RoPE)
     subtree_end: Int32Array
     targets: Targets
-    sequences: StructuredArray
+    calls: StructuredArray
     segments: StructuredArray
     traces: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()
@@ -143,9 +143,9 @@ class Forest:
         """Return for each loss component the number of entries with a weight that is not zero."""
         return {name: int(np.count_nonzero(getattr(self.targets, name))) for name in LOSS_COMPONENTS}
 
-    def expand_sequence_column(self, name: str) -> npt.NDArray[Any]:
-        """Return a column of `sequences` (trace, node, env or temperature) with one value per target."""
-        return self.sequences[name][self.targets.sequence]
+    def expand_call_column(self, name: str) -> npt.NDArray[Any]:
+        """Return a column of `calls` (trace, node, env or temperature) with one value per target."""
+        return self.calls[name][self.targets.call]
 
     def unique_head_inputs(self) -> tuple[Int32Array, Int32Array, npt.NDArray[np.int64]]:
         """Return the distinct (logits_index, token) pairs that the LM head scores, and the pair's index per target."""
@@ -162,8 +162,8 @@ class Forest:
         index = np.arange(len(self))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.subtree_end[None, :])
 
-    def select(self, segment_mask: npt.NDArray[np.bool_], sequence_indices: Int32Array) -> "Forest":
-        """Return the forest of these segments and of the targets of these sequences, whose indices must be sorted.
+    def select(self, segment_mask: npt.NDArray[np.bool_], call_indices: Int32Array) -> "Forest":
+        """Return the forest of these segments and of the targets of these model calls, whose indices must be sorted.
 
         The mask must include the ancestors of each segment and every token of the targets.
         """
@@ -184,8 +184,8 @@ class Forest:
         segments["start"] = shift_indices(segments["start"])
         segments["subtree_stop"] = np.append(order, len(segments))[segments["subtree_stop"]]
         segments["parent"] = np.where(segments["parent"] >= 0, order[segments["parent"]], -1)
-        first = np.searchsorted(self.targets.sequence, sequence_indices)
-        stop = np.searchsorted(self.targets.sequence, sequence_indices, "right")
+        first = np.searchsorted(self.targets.call, call_indices)
+        stop = np.searchsorted(self.targets.call, call_indices, "right")
         counts = stop - first
         is_contiguous = np.array_equal(first[1:], stop[:-1])  # the usual case, in which a view is enough
         entries = self.targets.select(slice(first[0], stop[-1]) if is_contiguous else concat_ranges(first, counts))
@@ -199,9 +199,9 @@ class Forest:
                 entries,
                 token_index=shift_indices(entries.token_index),
                 logits_index=shift_indices(entries.logits_index),
-                sequence=np.repeat(np.arange(len(sequence_indices), dtype=np.int32), counts),
+                call=np.repeat(np.arange(len(call_indices), dtype=np.int32), counts),
             ),
-            sequences=self.sequences[sequence_indices],
+            calls=self.calls[call_indices],
             segments=segments,
             traces=self.traces,
             envs=self.envs,
@@ -223,7 +223,7 @@ def make_padding_forest(length: int) -> Forest:
     """Return padding: tokens that see only themselves. A rank without a pack computes a forest of nothing else."""
     zeros = np.zeros(length, np.int32)
     subtree_end = np.arange(1, length + 1, dtype=np.int32)
-    return Forest(zeros, zeros, subtree_end, Targets.empty(), np.empty(0, SEQUENCE_DTYPE), np.empty(0, SEGMENT_DTYPE))
+    return Forest(zeros, zeros, subtree_end, Targets.empty(), np.empty(0, CALL_DTYPE), np.empty(0, SEGMENT_DTYPE))
 
 
 def concat_forests(forests: Sequence[Forest]) -> Forest:
@@ -232,39 +232,39 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
         return forests[0] if forests else make_padding_forest(0)
     traces, envs, versions = _Interner(), _Interner(), _Interner()
     targets: list[Targets] = []
-    sequences: list[StructuredArray] = []
+    calls: list[StructuredArray] = []
     segments: list[StructuredArray] = []
     subtree_ends: list[Int32Array] = []
     media: list[MediaSpan] = []
-    token_offset = sequence_offset = segment_offset = 0
+    token_offset = call_offset = segment_offset = 0
     for forest in forests:
-        entries, calls, table = forest.targets, forest.sequences.copy(), forest.segments.copy()
+        entries, call_table, table = forest.targets, forest.calls.copy(), forest.segments.copy()
         entries = replace(
             entries,
             token_index=entries.token_index + np.int32(token_offset),
             logits_index=entries.logits_index + np.int32(token_offset),
-            sequence=entries.sequence + np.int32(sequence_offset),
+            call=entries.call + np.int32(call_offset),
             version=versions.renumber(forest.versions, entries.version),
         )
-        calls["trace"] = traces.renumber(forest.traces, calls["trace"])
-        calls["env"] = envs.renumber(forest.envs, calls["env"])
+        call_table["trace"] = traces.renumber(forest.traces, call_table["trace"])
+        call_table["env"] = envs.renumber(forest.envs, call_table["env"])
         table["start"] += token_offset
         table["subtree_stop"] += segment_offset
         table["parent"] += np.where(table["parent"] >= 0, segment_offset, 0)
         targets.append(entries)
-        sequences.append(calls)
+        calls.append(call_table)
         segments.append(table)
         subtree_ends.append(forest.subtree_end + np.int32(token_offset))
         media += [MediaSpan(m.start + token_offset, m.stop + token_offset, m.media) for m in forest.media]
         token_offset += len(forest)
-        sequence_offset += len(calls)
+        call_offset += len(call_table)
         segment_offset += len(table)
     return Forest(
         token_ids=np.concatenate([forest.token_ids for forest in forests]),
         position_ids=_concat_position_ids([forest.position_ids for forest in forests]),
         subtree_end=np.concatenate(subtree_ends),
         targets=Targets.concat(targets),
-        sequences=concat_tables(sequences, SEQUENCE_DTYPE),
+        calls=concat_tables(calls, CALL_DTYPE),
         segments=concat_tables(segments, SEGMENT_DTYPE),
         traces=tuple(traces.values),
         envs=tuple(envs.values),

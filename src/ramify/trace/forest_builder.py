@@ -57,7 +57,7 @@ def build_forest(
         targets=replace(
             targets, token_index=all_indices[targets.token_index], logits_index=all_indices[targets.logits_index]
         ),
-        sequences=group.sequences,
+        calls=group.calls,
         segments=segments,
         traces=tuple(trace.id for trace in traces),
         envs=group.envs,
@@ -73,7 +73,7 @@ def _find_trained_extents(graphs: Sequence[MessageGraph], targets: Targets) -> t
 
     Also return the total number of tokens on the trained paths, without prefix sharing.
     """
-    is_last = targets.sequence != np.append(targets.sequence[1:], -1)  # the last target of a node is its deepest
+    is_last = targets.call != np.append(targets.call[1:], -1)  # the last target of a node is its deepest
     last_tokens = targets.token_index[is_last]
     extents: list[list[int]] = []
     offset = flat_tokens = 0

@@ -32,10 +32,10 @@ def split_forest(forest: Forest, max_tokens: int) -> list[Forest]:
     # A segment above the subtrees belongs to the piece of its first subtree.
     for segment in np.flatnonzero(piece_of_segment[:-1] < 0)[::-1].tolist():
         piece_of_segment[segment] = piece_of_segment[segment + 1]
-    sequences = _assign_sequences(forest, piece_of_segment, len(pieces))
+    calls = _assign_calls(forest, piece_of_segment, len(pieces))
     first, *others = (
         forest.select(_build_segment_mask(segments, subtrees), indices)
-        for subtrees, indices in zip(pieces, sequences, strict=True)
+        for subtrees, indices in zip(pieces, calls, strict=True)
     )
     return [replace(first, flat_tokens=forest.flat_tokens, dropped=forest.dropped), *others]
 
@@ -92,10 +92,10 @@ def _build_segment_mask(segments: StructuredArray, subtrees: list[int]) -> npt.N
     return mask
 
 
-def _assign_sequences(forest: Forest, piece_of_segment: Int32Array, num_pieces: int) -> list[Int32Array]:
-    """Return the sequences of each piece: a sequence belongs to the piece of its last token."""
+def _assign_calls(forest: Forest, piece_of_segment: Int32Array, num_pieces: int) -> list[Int32Array]:
+    """Return the model calls of each piece: a call belongs to the piece of its last token."""
     targets = forest.targets
-    last_targets = np.searchsorted(targets.sequence, np.arange(len(forest.sequences)), "right") - 1
+    last_targets = np.searchsorted(targets.call, np.arange(len(forest.calls)), "right") - 1
     last_segments = np.searchsorted(forest.segments["start"], targets.token_index[last_targets], "right") - 1
     piece = piece_of_segment[last_segments]
     by_piece = np.argsort(piece, kind="stable").astype(np.int32)

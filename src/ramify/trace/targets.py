@@ -21,7 +21,7 @@ from ramify.trace.columns import (
     concat_ranges,
     concat_tables,
 )
-from ramify.trace.forest import LOSS_COMPONENTS, SEQUENCE_DTYPE, DroppedTargets, PolicyVersion, Targets
+from ramify.trace.forest import CALL_DTYPE, LOSS_COMPONENTS, DroppedTargets, PolicyVersion, Targets
 
 Mask = npt.NDArray[np.bool_]
 S = TypeVar("S", bound=np.generic)
@@ -31,7 +31,7 @@ class GroupTargets(NamedTuple):
     """The targets of a group; `token_index` and `logits_index` are still indices into the concatenated tokens."""
 
     targets: Targets
-    sequences: StructuredArray
+    calls: StructuredArray
     envs: tuple[str, ...]
     versions: tuple[PolicyVersion, ...]
     dropped: DroppedTargets
@@ -52,7 +52,7 @@ def build_targets(
         token=concatenated.tokens[tokens],
         token_index=tokens.astype(np.int32),
         logits_index=previous_tokens,
-        sequence=np.repeat(np.arange(len(annotations), dtype=np.int32), spans.lengths),
+        call=np.repeat(np.arange(len(annotations), dtype=np.int32), spans.lengths),
         version=_gather_or_default(version, offsets, is_sampled, np.int32(-1)),
         logprob=_gather_or_default(concatenated.logprobs, offsets, is_sampled, np.float32(np.nan)),
         advantage=_expand_per_token(annotations, "advantage", spans.lengths),
@@ -73,26 +73,26 @@ def build_targets(
             trained &= ~is_over
         elif is_over.any():
             path_lengths = np.zeros(len(annotations), np.int64)  # up to the last trained token of the node
-            np.maximum.at(path_lengths, targets.sequence[trained], depths[trained] + 1)
+            np.maximum.at(path_lengths, targets.call[trained], depths[trained] + 1)
             fits = _mask_within_seq_len(annotated_traces, path_lengths, seq_len)
             overlong_calls = [annotations[i] for i in np.flatnonzero((path_lengths > 0) & ~fits).tolist()]
             dropped = DroppedTargets(tuple((annotation.trace_id, annotation.node) for annotation in overlong_calls))
-            trained &= fits[targets.sequence]
+            trained &= fits[targets.call]
     envs: dict[str, int] = {}
-    sequences: list[tuple[int, int, int, float]] = []
+    calls: list[tuple[int, int, int, float]] = []
     for trace_index, annotation in zip(map(int, spans.trace_indices), annotations, strict=True):
         annotated = annotated_traces[trace_index]
         env_index = envs.setdefault(annotated.env, len(envs))
-        sequences.append((trace_index, annotation.node, env_index, annotated.temperature))
+        calls.append((trace_index, annotation.node, env_index, annotated.temperature))
     if not on_policy.all():
         targets = replace(targets, logprob=np.where(on_policy, targets.logprob, np.float32(np.nan)))
     if not trained.all():
         targets = targets.select(np.flatnonzero(trained))
     has_targets = np.zeros(len(annotations), bool)
-    has_targets[targets.sequence] = True
-    if not has_targets.all():  # drop the sequences without targets
-        targets = replace(targets, sequence=(np.cumsum(has_targets, dtype=np.int32) - 1)[targets.sequence])
-    return GroupTargets(targets, np.array(sequences, SEQUENCE_DTYPE)[has_targets], tuple(envs), versions, dropped)
+    has_targets[targets.call] = True
+    if not has_targets.all():  # drop the calls without targets
+        targets = replace(targets, call=(np.cumsum(has_targets, dtype=np.int32) - 1)[targets.call])
+    return GroupTargets(targets, np.array(calls, CALL_DTYPE)[has_targets], tuple(envs), versions, dropped)
 
 
 @dataclass(slots=True, frozen=True)
@@ -332,8 +332,8 @@ def _reject_untrainable(
     }
     problems: dict[str, Callable[[], npt.NDArray[Any]]] = {
         "is the first token of a root, so no token predicts it": lambda: trained & (targets.logits_index < 0),
-        "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & not_trainable[targets.sequence],
-        "has a ref_kl weight at a temperature that is not 1": lambda: has_ref_kl & tempered[targets.sequence],
+        "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & not_trainable[targets.call],
+        "has a ref_kl weight at a temperature that is not 1": lambda: has_ref_kl & tempered[targets.call],
         "is an image placeholder": lambda: trained & concatenated.placeholder_mask[tokens],
         **not_finite,
     }
@@ -341,7 +341,7 @@ def _reject_untrainable(
         is_wrong = test()
         if is_wrong.any():
             entry = int(is_wrong.argmax())
-            annotation = annotations[int(targets.sequence[entry])]
-            offset = int(tokens[entry] - spans.node_starts[targets.sequence[entry]])
+            annotation = annotations[int(targets.call[entry])]
+            offset = int(tokens[entry] - spans.node_starts[targets.call[entry]])
             error_class = ValueNotFinite if problem in not_finite else TraceInvalid
             raise error_class(f"token {offset} of node {annotation.node} of trace {annotation.trace_id!r} {problem}")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ramify.errors import BatchCorrupt, TraceCorrupt
 from ramify.trace import DroppedTargets, Forest, Media, MediaSpan, PolicyVersion, Targets
 from ramify.trace.codec import ALIGNMENT, align_up, byte_view, split_body
-from ramify.trace.forest import SEGMENT_DTYPE, SEQUENCE_DTYPE
+from ramify.trace.forest import CALL_DTYPE, SEGMENT_DTYPE
 from ramify.train.batch import Batch
 
 MAGIC = b"RMFB"
@@ -65,7 +65,7 @@ def encode_batch(batch: Batch) -> bytes:
                 num_tokens=len(pack),
                 position_axes=pack.position_ids.shape[0] if pack.position_ids.ndim > 1 else 0,
                 num_targets=len(pack.targets),
-                num_sequences=len(pack.sequences),
+                num_sequences=len(pack.calls),
                 num_segments=len(pack.segments),
                 traces=pack.traces,
                 envs=pack.envs,
@@ -78,7 +78,7 @@ def encode_batch(batch: Batch) -> bytes:
         )
         columns += [pack.token_ids, pack.position_ids, pack.subtree_end]
         columns += [getattr(pack.targets, name) for name in _TARGET_DTYPES]
-        columns += [pack.sequences, pack.segments]
+        columns += [pack.calls, pack.segments]
     header = msgspec.msgpack.encode(_BatchHeader(batch.step, dict(batch.entry_counts), headers))
     parts = [part for data in (header, *map(byte_view, columns)) for part in (data, bytes(-len(data) % ALIGNMENT))]
     crc = 0
@@ -113,7 +113,7 @@ def _list_columns(header: _PackHeader) -> list[tuple[np.dtype[Any], tuple[int, .
     return [
         *((_INT, shape) for shape in ((tokens,), position_shape, (tokens,))),
         *((dtype, (header.num_targets,)) for dtype in _TARGET_DTYPES.values()),
-        (SEQUENCE_DTYPE, (header.num_sequences,)),
+        (CALL_DTYPE, (header.num_sequences,)),
         (SEGMENT_DTYPE, (header.num_segments,)),
     ]
 
@@ -124,7 +124,7 @@ def _decode_forest(header: _PackHeader, columns: Iterator[npt.NDArray[Any]]) -> 
         position_ids=next(columns),
         subtree_end=next(columns),
         targets=Targets(*islice(columns, len(_TARGET_DTYPES))),
-        sequences=next(columns),
+        calls=next(columns),
         segments=next(columns),
         traces=header.traces,
         envs=header.envs,

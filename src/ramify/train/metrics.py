@@ -113,7 +113,7 @@ def assign_metric_keys(forest: Forest, step: int) -> tuple[list[MetricKey], np.n
     staleness_values = list(dict.fromkeys(staleness_by_version))
     count = len(staleness_values)
     staleness_index = np.array([staleness_values.index(value) for value in staleness_by_version])
-    env_index = forest.expand_sequence_column("env").astype(np.int64)
+    env_index = forest.expand_call_column("env").astype(np.int64)
     entry_codes = env_index * count + staleness_index[forest.targets.version]
     codes = np.flatnonzero(np.bincount(entry_codes))
     keys = [MetricKey(forest.envs[code // count], staleness_values[code % count]) for code in codes.tolist()]

@@ -111,7 +111,7 @@ def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: t
         targets.logprob,
         targets.advantage,
         targets.ref_logprob,
-        targets.sequence.astype(np.int64),
+        targets.call.astype(np.int64),
         pair_index,
         *component_entries.values(),
         *(getattr(targets, name)[index] for name, index in component_entries.items()),
@@ -125,19 +125,19 @@ def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: t
         pair_index=pairs,
         component_entries=dict(zip(component_entries, tensors)),
         component_weights=dict(zip(component_entries, tensors)),
-        all_entries=Entries(torch.empty(0), sampler, advantage, reference, sequence, len(forest.sequences)),
+        all_entries=Entries(torch.empty(0), sampler, advantage, reference, sequence, len(forest.calls)),
     )
 
 
 def _list_scored_pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return hidden index, target token and temperature of each pair, and the pair of each entry."""
     hidden_index, target_ids, pair_index = forest.unique_head_inputs()
-    temperature = forest.sequences["temperature"]
+    temperature = forest.calls["temperature"]
     if (temperature == temperature[:1]).all():
         return hidden_index, target_ids, np.repeat(temperature[:1], len(hidden_index)), pair_index
     temperatures, temperature_index = np.unique(temperature, return_inverse=True)
     count = len(temperatures)
-    codes, pair_index = np.unique(pair_index * count + temperature_index[forest.targets.sequence], return_inverse=True)
+    codes, pair_index = np.unique(pair_index * count + temperature_index[forest.targets.call], return_inverse=True)
     return hidden_index[codes // count], target_ids[codes // count], temperatures[codes % count], pair_index
 
 
