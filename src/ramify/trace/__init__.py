@@ -18,6 +18,7 @@ from ramify.trace.forest import (
 )
 from ramify.trace.forest_builder import build_forest
 from ramify.trace.forest_split import split_forest
+from ramify.trace.header import TRACE_SCHEMA, Timing
 from ramify.trace.json_view import to_json
 from ramify.trace.message import (
     Media,
@@ -31,7 +32,7 @@ from ramify.trace.message import (
     VersionRun,
 )
 from ramify.trace.packing import balance_packs, pack_trees
-from ramify.trace.trace import TRACE_SCHEMA, Branch, Episode, FlatBranch, Node, Timing, Trace
+from ramify.trace.trace import Branch, Episode, FlatBranch, Node, Trace
 from ramify.trace.turn import MessageSpan, PromptMedia, TraceBuilder, Turn
 
 __all__ = [

@@ -24,9 +24,10 @@ import numpy.typing as npt
 from ramify.errors import SchemaUnsupported, TraceCorrupt, TraceInvalid, ValueRefused
 from ramify.trace.columns import MEDIA_DTYPE, NODE_DTYPE, VERSION_DTYPE, Column, StructuredArray
 from ramify.trace.graph import MessageGraph
+from ramify.trace.header import TRACE_SCHEMA, TraceHeader
 from ramify.trace.message import Media
 from ramify.trace.node_checks import ARRAY_DTYPE_KINDS
-from ramify.trace.trace import TRACE_SCHEMA, Episode, Trace, TraceHeader
+from ramify.trace.trace import Episode, Trace
 
 _PREFIX = struct.Struct("<4sHHQII")
 _MAGIC = b"RMFY"

@@ -10,7 +10,8 @@ import msgspec
 from ramify.errors import DeltaLost, DeltaRepeated, TraceInvalid
 from ramify.trace.codec import ColumnLengths, append_frame, build_trace, encode_frame, parse_frame
 from ramify.trace.graph import MessageGraph
-from ramify.trace.trace import Trace, TraceHeader
+from ramify.trace.header import TraceHeader
+from ramify.trace.trace import Trace
 
 
 class TraceDeltaEncoder:

@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 
+from ramify.trace.header import TRACE_SCHEMA
 from ramify.trace.message import ModelCall
-from ramify.trace.trace import TRACE_SCHEMA, Node, Trace
+from ramify.trace.trace import Node, Trace
 
 
 def to_json(trace: Trace, *, indent: int | None = None) -> str:

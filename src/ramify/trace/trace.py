@@ -6,69 +6,18 @@ branches, turns, lengths) are computed on access and never stored or sent.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import Failure, TraceInvalid, ValueRefused
+from ramify.errors import TraceInvalid, ValueRefused
 from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, make_readonly
 from ramify.trace.graph import MessageGraph
+from ramify.trace.header import FIELD_TYPES, TraceHeader, validate_field
 from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun
-from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_plain
-
-TRACE_SCHEMA = 1
-
-WeightedScore = tuple[float, float] | None
-
-
-class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Seconds spent in each phase of a rollout; `stalled` is the time an engine made no progress."""
-
-    boot: float = 0.0
-    setup: float = 0.0
-    model: float = 0.0
-    harness: float = 0.0
-    finalize: float = 0.0
-    scoring: float = 0.0
-    stalled: float = 0.0
-
-
-class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The fields of a trace that describe the rollout as a whole; plain data, readable without the environment.
-
-    `Trace` describes the fields. Field names are part of the stored format.
-    """
-
-    id: str
-    episode: str = ""
-    group: str = ""
-    attempt: int = 0
-    agent: str = ""
-    env: str = ""
-    task: dict[str, Any] = {}
-    rewards: dict[str, WeightedScore] = {}
-    metrics: dict[str, float] = {}
-    info: dict[str, Any] = {}
-    errors: list[Failure] = []
-    stop: str = ""
-    timing: Timing = msgspec.field(default_factory=Timing)
-    harness: dict[str, Any] = {}
-    runtime: dict[str, Any] = {}
-    sampler: dict[str, Any] = {}
-
-
-_PLAIN_FIELDS = ("task", "info", "harness", "runtime", "sampler")
-_FIELD_CHECKS = {"rewards": check_reward, "metrics": check_number} | dict.fromkeys(_PLAIN_FIELDS, to_plain)
-_STR_FIELDS = ("id", "episode", "group", "agent", "env", "stop")
-_FIELD_TYPES: dict[str, Any] = {
-    **dict.fromkeys(_STR_FIELDS, str),
-    **dict.fromkeys(_FIELD_CHECKS, Mapping),
-    "attempt": int,
-    "timing": Timing,
-    "errors": list,
-}
+from ramify.trace.plain_data import to_plain
 
 
 class _TurnCounts:
@@ -112,17 +61,17 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     graph: MessageGraph = msgspec.field(default_factory=MessageGraph)
 
     def __post_init__(self) -> None:
-        for name in _FIELD_TYPES:
+        for name in FIELD_TYPES:
             setattr(self, name, getattr(self, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, _validate_field(name, value) if name in _FIELD_TYPES else value)
+        super().__setattr__(name, validate_field(name, value) if name in FIELD_TYPES else value)
 
     @property
     def header(self) -> TraceHeader:
         """A copy of the header, checked again: lists and structs in it may have changed since they were set."""
         return TraceHeader(
-            **{name: _validate_field(name, getattr(self, name)) for name in TraceHeader.__struct_fields__}
+            **{name: validate_field(name, getattr(self, name)) for name in TraceHeader.__struct_fields__}
         )
 
     @property
@@ -228,23 +177,6 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
             call=call,
             trainable=trainable,
         )
-
-
-def _validate_field(name: str, value: Any) -> Any:
-    """Return the value of a header field as plain data. Raises ValueRefused, which names the field."""
-    expected = _FIELD_TYPES[name]
-    if not isinstance(value, expected):
-        raise ValueRefused(f"{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
-    if name in _FIELD_CHECKS:
-        return CheckedDict(name, value, _FIELD_CHECKS[name])
-    if isinstance(value, Timing):
-        return Timing(*(check_number(getattr(value, phase), f"{name}.{phase}") for phase in Timing.__struct_fields__))
-    if isinstance(value, list):
-        for error in cast(list[object], value):
-            if not isinstance(error, Failure):
-                raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
-        return list(cast(list[Failure], value))
-    return expected(to_plain(value, name))
 
 
 @dataclass(slots=True, frozen=True)
