@@ -163,7 +163,7 @@ class TokenHistory:
             tuple(tools),
             np.asarray(token_ids, np.int32),
             num_sampled,
-            ConversationOutline.from_messages(messages),
+            ConversationOutline().extend(messages),
         )
 
     def build_prompt(

@@ -71,7 +71,7 @@ class FamilyRenderer(Renderer):
             tools=tuple(tools),
             token_ids=np.array(rendered.token_ids, np.int32),
             spans=_message_spans(messages, rendered, 0),
-            outline=ConversationOutline.from_messages(messages),
+            outline=ConversationOutline().extend(messages),
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:

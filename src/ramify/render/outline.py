@@ -68,11 +68,6 @@ class ConversationOutline:
     current_kinds: tuple[MessageKind, ...] = ()
     since_last_reply: tuple[Message, ...] = ()
 
-    @classmethod
-    def from_messages(cls, messages: Iterable[Message]) -> "ConversationOutline":
-        """Return the outline of a whole conversation."""
-        return cls().extend(messages)
-
     def extend(self, messages: Iterable[Message]) -> "ConversationOutline":
         """Return the outline of the conversation with more messages."""
         outline = self

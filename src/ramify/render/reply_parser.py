@@ -61,11 +61,9 @@ def split_reasoning(text: str, tags: ReasoningTags, is_open: bool) -> tuple[str 
     `is_open` says that the prompt has already opened the reasoning.
     """
     body = text if is_open else text.lstrip()
-    if not is_open:
-        if not body.startswith(tags.start):
-            return None, text, True
-        body = body.removeprefix(tags.start)
-    reasoning, tag, content = body.removeprefix(tags.start if is_open else "").partition(tags.stop)
+    if not is_open and not body.startswith(tags.start):
+        return None, text, True
+    reasoning, tag, content = body.removeprefix(tags.start).partition(tags.stop)
     return reasoning.strip("\n"), content.lstrip("\n"), bool(tag)
 
 

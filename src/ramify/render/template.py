@@ -29,7 +29,6 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str] | None = None,
         template_args: Mapping[str, Any] | None = None,
-        today: datetime | None = None,
     ) -> None:
         if DEFAULT_TEMPLATE not in sources:
             raise ConfigInvalid(
@@ -37,7 +36,7 @@ class ChatTemplate:
                 "add a chat_template.jinja to its directory, or name a family"
             )
         self.sources = dict(sources)
-        self._environment = _build_environment(today or datetime.now())
+        self._environment = _build_environment(datetime.now())
         self._variables = {**(special_tokens or {}), **(template_args or {})}
         self._compiled: dict[str, jinja2.Template] = {}
 

@@ -78,7 +78,7 @@ class TemplateRenderer(Renderer):
             tools=tuple(tools),
             token_ids=encoded.ids,
             spans=_message_spans(messages, layout.extents, encoded),
-            outline=ConversationOutline.from_messages(messages),
+            outline=ConversationOutline().extend(messages),
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:

@@ -18,21 +18,16 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "mistral": mistral.parse,
     "none": parse_as_text,
 }
+FORMATS_BY_TAG = {hermes.CALL_START: "hermes", mistral.CALLS_TAG: "mistral", llama3.PYTHON_TAG: "llama-3"}
 
 
 def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
     """Return the format that a template uses, detected from its text, or else from the added tokens."""
-    if "<function=" in template:
+    if qwen_coder.FUNCTION_START in template:
         return "qwen-coder"
-    if "<tool_call>" in template:
-        return "hermes"
-    if mistral.CALLS_TAG in template:
-        return "mistral"
-    if llama3.PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
+    for tag, tool_format in FORMATS_BY_TAG.items():
+        if tag in template:
+            return tool_format
+    if "<|start_header_id|>" in template and "parameters" in template:
         return "llama-3"
-    added_tokens = tokenizer.added_tokens
-    if "<tool_call>" in added_tokens:
-        return "hermes"
-    if mistral.CALLS_TAG in added_tokens:
-        return "mistral"
-    return "llama-3" if llama3.PYTHON_TAG in added_tokens else "none"
+    return next((tool_format for tag, tool_format in FORMATS_BY_TAG.items() if tag in tokenizer.added_tokens), "none")
