@@ -44,9 +44,7 @@ def describe_origin(error: BaseException) -> str:
 
 def _is_user_code(filename: str) -> bool:
     file = Path(filename)
-    if filename.startswith("<"):  # frozen modules and code without a file
-        return False
-    if _is_ramify_code(file):
+    if filename.startswith("<") or _is_ramify_code(file):  # "<": frozen modules and code without a file
         return False
     return not file.is_relative_to(_STDLIB_DIR) or any(name in file.parts for name in _INSTALL_DIR_NAMES)
 

@@ -345,15 +345,10 @@ class UnknownFailure(RamifyError, blame="system", retryable=False):
     """
 
     def __init__(
-        self, message: str, *, name: str | None = None, blame: Blame | None = None, retryable: bool | None = None
+        self, message: str, *, name: str = "UnknownFailure", blame: Blame = "system", retryable: bool = False
     ) -> None:
         super().__init__(message)
-        if name is not None:
-            self.name = name
-        if blame is not None:
-            self.blame = blame
-        if retryable is not None:
-            self.retryable = retryable
+        self.name, self.blame, self.retryable = name, blame, retryable
 
     def __str__(self) -> str:
         return self.message if self.name == "UnknownFailure" else f"{self.name}: {self.message}"
