@@ -53,20 +53,15 @@ def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_chan
         move_aside(path)
     store = RunStore.open(path, required_fact=IDENTITY_KEY)
     try:
-        _record_identity(store, dict(identity), accept_changes)
+        changes = check_identity(store, identity, accept_changes)
+        if changes:
+            RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result(BLOCKING_CHANGE_TIMEOUT)
+        if changes or store.get_fact(IDENTITY_KEY) is None:
+            store.set_fact(IDENTITY_KEY, dict(identity))
     except BaseException:
         store.close()
         raise
     return store
-
-
-def _record_identity(store: RunStore, identity: dict[str, Any], accept_changes: bool | None) -> None:
-    """Check the identity of the run, then store it if the run is new or the change is accepted."""
-    changes = check_identity(store, identity, accept_changes)
-    if changes:
-        RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result(BLOCKING_CHANGE_TIMEOUT)
-    if changes or store.get_fact(IDENTITY_KEY) is None:
-        store.set_fact(IDENTITY_KEY, identity)
 
 
 def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes: bool | None) -> list[str]:

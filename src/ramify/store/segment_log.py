@@ -9,7 +9,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import zstandard
 
@@ -35,7 +34,7 @@ class SegmentLog:
         self._fd: int | None = None
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
-    def open(self, committed_lengths: dict[int, int]) -> Self:
+    def open(self, committed_lengths: dict[int, int]) -> None:
         """Open the log for appending; truncate each segment to its committed length.
 
         Raises TraceCorrupt if a segment is missing or shorter than committed.
@@ -48,7 +47,6 @@ class SegmentLog:
                 raise TraceCorrupt(f"{self._path(number)} is missing, but the run's index points into it")
         self.segment_number = max(committed_lengths, default=0)
         self._open_current(committed_lengths.get(self.segment_number, 0))
-        return self
 
     def append(self, data: bytes) -> FrameLocation:
         """Write one frame and return its location. It is not durable before `sync`."""
