@@ -7,14 +7,12 @@ batch already gives every token the same weight.
 
 from collections.abc import Sequence
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
+from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
 class DrGrpo(Algorithm):
     """A = r − mean."""
-
-    config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the rewards minus their mean."""

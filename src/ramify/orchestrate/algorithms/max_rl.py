@@ -8,14 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
+from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
 class MaxRl(Algorithm):
     """A = (r − mean) / mean; 0 if no attempt earned a reward."""
-
-    config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the rewards minus their mean, divided by the mean."""

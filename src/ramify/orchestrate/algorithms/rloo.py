@@ -5,14 +5,12 @@ The baseline does not include the rollout's own reward, so the gradient estimate
 
 from collections.abc import Sequence
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
+from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
 class Rloo(Algorithm):
     """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one."""
-
-    config: AlgorithmConfig
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return each reward minus the mean of the others."""

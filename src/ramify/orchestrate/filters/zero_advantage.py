@@ -2,15 +2,13 @@
 
 import numpy as np
 
-from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
+from ramify.orchestrate.filters.base import Filter, FilterInput
 
 ZERO_TOLERANCE = 1e-8
 
 
 class ZeroAdvantage(Filter):
     """Fires if every advantage is zero and no other loss component is trained."""
-
-    config: FilterConfig
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether no annotation of the rollout has an effect."""
