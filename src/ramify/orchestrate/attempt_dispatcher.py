@@ -47,8 +47,8 @@ class AttemptDispatcher:
     ) -> None:
         self._core, self.sources, self._seed = core, sources, seed
         self._get_limit, self._on_group_scored, self._on_failure = get_limit, on_group_scored, on_failure
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._started_at: dict[tuple[int, int], tuple[str, float]] = {}  # source and monotonic time of each attempt
+        self._tasks: dict[QueuedAttempt, asyncio.Task[None]] = {}
+        self._started_at: dict[QueuedAttempt, tuple[str, float]] = {}  # source and monotonic time of each attempt
         self._finalizing: set[int] = set()
         self._wake = asyncio.Event()
         self.weights_ready = asyncio.Event()
@@ -85,20 +85,19 @@ class AttemptDispatcher:
                     self._start_attempt(task_group, *next_attempt)
                 await self._wake.wait()
 
-    def _start_attempt(self, task_group: asyncio.TaskGroup, group: GroupRecord, queued: QueuedAttempt) -> None:
-        key = (queued.group, queued.attempt)
-        task = task_group.create_task(self._run_attempt(group, queued), name=f"attempt {build_rollout_id(*key)}")
+    def _start_attempt(self, task_group: asyncio.TaskGroup, group: GroupRecord, key: QueuedAttempt) -> None:
+        work = self._run_attempt(group, key.attempt)
+        task = task_group.create_task(work, name=f"attempt {build_rollout_id(*key)}")
         self._tasks[key], self._started_at[key] = task, (group.source, time.monotonic())
         task.add_done_callback(lambda task: self._on_attempt_done(key, task))
 
-    def _on_attempt_done(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+    def _on_attempt_done(self, key: QueuedAttempt, task: asyncio.Task[None]) -> None:
         if self._tasks.get(key) is task:  # a retry may have replaced it already
             del self._tasks[key], self._started_at[key]
         self.wake()
 
-    async def _run_attempt(self, group: GroupRecord, queued: QueuedAttempt) -> None:
-        source = self.sources[group.source]
-        core, attempt = self._core, queued.attempt
+    async def _run_attempt(self, group: GroupRecord, attempt: int) -> None:
+        core, source = self._core, self.sources[group.source]
         try:
             task = await source.tasks.get_task(group.task_number)
             if source.num_tasks is None and attempt == 0:

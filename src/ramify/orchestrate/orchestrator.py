@@ -103,17 +103,13 @@ class Orchestrator:
     async def _wait_until_finished(self) -> int:
         """Wait until all steps are committed and the last eval is done, or until a stop; return the exit code."""
         run, trainer_service = self._run, self._run.trainer_service
-        stop_task = asyncio.create_task(run.stop_requested.wait())
-        try:
-            while not trainer_service.is_finished:
-                trainer_service.checkpoint_committed.clear()
-                commit_task = asyncio.create_task(trainer_service.checkpoint_committed.wait())
-                await asyncio.wait({stop_task, commit_task}, return_when=asyncio.FIRST_COMPLETED, timeout=POLL_INTERVAL)
-                commit_task.cancel()
-                if stop_task.done():
-                    return await self._checkpoint_and_stop()
-        finally:
-            stop_task.cancel()
+        while not trainer_service.is_finished:
+            trainer_service.checkpoint_committed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_INTERVAL):
+                    await run_unless_stopped(run.stop_requested, trainer_service.checkpoint_committed.wait())
+            if run.stop_requested.is_set():
+                return await self._checkpoint_and_stop()
         num_steps = run.core.ledger_progress.committed
         if not num_steps:
             drops = run.ledger.describe_drops() or "none"
@@ -152,7 +148,7 @@ class Orchestrator:
         return EXIT_RESUMABLE
 
 
-async def run_unless_stopped(stop_requested: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def run_unless_stopped(stop_requested: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Await `work` unless a stop is requested first. Return whether it completed."""
     work_task = asyncio.create_task(work)
     tasks = [work_task, asyncio.create_task(stop_requested.wait())]

@@ -164,19 +164,18 @@ class RunContext:
                 sources[name] = replace(source, revision=revisions[f"{prefix}{name}"])
 
     def _build_source_specs(self, plugins: RunPlugins, train: Mapping[str, ConnectedSource]) -> dict[str, SourceSpec]:
-        specs: dict[str, SourceSpec] = {}
-        for config in self.config.train:
-            source = train[config.source_name]
-            specs[source.name] = SourceSpec(
-                name=source.name,
-                algorithm=plugins.algorithms[source.name],
+        return {
+            name: SourceSpec(
+                name=name,
+                algorithm=plugins.algorithms[name],
                 group_size=self.config.get_group_size(config),
-                max_tries=source.max_tries,
+                max_tries=config.max_tries,
                 temperature=config.sampling.temperature,
-                group_rewards=source.group_rewards,
-                tasks_per_epoch=source.num_tasks if config.curriculum.type == "shuffle" else None,
+                group_rewards=train[name].group_rewards,
+                tasks_per_epoch=train[name].num_tasks if config.curriculum.type == "shuffle" else None,
             )
-        return specs
+            for name, config in {config.source_name: config for config in self.config.train}.items()
+        }
 
     async def _open_core(
         self, plugins: RunPlugins, source_specs: Mapping[str, SourceSpec], train: Mapping[str, ConnectedSource]
