@@ -183,8 +183,7 @@ class OrchestratorCore:
                 states = self.source_mix.record_reward(group.source, group.task_number, scored.mean_reward)
             if scored.batch_group is None or scored.forest is None:
                 assert scored.drop_reason is not None
-                await self.ledger.drop_group(group_number, scored.drop_reason, scored.drop_detail, states=states)
-                self._forget_dropped_group(group_number, scored.drop_reason)
+                await self._drop_locked_group(group_number, scored.drop_reason, scored.drop_detail, states)
                 return scored
             changed: list[tuple[RolloutRecord, Sequence[Trace]]] = []
             for attempt, summary in (summaries or {}).items():
@@ -201,8 +200,7 @@ class OrchestratorCore:
         # The numbering lock waits for a batch with the group that is being formed.
         async with self._numbering_lock, self._lock_group(group_number) as tracker:
             if tracker is not None:
-                await self.ledger.drop_group(group_number, reason, detail)
-                self._forget_dropped_group(group_number, reason)
+                await self._drop_locked_group(group_number, reason, detail)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -333,11 +331,14 @@ class OrchestratorCore:
             return GroupProgress.OPEN
         await self.ledger.drop_attempt(tracker.number, attempt, DropReason.FAILED, message)
         if tracker.progress is GroupProgress.TOO_FEW:
-            await self.ledger.drop_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
-            self._forget_dropped_group(tracker.number, DropReason.TOO_FEW)
+            await self._drop_locked_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
         return tracker.progress
 
-    def _forget_dropped_group(self, group_number: int, reason: DropReason) -> None:
+    async def _drop_locked_group(
+        self, group_number: int, reason: DropReason, detail: str, states: Mapping[str, Any] | None = None
+    ) -> None:
+        """Drop a group whose lock is held."""
+        await self.ledger.drop_group(group_number, reason, detail, states=states)
         self.patience.record_dropped(reason)
         self.admission.drop_group(group_number)
         self.attempt_queue.remove_group(group_number)
