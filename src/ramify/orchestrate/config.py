@@ -251,11 +251,13 @@ class RunConfig(Config):
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             for number, source in enumerate(sources):
                 if source.address is not None and source.pool != ElasticPoolConfig():
-                    problem = "pool is not allowed with `address`: the run does not start that server"
-                    raise ValueError(f"{kind}.{number}: {problem}")
+                    raise ValueError(
+                        f"{kind}.{number}: pool is not allowed with `address`: the run does not start that server"
+                    )
                 if source.seq_len is not None and source.seq_len > self.seq_len:
-                    problem = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
-                    raise ValueError(f"{kind}.{number}.seq_len: {problem}")
+                    raise ValueError(
+                        f"{kind}.{number}.seq_len: {source.seq_len} is longer than the run's seq_len, {self.seq_len}"
+                    )
         return self
 
     @property
