@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.config import Config, dry_run, dump_toml, parse, pop_flag, write_toml
+from ramify.config import Config, dry_run, dump_toml, parse, pop_flags, write_toml
 from ramify.errors import ConfigInvalid, StorageFailed
 from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
@@ -98,7 +98,7 @@ def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
     class Command(Config):
         steps: int = 3
 
-    is_dry_run, args = pop_flag(["--steps", "4", "--dry-run"], "--dry-run")
+    (is_dry_run,), args = pop_flags(["--steps", "4", "--dry-run"], ["--dry-run"])
     assert is_dry_run
     config = parse(Command, args)
     dry_run(config, tmp_path / "out", ["trainer: 1 process", "engine: 1 process"])
@@ -128,5 +128,5 @@ def test_a_dry_run_in_an_unwritable_directory_raises_storage_failed(tmp_path):
         dry_run(Run(name="x"), tmp_path / "file" / "x", [])
 
 
-def test_pop_flag_without_the_flag_returns_all_arguments():
-    assert pop_flag(["--steps", "4"], "--dry-run") == (False, ["--steps", "4"])
+def test_pop_flags_without_a_flag_returns_all_arguments():
+    assert pop_flags(["--steps", "4"], ["--dry-run"]) == ([False], ["--steps", "4"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flag, raise_config_invalid
+from ramify.config import parse_component, pop_flags, raise_config_invalid
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
 from ramify.files import write_atomically
@@ -16,6 +16,7 @@ from ramify.launch.process_configs import build_env_server_config
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.address import check_bind_address
 
+COMMAND_FLAGS = ("--dry-run",)
 USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
 
   FILE       a config file of this command, or of a whole run (as for `ramify rl`), from which this command takes one
@@ -30,10 +31,7 @@ All keys:
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, and serve until SIGTERM or SIGINT."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    dry, rest = pop_flag(argv, "--dry-run")
-    rest = expand_short_flags(rest)
+    (dry,), rest = pop_flags(expand_short_flags(argv), COMMAND_FLAGS)
 
     def build_part(run_config: RunConfig) -> dict[str, Any]:
         table = build_env_server_config(run_config, _get_source_flag(rest))
@@ -42,7 +40,13 @@ def run(argv: Sequence[str]) -> int:
         return table
 
     config, _ = parse_component(
-        EnvServerConfig, rest, RunConfig, build_part, prog="ramify env-server", command_flags=["--dry-run"]
+        EnvServerConfig,
+        rest,
+        RunConfig,
+        build_part,
+        prog="ramify env-server",
+        usage=USAGE,
+        command_flags=COMMAND_FLAGS,
     )
     selected = config.select_source()
     if dry:

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ramify.cli.parser import format_resume_command
-from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
-from ramify.config import dry_run, parse, pop_flag
+from ramify.cli.short_flags import SHORT_FLAGS, expand_short_flags, expand_taskset_id
+from ramify.config import dry_run, parse, pop_flags
 from ramify.display import choose_display
-from ramify.errors import StorageFull
+from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
 
 if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show-traces", "--keep-workdirs", "--dry-run")
-SHORT_FLAGS = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
+RENAMED_FLAGS = {"--show": "--show-traces", "--keep": "--keep-workdirs"}
+EVAL_SHORT_FLAGS = {**SHORT_FLAGS, "-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
 
@@ -37,14 +38,11 @@ Rerun the same command to resume the run. All keys:
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, run the missing rollouts, and print the report."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    fresh, rest = pop_flag(argv, "--fresh")
-    accept, rest = pop_flag(rest, "--accept-changes")
-    show, rest = pop_flag(rest, "--show-traces", old_flag="--show")
-    keep, rest = pop_flag(rest, "--keep-workdirs", old_flag="--keep")
-    dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
+    for old_flag, flag in RENAMED_FLAGS.items():
+        if old_flag in argv:
+            raise ConfigInvalid(f"{old_flag} is now called {flag}")
+    (fresh, accept, show, keep, dry), rest = pop_flags(argv, COMMAND_FLAGS)
+    config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
     from ramify.evals.display import EvalContent  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog
@@ -95,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
     """Return the arguments with short flags and a leading taskset id replaced by their keys."""
-    return expand_taskset_id([SHORT_FLAGS.get(arg, arg) for arg in expand_short_flags(args)])
+    return expand_taskset_id(expand_short_flags(args, EVAL_SHORT_FLAGS))
 
 
 def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:

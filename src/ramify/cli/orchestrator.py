@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse, pop_flag, raise_config_invalid
+from ramify.config import parse, pop_flags, raise_config_invalid
 from ramify.display import LogDisplay
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
@@ -13,6 +13,7 @@ from ramify.monitor import check_sinks_installed
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
+COMMAND_FLAGS = ("--dry-run", "--accept-changes")
 USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]
 
   FILE       the config file of a whole run, as for `ramify rl`
@@ -27,13 +28,9 @@ An env server is started for every source without an `address`, and ends with th
 
 def run(argv: Sequence[str]) -> int:
     """Read the run's configuration, and run the orchestrator until the run ends."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    dry, rest = pop_flag(argv, "--dry-run")
-    accept, rest = pop_flag(rest, "--accept-changes")
-    config = parse(
-        RunConfig, expand_short_flags(rest), prog="ramify orchestrator", command_flags=["--dry-run", "--accept-changes"]
-    )
+    (dry, accept), rest = pop_flags(argv, COMMAND_FLAGS)
+    args = expand_short_flags(rest)
+    config = parse(RunConfig, args, prog="ramify orchestrator", usage=USAGE, command_flags=COMMAND_FLAGS)
     if not isinstance(config.inference, ExternalConfig):
         message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
         raise_config_invalid([("inference", message)])

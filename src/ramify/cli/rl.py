@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import dry_run, parse, pop_flag
+from ramify.config import dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import RunConfig
@@ -31,12 +31,8 @@ COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, and print its plan or run it."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    fresh, rest = pop_flag(argv, "--fresh")
-    accept, rest = pop_flag(rest, "--accept-changes")
-    dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(RunConfig, expand_arguments(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
+    (fresh, accept, dry), rest = pop_flags(argv, COMMAND_FLAGS)
+    config = parse(RunConfig, expand_arguments(rest), prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.launch.plan import build_plan
         from ramify.launch.preflight import check_start

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flag, raise_config_invalid
+from ramify.config import parse_component, pop_flags, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.process_configs import build_serve_config
 from ramify.model.resolve import fetch_model, resolve_model_path
@@ -18,6 +18,7 @@ from ramify.render import load_renderer
 if TYPE_CHECKING:
     from ramify.infer.vllm_server import VLLMServer
 
+COMMAND_FLAGS = ("--dry-run",)
 USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
 
   FILE       a config file of this command, or of a whole run (as for `ramify rl`), from which this command takes its
@@ -30,11 +31,9 @@ All keys:
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, load the model, and serve until interrupted."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    dry, rest = pop_flag(expand_short_flags(argv), "--dry-run")
+    (dry,), rest = pop_flags(expand_short_flags(argv), COMMAND_FLAGS)
     config, run_config = parse_component(
-        ServeConfig, rest, RunConfig, build_serve_config, prog="ramify serve", command_flags=["--dry-run"]
+        ServeConfig, rest, RunConfig, build_serve_config, prog="ramify serve", usage=USAGE, command_flags=COMMAND_FLAGS
     )
     address_keys = {"host", "port"} & config.server.model_fields_set
     if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:

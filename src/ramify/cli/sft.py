@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from ramify.cli.parser import format_resume_command
-from ramify.config import dry_run, parse, pop_flag
+from ramify.cli.short_flags import expand_short_flags
+from ramify.config import dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
@@ -24,13 +25,9 @@ Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, train the remaining steps, and print where the weights are."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    fresh, rest = pop_flag(argv, "--fresh")
-    dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(
-        SftConfig, [SHORT_FLAGS.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS
-    )
+    (fresh, dry), rest = pop_flags(argv, COMMAND_FLAGS)
+    args = expand_short_flags(rest, SHORT_FLAGS)
+    config = parse(SftConfig, args, prog="ramify sft", usage=USAGE, command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.train.sft.plan import build_sft_plan, describe_plan
 

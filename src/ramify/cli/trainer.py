@@ -1,5 +1,6 @@
 """`ramify trainer @ config.toml`: run only the trainer, on batches from an orchestrator or a recording."""
 
+import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import dry_run, parse_component, pop_flag
+from ramify.config import dry_run, parse_component, pop_flags
 from ramify.errors import ConfigInvalid
 from ramify.launch.process_configs import build_trainer_config
 from ramify.orchestrate.config import RunConfig
@@ -29,10 +30,7 @@ On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... All keys:
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, open the batch source, and train until it ends."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    dry, rest = pop_flag(argv, "--dry-run")
-    flat, rest = pop_flag(rest, "--flat")
+    (dry, flat), rest = pop_flags(argv, ("--dry-run", "--flat"))
     replay, rest = _pop_directory_flag(rest, "--replay")
     record, rest = _pop_directory_flag(rest, "--record")
 
@@ -46,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
         RunConfig,
         build_part,
         prog="ramify trainer",
+        usage=USAGE,
         command_flags=COMMAND_FLAGS,
     )
     if run_config is not None and run_config.record_batches and replay is None and record is None:
@@ -65,6 +64,12 @@ def run(argv: Sequence[str]) -> int:
         else:  # the resolved configuration in that directory is the run's
             print(message)
         return 0
+    _train(config, replay=replay, record=record, flat=flat)
+    return 0
+
+
+def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | None, flat: bool) -> None:
+    """Train until the batch source or a signal ends it."""
     from ramify.train.batch_source import BatchRecording, ReplayBatchSource
     from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
     from ramify.train.process import TrainerProcess
@@ -93,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
                 ranks,
                 save_outputs=replay is None,
                 flat=flat,
-                log=_print_line if ranks.is_first else _discard_line,
+                log=functools.partial(print, flush=True) if ranks.is_first else _discard_line,
                 should_stop=lambda: bool(received_signals),
             ).run()
         finally:
@@ -102,7 +107,6 @@ def run(argv: Sequence[str]) -> int:
             print(f"{'stopped' if received_signals else 'done'} after step {last_step}")
     if received_signals:  # no other process may be left to remove them; a resumed run publishes again
         remove_stale_directories()
-    return 0
 
 
 def _pop_directory_flag(args: Sequence[str], flag: str) -> tuple[Path | None, list[str]]:
@@ -113,10 +117,6 @@ def _pop_directory_flag(args: Sequence[str], flag: str) -> tuple[Path | None, li
     if index + 1 == len(args):
         raise ConfigInvalid(f"{flag} needs a directory")
     return Path(args[index + 1]), [*args[:index], *args[index + 2 :]]
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 def _discard_line(line: str) -> None: ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ramify.cli.short_flags import expand_taskset_id
+from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
 from ramify.config import Config, parse
 from ramify.rollout.config import TimeoutsConfig
 
@@ -51,10 +51,8 @@ class ValidateConfig(Config):
 
 def run(argv: Sequence[str]) -> int:
     """Check the tasks and print the report."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-    expanded = expand_taskset_id([SHORT_FLAGS.get(arg, arg) for arg in argv])
-    config = parse(ValidateConfig, expanded, prog="ramify validate")
+    args = expand_taskset_id(expand_short_flags(argv, SHORT_FLAGS))
+    config = parse(ValidateConfig, args, prog="ramify validate", usage=USAGE)
     from ramify.evals.plan import load_first_tasks  # the rest is loaded here, not for help
     from ramify.rollout import Environment, SourceConfig
 

@@ -23,13 +23,14 @@ def parse_component(
     extract: Callable[[P], Mapping[str, Any]],
     *,
     prog: str | None = None,
+    usage: str = "",
     command_flags: Sequence[str] = (),
 ) -> tuple[C, P | None]:
     """Return what `parse` returns, and the full run's configuration if the files are of it, else None.
 
     `extract` returns the component's table of the full run's configuration.
     """
-    arguments = parse_arguments(cls, args, prog=prog)
+    arguments = parse_arguments(cls, args, prog=prog, usage=usage)
     files = [argument for argument in arguments if isinstance(argument, FileArgument) and not argument.section]
     if not (_top_level_keys(files) - set(cls.model_fields)) & set(parent_cls.model_fields):
         return build_config(cls, arguments, command_flags=command_flags), None

@@ -30,18 +30,22 @@ class _RawTable(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None, command_flags: Sequence[str] = ()) -> C:
+def parse(
+    cls: type[C], args: Sequence[str], *, prog: str | None = None, usage: str = "", command_flags: Sequence[str] = ()
+) -> C:
     """Return the configuration from `args` (`@ file.toml ... --key value ...`) over the defaults of `cls`.
 
     `command_flags` are flags that the command handles itself, outside the configuration; they are suggested for
-    misspelt flags. Raises ConfigInvalid with every problem. `--help` prints the keys and exits.
+    misspelt flags. Raises ConfigInvalid with every problem. `--help` prints `usage` and the keys, and exits.
     """
-    return build_config(cls, parse_arguments(cls, args, prog=prog), command_flags=command_flags)
+    return build_config(cls, parse_arguments(cls, args, prog=prog, usage=usage), command_flags=command_flags)
 
 
-def parse_arguments(cls: type[Config], args: Sequence[str], *, prog: str | None = None) -> list[Argument]:
-    """Return the files and flags in `args`. `--help` prints the keys and exits."""
+def parse_arguments(cls: type[Config], args: Sequence[str], *, prog: str | None, usage: str) -> list[Argument]:
+    """Return the files and flags in `args`. `--help` prints `usage` and the keys, and exits."""
     if "--help" in args or "-h" in args:
+        if usage:
+            print(usage)
         _pydantic_cli(cls, args=["--help"], prog=prog)
     return split_arguments(cls, args)
 
@@ -103,14 +107,9 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     return section
 
 
-def pop_flag(args: Sequence[str], flag: str, *, old_flag: str | None = None) -> tuple[bool, list[str]]:
-    """Return whether `args` has a flag of the command itself, such as `--dry-run`, and the other arguments.
-
-    Raises ConfigInvalid for `old_flag`, the name that an earlier version gave the flag.
-    """
-    if old_flag in args:
-        raise ConfigInvalid(f"{old_flag} is now called {flag}")
-    return flag in args, [arg for arg in args if arg != flag]
+def pop_flags(args: Sequence[str], flags: Sequence[str]) -> tuple[list[bool], list[str]]:
+    """Return which flags of the command itself, such as `--dry-run`, are in `args`, and the other arguments."""
+    return [flag in args for flag in flags], [arg for arg in args if arg not in flags]
 
 
 def _apply_each(apply: Callable[[Any], None], arguments: Sequence[Any]) -> list[ArgumentProblem]:
