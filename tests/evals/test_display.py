@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from ramify.display import LogDisplay
-from ramify.evals.display import EvalContent, format_line, render_page
+from ramify.evals.display import EvalContent, format_line
 from ramify.evals.progress import EvalProgress
 from ramify.store import RolloutRecord
 
@@ -42,7 +42,7 @@ def test_format_line_lists_all_fields():
 
 def test_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
     console = Console(width=120, file=io.StringIO(), no_color=True)
-    console.print(render_page(make_progress()))
+    console.print(EvalContent().render_page(make_progress()))
     text = console.file.getvalue()
     for shown in ("5/10", "0.625±0.239", "exact", "500 in, 50 out", "ProviderError", "task-5.0", "setup", "slowest"):
         assert shown in text

@@ -40,8 +40,31 @@ class EvalContent:
             yield format_line(progress)
 
     def render_page(self, progress: EvalProgress) -> RenderableType:
-        """Return the progress as a page."""
-        return render_page(progress)
+        """Return the progress as a page: bar, rewards, metrics, errors, slowest and running rollouts."""
+        remaining = "" if progress.remaining_seconds is None else f"{format_duration(progress.remaining_seconds)} left"
+        head = make_grid()
+        bar = ProgressBar(total=max(progress.total, 1), completed=len(progress.rows), width=40)
+        head.add_row(Text(progress.title, style="bold"), bar, f"{len(progress.rows)}/{progress.total}", remaining)
+
+        tokens_in, tokens_out = progress.token_counts
+        stats_table = make_grid()
+        stats_table.add_row("reward", format_estimate(progress.reward))
+        for name, value in sorted(progress.metrics.items()):
+            stats_table.add_row(name, f"{value:.3f}")
+        stats_table.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.tokens_per_second:,.0f}/s")
+        stats_table.add_row("elapsed", format_duration(progress.elapsed))
+        for name, count in progress.error_counts.most_common():
+            stats_table.add_row(Text(name, style="red"), str(count))
+
+        slowest = make_grid("slowest", "seconds", "")
+        for id, seconds, state in progress.slowest:
+            slowest.add_row(id, f"{seconds:.1f}", state)
+        running = make_grid("running", "seconds", "phase", "calls")
+        for rollout in sorted(progress.running.values(), key=lambda rollout: rollout.started_at)[:MAX_RUNNING_SHOWN]:
+            running.add_row(rollout.id, f"{rollout.elapsed:.1f}", rollout.phase, str(rollout.calls))
+        if len(progress.running) > MAX_RUNNING_SHOWN:
+            running.add_row(f"and {len(progress.running) - MAX_RUNNING_SHOWN} more")
+        return Group(head, Text(), stats_table, Text(), slowest, Text(), running)
 
 
 def format_line(progress: EvalProgress) -> str:
@@ -58,34 +81,6 @@ def format_line(progress: EvalProgress) -> str:
         "left": "unknown" if progress.remaining_seconds is None else format_duration(progress.remaining_seconds),
     }
     return f"{progress.title} " + " ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def render_page(progress: EvalProgress) -> RenderableType:
-    """Return the progress as a page: bar, rewards, metrics, errors, slowest and running rollouts."""
-    remaining = "" if progress.remaining_seconds is None else f"{format_duration(progress.remaining_seconds)} left"
-    head = make_grid()
-    bar = ProgressBar(total=max(progress.total, 1), completed=len(progress.rows), width=40)
-    head.add_row(Text(progress.title, style="bold"), bar, f"{len(progress.rows)}/{progress.total}", remaining)
-
-    tokens_in, tokens_out = progress.token_counts
-    stats_table = make_grid()
-    stats_table.add_row("reward", format_estimate(progress.reward))
-    for name, value in sorted(progress.metrics.items()):
-        stats_table.add_row(name, f"{value:.3f}")
-    stats_table.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.tokens_per_second:,.0f}/s")
-    stats_table.add_row("elapsed", format_duration(progress.elapsed))
-    for name, count in progress.error_counts.most_common():
-        stats_table.add_row(Text(name, style="red"), str(count))
-
-    slowest = make_grid("slowest", "seconds", "")
-    for id, seconds, state in progress.slowest:
-        slowest.add_row(id, f"{seconds:.1f}", state)
-    running = make_grid("running", "seconds", "phase", "calls")
-    for rollout in sorted(progress.running.values(), key=lambda rollout: rollout.started_at)[:MAX_RUNNING_SHOWN]:
-        running.add_row(rollout.id, f"{rollout.elapsed:.1f}", rollout.phase, str(rollout.calls))
-    if len(progress.running) > MAX_RUNNING_SHOWN:
-        running.add_row(f"and {len(progress.running) - MAX_RUNNING_SHOWN} more")
-    return Group(head, Text(), stats_table, Text(), slowest, Text(), running)
 
 
 def format_estimate(estimate: Estimate | None) -> str:
