@@ -1,8 +1,7 @@
 """Parse the arguments of a command into its configuration, or raise one error with every problem.
 
-The library `pydantic_config` provides the help page and the last step (aliases, validation). It gets one finished
-table, because its own parsing of flags does not reach into lists and union variants, and its TOML support needs another
-parser than the standard one.
+The library `pydantic_config` provides the help page only: its own parsing of flags does not reach into lists and union
+variants, and its TOML support needs another parser than the standard one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ValidationError, create_model
 
 from ramify.config.arguments import Argument, ArgumentProblem, FileArgument, FlagArgument, split_arguments
 from ramify.config.base import Config
@@ -20,14 +19,7 @@ from ramify.errors import ConfigInvalid
 
 C = TypeVar("C", bound=Config)
 
-# Its overloads omit `prog`, and require a default of the same class, although any model works.
-_pydantic_cli: Callable[..., Any] = pydantic_config.cli
-
-
-class _RawTable(BaseModel):
-    """The merged table of files and flags, in the form that the library accepts as a default."""
-
-    model_config = ConfigDict(extra="allow")
+_pydantic_cli: Callable[..., Any] = pydantic_config.cli  # its overloads omit `prog`
 
 
 def parse(
@@ -72,12 +64,10 @@ def build_config(
     old_keys = layers.update_keys()
     problems += [] if accept_old_keys else [("", message) for message in old_keys]
     try:
-        config: C = _pydantic_cli(cls, args=[], default=_RawTable.model_validate(layers.data))
-    except pydantic_config.ConfigFileError as error:
-        if not isinstance(error.__cause__, ValidationError):
-            raise
+        config = cls.model_validate(layers.data)
+    except ValidationError as error:
         reported = {key for key, _ in problems}
-        explained = explain_errors(error.__cause__, layers, command_flags)
+        explained = explain_errors(error, layers, command_flags)
         raise_config_invalid(problems + [(key, text) for key, text in explained.items() if key not in reported])
     if problems:
         raise_config_invalid(problems)
@@ -96,15 +86,7 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     """
     fields: Any = {key: (cls, ...)}
     wrapper: type[Config] = create_model("_Wrapper", __base__=Config, **fields)
-    layers = ConfigLayers(wrapper, {key: table})
-    problems = [("", message) for message in layers.update_keys()]
-    try:
-        section = getattr(wrapper.model_validate(layers.data), key)
-    except ValidationError as error:
-        raise_config_invalid([*problems, *explain_errors(error, layers).items()])
-    if problems:
-        raise_config_invalid(problems)
-    return section
+    return getattr(build_config(wrapper, [], {key: table}), key)
 
 
 def pop_flags(args: Sequence[str], flags: Sequence[str]) -> tuple[list[bool], list[str]]:
