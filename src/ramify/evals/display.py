@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ramify.display import Display, make_grid
 from ramify.durations import format_duration
-from ramify.evals.progress import EvalProgress
+from ramify.evals.progress import EvalProgress, count_errors, mean_by_name
 from ramify.evals.stats import Estimate
 
 REFRESH_INTERVAL = 0.25  # seconds
@@ -49,11 +49,11 @@ class EvalContent:
         tokens_in, tokens_out = progress.token_counts
         stats_table = make_grid()
         stats_table.add_row("reward", format_estimate(progress.reward))
-        for name, value in sorted(progress.metrics.items()):
+        for name, value in sorted(mean_by_name(progress.rows.values(), "metrics").items()):
             stats_table.add_row(name, f"{value:.3f}")
         stats_table.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.tokens_per_second:,.0f}/s")
         stats_table.add_row("elapsed", format_duration(progress.elapsed))
-        for name, count in progress.error_counts.most_common():
+        for name, count in count_errors(progress.rows.values()).most_common():
             stats_table.add_row(Text(name, style="red"), str(count))
 
         slowest = make_grid("slowest", "seconds", "")

@@ -21,16 +21,11 @@ from ramify.model.resolve import fetch_model, resolve_model_path
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """A policy, and the engine that was started for it; None if it uses running servers."""
+    """A policy, the addresses of its servers, and the engine that was started for it, if any."""
 
     policy: Policy
+    urls: list[str]
     engine: EngineProcess | None = None
-
-    @property
-    def engine_url(self) -> str:
-        """The address of the started engine."""
-        assert self.engine is not None
-        return self.engine.address
 
 
 def check_server(config: EvalConfig) -> None:
@@ -47,7 +42,8 @@ async def open_policy(
     """Yield the policy; an engine that is started for it is stopped on exit."""
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(config.inference, ExternalConfig):
-            yield ServedPolicy(await _connect(config, config.inference.base_url, stack, print_line))
+            urls = config.inference.base_url
+            yield ServedPolicy(await _connect(config, urls, stack, print_line), urls)
             return
         serve_config = ServeConfig(
             model=config.model, renderer=config.renderer, inference=config.inference, server=config.server
@@ -57,7 +53,7 @@ async def open_policy(
             EngineProcess(serve_config, run_dir, start_timeout=config.startup_timeout)
         )
         policy = await connect_policy([engine.address], config.model.name, config.renderer, stack, client_mode="tokens")
-        yield ServedPolicy(policy, engine)
+        yield ServedPolicy(policy, [engine.address], engine)
 
 
 async def _connect(

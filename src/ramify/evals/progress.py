@@ -71,7 +71,7 @@ class EvalProgress:
     @property
     def num_failed(self) -> int:
         """Number of rollouts with a system failure."""
-        return sum(row.failure is not None for row in self.rows.values())
+        return len(self.rows) - self.num_completed
 
     @property
     def elapsed(self) -> float:
@@ -93,16 +93,6 @@ class EvalProgress:
     def reward(self) -> Estimate | None:
         """The mean reward; None if no rollout has one."""
         return clustered_mean(group_rewards_by_task(self.rows.values()).values())
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The mean of each metric."""
-        return mean_by_name(self.rows.values(), "metrics")
-
-    @property
-    def error_counts(self) -> Counter[str]:
-        """How many rollouts had each error, by name."""
-        return count_errors(self.rows.values())
 
     @property
     def token_counts(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from ramify.env.plugin import update_plugin_keys
 from ramify.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.evals.config import EvalConfig
 from ramify.rollout import Environment, score_group, score_trace
-from ramify.rollout.config import SourceConfig
 from ramify.rollout.scoring import build_unscored_rewards
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, load_state
 from ramify.store import RolloutRecord, RunStore
@@ -33,13 +32,10 @@ def load_environment(store: RunStore) -> Environment:
     path = store.path / "config.toml"
     if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
         raise ConfigInvalid(f"{store.path} is not an eval run; replay works on eval runs only")
-    return Environment.load(_with_current_keys(read_stored_config(EvalConfig, path).source))
-
-
-def _with_current_keys(source: SourceConfig) -> SourceConfig:
-    """Return the source of an older run with the current names of the keys of its plugins."""
+    source = read_stored_config(EvalConfig, path).source
     tables = {"taskset": source.taskset, "harness": source.harness, "runtime": source.runtime}
-    return source.model_copy(update={kind: update_plugin_keys(kind, table) for kind, table in tables.items()})
+    current_tables = {kind: update_plugin_keys(kind, table) for kind, table in tables.items()}  # of an older run
+    return Environment.load(source.model_copy(update=current_tables))
 
 
 async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[RescoredRollout]:

@@ -9,7 +9,6 @@ from ramify.evals.config import EvalConfig
 from ramify.evals.plan import PlannedRollout
 from ramify.evals.policy import ServedPolicy
 from ramify.gateway import Gateway
-from ramify.infer.config import ExternalConfig
 from ramify.rollout import Environment, run_rollout
 from ramify.rollout.attempt import ProgressCallback
 from ramify.rollout.scoring import build_unscored_rewards
@@ -63,7 +62,6 @@ async def _open_in_workers(
     from ramify.envserver.messages import compute_environment_digest
 
     environment_digest = compute_environment_digest(environment.identity)
-    urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [served.engine_url]
     source = environment.source.model_dump(mode="json")
     if environment.runtime_config.keep_workdir:
         source["runtime"] = {**source["runtime"], "keep_workdir": True}
@@ -72,7 +70,7 @@ async def _open_in_workers(
             "eval": [{**source, "pool": {"type": "static", "workers": config.workers}}],
             "model": config.model.model_dump(),
             "renderer": config.renderer.model_dump(),
-            "inference": {"engine": "external", "base_url": urls},
+            "inference": {"engine": "external", "base_url": served.urls},
             "client_type": config.client_type,
             "api_key_env": config.api_key_env,
             "output": path,
