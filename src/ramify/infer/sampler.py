@@ -110,32 +110,29 @@ def _sample_inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     """Invert the cumulative distribution of each row at `noise`."""
     rows, vocab = weights.shape
     if vocab <= MAX_SINGLE_STAGE_VOCAB:
-        return _search_cumulative(weights, noise.unsqueeze(-1), None).squeeze(-1)
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return _search_cumulative(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:]).squeeze(-1)
     if vocab % VOCAB_CHUNK:
         weights = torch.nn.functional.pad(weights, (0, VOCAB_CHUNK - vocab % VOCAB_CHUNK))
     chunks = weights.view(rows, -1, VOCAB_CHUNK)
     chunk_sums = chunks.sum(-1)
     chunk_cumsum = chunk_sums.cumsum(-1, dtype=torch.float64)
     target = noise.unsqueeze(-1) * chunk_cumsum[:, -1:]
-    chunk = _search_cumulative(chunk_sums, target, chunk_cumsum)
+    chunk = _search_cumulative(chunk_cumsum, target)
     below = chunk_cumsum.gather(-1, chunk) - chunk_sums.gather(-1, chunk)
     chunk_weights = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, -1, VOCAB_CHUNK)).squeeze(1)
-    token = _search_cumulative(chunk_weights, target - below, chunk_weights.cumsum(-1, dtype=torch.float64))
+    token = _search_cumulative(chunk_weights.cumsum(-1, dtype=torch.float64), target - below)
     return (chunk * VOCAB_CHUNK + token).squeeze(-1)
 
 
-def _search_cumulative(weights: Tensor, target: Tensor, cumulative: Tensor | None) -> Tensor:
+def _search_cumulative(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the index in each row whose share of the cumulative sum holds `target`, [rows, 1].
 
-    If `cumulative` is None, it is computed, and `target` is a fraction of it. Sums round, so the target may be just
-    beyond the last index with a positive weight; then that index is returned.
+    Sums round, so the target may be just beyond the last index with a positive weight; then that index is returned.
     """
-    if cumulative is None:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        target = target * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1)  # NaN is beyond every index
+    return torch.minimum(index, last).clamp_(max=cumulative.shape[-1] - 1)  # NaN is beyond every index
 
 
 def _apply_top_k_top_p_min_p(weights: Tensor, rows: list[int], requests: Sequence[EngineRequest]) -> Tensor:
