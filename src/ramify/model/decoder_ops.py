@@ -87,17 +87,13 @@ class DecoderOps:
     ) -> Tensor:
         """Return the logits of `logit_rows`, which ascend, [len(logit_rows), vocab]."""
         hidden, rope = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
-        *lower_layers, top_layer = weights.layers
-        for index, layer in enumerate(lower_layers):
+        for index, layer in enumerate(weights.layers):
             qkv = self.project_qkv(layer, hidden, rope, attn_metadata, index)
-            hidden = self.project_out_and_mlp(layer, self.attend(qkv, attn_metadata, index), hidden)
-        top_index = len(lower_layers)
-        attn_output = self.attend(
-            self.project_qkv(top_layer, hidden, rope, attn_metadata, top_index), attn_metadata, top_index
-        )
-        if len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
-            attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
-        hidden = self.project_out_and_mlp(top_layer, attn_output, hidden)
+            attn_output = self.attend(qkv, attn_metadata, index)
+            is_last = index == len(weights.layers) - 1
+            if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
+                attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
+            hidden = self.project_out_and_mlp(layer, attn_output, hidden)
         logits = self.matmul(self.norm(hidden, weights.norm), weights.head.t())
         return logits if weights.head_bias is None else logits + weights.head_bias
 
