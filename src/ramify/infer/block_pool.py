@@ -60,7 +60,7 @@ class BlockPool:
         request.num_shared_blocks = len(path)
         request.cache_node = None
         if self.enable_prefix_cache:
-            request.cache_node = path[-1] if path else self._get_or_create_root(scope)
+            request.cache_node = path[-1] if path else self.roots.setdefault(scope, Block(ROOT_ID, scope))
         self.counters.prefix_query_tokens += len(request.token_ids)
         self.counters.prefix_hit_tokens += start
         self.allocate_slots(request, stop)
@@ -121,12 +121,12 @@ class BlockPool:
             while pending:
                 block = pending.pop()
                 pending.extend(block.children.values())
-                self._detach(block)
+                block.detach()
         self.roots = {}
         for request in running_requests:
             request.cache_node = None
             for block in request.blocks:
-                self._detach(block)
+                block.detach()
 
     def _match_prefix(self, scope: Hashable, token_ids: list[int]) -> list[Block]:
         node = self.roots.get(scope)
@@ -137,12 +137,6 @@ class BlockPool:
                 break
             path.append(node)
         return path
-
-    def _get_or_create_root(self, scope: Hashable) -> Block:
-        if scope not in self.roots:
-            self.roots[scope] = Block(ROOT_ID)
-            self.roots[scope].token_key = scope
-        return self.roots[scope]
 
     def _drop_empty_root(self, root: Block) -> None:
         """Remove a root without children: there may be a scope for every request."""
@@ -157,13 +151,9 @@ class BlockPool:
             if parent.children.get(block.token_key) is block:
                 del parent.children[block.token_key]
             self._drop_empty_root(parent)
-        self._detach(block)
+        block.detach()
         block.ref_count = 1
         return block
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    @staticmethod
-    def _detach(block: Block) -> None:
-        block.parent, block.token_key, block.children = None, None, {}
