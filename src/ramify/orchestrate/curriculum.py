@@ -29,15 +29,19 @@ class Curriculum(Protocol):
 
     def next_task(self) -> TaskPick | None:
         """Return the next task; None if there are no more."""
+        ...
 
     def record_reward(self, task: int, reward: float) -> None:
         """Record the mean reward of a group that tried the task."""
+        ...
 
     def take_changes(self) -> dict[str, Any]:
         """Return the state that changed since the last call, by key, as plain data."""
+        ...
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
         """Restore the state from the last value of each key that `take_changes` returned."""
+        ...
 
 
 class ShuffleConfig(Config):
