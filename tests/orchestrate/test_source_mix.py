@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ramify.errors import ConfigInvalid
 from ramify.orchestrate.curriculum import (
     PoolsConfig,
     PoolsCurriculum,
@@ -129,7 +130,7 @@ def test_empty_pool_is_skipped():
 
 
 def test_pools_need_a_bounded_source():
-    with pytest.raises(ValueError, match="bounded"):
+    with pytest.raises(ConfigInvalid, match="bounded"):
         build_curriculum(PoolsConfig(), None, "0")
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from pydantic import Field, model_validator
 
 from ramify.config import Config
+from ramify.errors import ConfigInvalid
 
 NO_EPOCH = -1  # epoch of tasks chosen without epochs; a resumed run may use a curriculum that has them
 
@@ -82,7 +83,9 @@ def build_curriculum(config: ShuffleConfig | PoolsConfig, num_tasks: int | None,
     """Build the curriculum of a source; `num_tasks` is None if the source is unbounded."""
     if isinstance(config, PoolsConfig):
         if num_tasks is None:
-            raise ValueError("the pools curriculum needs a source with a bounded number of tasks")
+            raise ConfigInvalid(
+                "train: the pools curriculum needs a source with a bounded number of tasks; use type = 'shuffle'"
+            )
         return PoolsCurriculum(config, num_tasks, seed)
     return ShuffleCurriculum(config, num_tasks, seed)
 
