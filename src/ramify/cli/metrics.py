@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ramify.store.run_log import MetricPoint
 
 CURVE_WIDTH = 24  # characters
-NO_METRICS_MESSAGE = "no matching metrics yet"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,7 +24,8 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([point._asdict() for point in points]))
     elif not points:
-        print(NO_METRICS_MESSAGE)
+        missing = f"no metrics match {options.name!r} yet; 'ramify metrics {options.run}' lists all names"
+        print(missing if options.name else "no metrics yet")
     elif options.all or options.name is not None:
         _print_points(points)
     else:
