@@ -131,7 +131,7 @@ def _print_ended_run(path: Path) -> None:
         dropped, finished = ledger.describe_drops(), has_finished(store)
     state = "finished" if finished else "stopped"
     uncommitted = progress.acknowledged - progress.committed
-    print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} more trained")
+    print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} trained after the last checkpoint")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)

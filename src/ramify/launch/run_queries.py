@@ -29,7 +29,8 @@ def connect_if_running(path: Path) -> StatusClient | None:
 
 def has_finished(store: RunStore) -> bool:
     """Return whether the run reached its last step when it ran last."""
-    kinds = [event.kind for event in RunLog(store).events() if event.kind in ("started", "finished", "left")]
+    lifecycle_kinds = ("started", "finished", "stopped", "left")  # earlier versions wrote "left" for "stopped"
+    kinds = [event.kind for event in RunLog(store).events() if event.kind in lifecycle_kinds]
     return kinds[-1:] == ["finished"]
 
 

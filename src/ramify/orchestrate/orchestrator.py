@@ -144,7 +144,7 @@ class Orchestrator:
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.launch.grace_period):
                     await trainer_service.checkpoint_committed.wait()
-        run.run_log.log_event("left", committed=core.ledger_progress.committed)
+        run.run_log.log_event("stopped", committed=core.ledger_progress.committed)
         return EXIT_RESUMABLE
 
 
