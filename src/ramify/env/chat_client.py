@@ -27,20 +27,27 @@ RETRYABLE_STATUS_CODES = (408, 409, 429, 500, 502, 503, 504)
 INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
 
 
-class ChatClientConfig(Config):
-    """A model and the OpenAI-compatible endpoint that serves it.
+class ExternalModelConfig(Config):
+    """A model other than the policy, and the OpenAI-compatible endpoint that serves it.
 
-    - `base_url`: the address; it ends in `/v1`.
+    - `base_url`: the address; it ends in `/v1`, as in OpenAI's clients.
     - `model`: the name of the model at the endpoint.
     - `api_key_env`: the environment variable that holds the API key. None: no key is sent.
-    - `temperature`, `max_tokens`: sampling parameters. None: the defaults of the endpoint.
-    - `timeout`: seconds that a call may take, including its retries.
-    - `retries`: retries after transient failures.
     """
 
     base_url: str
     model: str
     api_key_env: str | None = None
+
+
+class ChatClientConfig(ExternalModelConfig):
+    """A model other than the policy with its endpoint (`base_url`, `model`, `api_key_env`), and how it is called.
+
+    - `temperature`, `max_tokens`: sampling parameters. None: the defaults of the endpoint.
+    - `timeout`: seconds that a call may take, including its retries.
+    - `retries`: retries after transient failures.
+    """
+
     temperature: float | None = Field(default=None, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
     timeout: float = Field(default=120.0, gt=0)

@@ -5,18 +5,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ramify.config import Config
+from ramify.env.chat_client import ExternalModelConfig
 from ramify.env.mcp import McpServerConfig
 from ramify.gateway.config import AGENT_TIMEOUT
-
-
-class ExternalModelConfig(Config):
-    """A model other than the policy, at an OpenAI-compatible endpoint. Its calls are recorded but never trained on."""
-
-    base_url: str
-    """Ends in `/v1`, as in OpenAI's clients."""
-    model: str
-    api_key_env: str | None = None
-    """The environment variable that holds the API key. None: no key is sent."""
 
 
 class HarnessConfig(Config):
@@ -25,7 +16,8 @@ class HarnessConfig(Config):
     - `id`: the id that selects the harness.
     - `timeout`: seconds that the agent has for a task; `task.timeout` overrides it.
     - `train`: which calls are trained on: "main", those of the agent's conversations about the task, or "all".
-    - `models`: other models by the names under which the agent requests them. Any other name selects the policy.
+    - `models`: other models by the names under which the agent requests them. Any other name selects the policy. Their
+      calls are recorded but never trained on.
     """
 
     id: str = "chat"
