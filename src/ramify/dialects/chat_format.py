@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -115,7 +115,7 @@ def _format_content(message: Message, media: Mapping[str, Media]) -> str | list[
         if isinstance(part, MediaPart):
             parts.append({"type": "image_url", "image_url": {"url": media_to_url(media[part.hash])}})
         else:
-            parts.append({"type": "text", "text": cast(Any, part).text})
+            parts.append({"type": "text", "text": part.text})
     return parts
 
 

@@ -18,8 +18,6 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def describe_tool_images(messages: Sequence[Message], media: Mapping[str, Media]) -> Sequence[Message]:
     """Return the messages with the images of tool results replaced by descriptions."""
-    if not any(message.role == "tool" and not isinstance(message.content, str) for message in messages):
-        return messages
     return [_describe_images(message, media) if message.role == "tool" else message for message in messages]
 
 
