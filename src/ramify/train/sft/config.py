@@ -1,6 +1,5 @@
 """Configuration of `ramify sft`. Importable without torch."""
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,8 +98,10 @@ class SftConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run; all others may change when it is resumed."""
-        lora = self.trainer.lora
-        settings = self.model_dump(mode="json", include={"renderer", "seq_len", "seed"})
-        settings |= {"data": to_old_keys(SftDataConfig, self.data.model_dump(mode="json")), "model": self.model.name}
-        settings |= {"lora": to_old_keys(LoraConfig, lora.model_dump(mode="json"))}
-        return json.loads(json.dumps({**settings, "held_out": self.validation.fraction}))
+        return {
+            **self.model_dump(mode="json", include={"renderer", "seq_len", "seed"}),
+            "data": to_old_keys(SftDataConfig, self.data.model_dump(mode="json")),
+            "model": self.model.name,
+            "lora": to_old_keys(LoraConfig, self.trainer.lora.model_dump(mode="json")),
+            "held_out": self.validation.fraction,
+        }
