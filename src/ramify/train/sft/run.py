@@ -274,11 +274,9 @@ class _SftRun:
 def _stop_on_signal() -> Iterator[threading.Event]:
     """On SIGINT or SIGTERM request a stop: the run ends after the current step, with a checkpoint."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    previous = {signum: signal.signal(signum, lambda *_: stop.set()) for signum in (signal.SIGINT, signal.SIGTERM)}
+    is_main_thread = threading.current_thread() is threading.main_thread()  # only that one may handle signals
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main_thread else ()
+    previous = {signum: signal.signal(signum, lambda *_: stop.set()) for signum in signals}
     try:
         yield stop
     finally:
