@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ramify.display import Display, make_grid
 from ramify.durations import format_duration
-from ramify.evals.progress import EvalProgress, count_errors, mean_by_name
-from ramify.evals.stats import Estimate
+from ramify.evals.progress import EvalProgress, count_errors
+from ramify.evals.stats import Estimate, mean_by_name
 
 REFRESH_INTERVAL = 0.25  # seconds
 LOG_INTERVAL = 5.0  # seconds between log lines
@@ -49,7 +49,8 @@ class EvalContent:
         tokens_in, tokens_out = progress.token_counts
         stats_table = make_grid()
         stats_table.add_row("reward", format_estimate(progress.reward))
-        for name, value in sorted(mean_by_name(progress.rows.values(), "metrics").items()):
+        valid_rows = (row for row in progress.rows.values() if row.failure is None)
+        for name, value in sorted(mean_by_name(row.summary.get("metrics", {}) for row in valid_rows).items()):
             stats_table.add_row(name, f"{value:.3f}")
         stats_table.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.tokens_per_second:,.0f}/s")
         stats_table.add_row("elapsed", format_duration(progress.elapsed))

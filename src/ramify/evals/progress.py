@@ -118,17 +118,6 @@ def group_rewards_by_task(rows: Iterable[RolloutRecord]) -> dict[tuple[str, str]
     return rewards
 
 
-def mean_by_name(rows: Iterable[RolloutRecord], summary_key: str) -> dict[str, float]:
-    """Return the mean of each number in `row.summary[summary_key]`, over the rollouts without a system failure."""
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        if row.failure is None:
-            for name, value in row.summary.get(summary_key, {}).items():
-                if value is not None:
-                    values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-
-
 def count_tokens(rows: Collection[RolloutRecord]) -> tuple[int, int]:
     """Return the prompt and the sampled tokens of all rollouts."""
     prompt, sampled = (sum(int(row.summary.get(key, 0)) for row in rows) for key in ("input", "output"))

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ramify.durations import format_duration
 from ramify.evals.bounds import reward_bounds
-from ramify.evals.progress import count_errors, count_tokens, group_rewards_by_task, mean_by_name
-from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates
+from ramify.evals.progress import count_errors, count_tokens, group_rewards_by_task
+from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates, mean_by_name
 from ramify.evals.summary import PHASES, total_seconds
 from ramify.store import RolloutRecord
 from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
@@ -61,7 +61,7 @@ def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
     if mixed := describe_mixed_revisions(rows):
         yield "revisions", f"{mixed}: the environment was changed between them"
     for table in ("rewards", "metrics"):
-        for name, value in sorted(mean_by_name(rows, table).items()):
+        for name, value in sorted(mean_by_name(row.summary.get(table, {}) for row in valid_rows).items()):
             yield name, f"{value:.3f}"
     if valid_rows:
         yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in valid_rows) / len(valid_rows):.1%}"

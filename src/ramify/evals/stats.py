@@ -15,7 +15,8 @@ A task with fewer than k samples is not used for that k.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -118,6 +119,15 @@ def safe_mean(values: Sequence[float]) -> float:
         return fmean(values)
     except (OverflowError, ValueError):  # ValueError: infinite values of both signs
         return sum(value / len(values) for value in values)
+
+
+def mean_by_name(tables: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the mean of each number in the tables, by name; None is not counted."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (item for table in tables for item in table.items()):
+        if value is not None:
+            values[name].append(value)
+    return {name: safe_mean(numbers) for name, numbers in values.items()}
 
 
 def estimate_pass_rates(

@@ -7,11 +7,10 @@ for. A rollout that the system failed counts as missing, not as zero.
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
-from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, safe_mean
+from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import list_system_failures
@@ -89,11 +88,10 @@ class OnlineEvaluator:
 
     async def _run_rollouts(
         self, name: str, config: EvalSourceConfig, source: ConnectedSource, step: int
-    ) -> dict[str, list[Trace]]:
-        """Run and store the rollouts of an eval, and return the traces that count, by task."""
+    ) -> list[list[Trace]]:
+        """Run and store the rollouts of an eval, and return the traces that count, for each task."""
         semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROLLOUTS)
         num_tasks = config.num_tasks if source.num_tasks is None else min(source.num_tasks, config.num_tasks)
-        traces_by_task: dict[str, list[Trace]] = {str(number): [] for number in range(num_tasks)}
 
         async def run_rollout(number: int, repetition: int) -> list[Trace]:
             rollout_id = f"eval.{name}.{step}.{number}.{repetition}"
@@ -102,7 +100,7 @@ class OnlineEvaluator:
             self._on_progress()
             return traces
 
-        async def run_task(number: int) -> None:
+        async def run_task(number: int) -> list[Trace]:
             async with asyncio.TaskGroup() as task_group:
                 rollouts = [task_group.create_task(run_rollout(number, i)) for i in range(config.repetitions)]
             episodes = {i: rollout.result() for i, rollout in enumerate(rollouts) if rollout.result()}
@@ -115,12 +113,11 @@ class OnlineEvaluator:
             for repetition, traces in episodes.items():
                 record = _build_record(name, step, number, repetition, traces, source.revision)
                 await self._store.add_rollout(record, traces)
-            traces_by_task[str(number)] += [trace for trace in valid_traces if None not in trace.rewards.values()]
+            return [trace for trace in valid_traces if None not in trace.rewards.values()]
 
         async with asyncio.TaskGroup() as task_group:
-            for number in range(num_tasks):
-                task_group.create_task(run_task(number))
-        return traces_by_task
+            tasks = [task_group.create_task(run_task(number)) for number in range(num_tasks)]
+        return [task.result() for task in tasks]
 
     async def _run_with_retries(
         self, source: ConnectedSource, task_number: int, rollout_id: str, repetition: int, seed: str
@@ -167,11 +164,11 @@ def _build_record(
     )
 
 
-def _compute_metrics(prefix: str, config: EvalSourceConfig, traces_by_task: dict[str, list[Trace]]) -> dict[str, float]:
-    rewards = [[trace.reward for trace in traces if trace.reward is not None] for traces in traces_by_task.values()]
-    num_missing = sum(len(traces) < config.repetitions for traces in traces_by_task.values())
+def _compute_metrics(prefix: str, config: EvalSourceConfig, traces_by_task: list[list[Trace]]) -> dict[str, float]:
+    rewards = [[trace.reward for trace in traces if trace.reward is not None] for traces in traces_by_task]
+    num_missing = sum(len(traces) < config.repetitions for traces in traces_by_task)
     metrics = {f"{prefix}/missing": float(num_missing)}
-    if not any(traces_by_task.values()):
+    if not any(traces_by_task):
         return metrics
     if (mean := clustered_mean(rewards)) is not None:
         metrics[f"{prefix}/avg"] = mean.mean
@@ -180,11 +177,8 @@ def _compute_metrics(prefix: str, config: EvalSourceConfig, traces_by_task: dict
     for k in choose_ks(config.repetitions):
         if (pass_rates := estimate_pass_rates(rewards, k, config.pass_threshold)) is not None:
             metrics[f"{prefix}/pass@{k}"], metrics[f"{prefix}/pass^{k}"] = pass_rates[0].mean, pass_rates[1].mean
-    all_traces = [trace for traces in traces_by_task.values() for trace in traces]
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for trace in all_traces:
-        for name, value in trace.metrics.items():
-            values[name].append(value)
-    metrics |= {f"{prefix}/metric/{name}": safe_mean(numbers) for name, numbers in values.items()}
+    all_traces = [trace for traces in traces_by_task for trace in traces]
+    means = mean_by_name(trace.metrics for trace in all_traces)
+    metrics |= {f"{prefix}/metric/{name}": value for name, value in means.items()}
     metrics[f"{prefix}/truncated"] = safe_mean([trace.is_truncated for trace in all_traces])
     return metrics
