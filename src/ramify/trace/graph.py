@@ -103,14 +103,8 @@ class MessageGraph:
 
     def previous_token_index(self, node: int) -> int:
         """Return the token column's index of the last token on the path before the node, or -1."""
-        while node >= 0:
-            first = self._run_first[self.find_run(node)]
-            if self.token_start(node) > self.token_start(first):
-                return self.token_start(node) - 1
-            node = int(self.nodes.view["parent"][first])
-            if node >= 0 and self.token_stop(node) > self.token_start(node):
-                return self.token_stop(node) - 1
-        return -1
+        slices = self.path_slices(int(self.nodes.view["parent"][node]))
+        return next((part.stop - 1 for part in reversed(slices) if part.stop > part.start), -1)
 
     def read_record(self, node: int) -> NodeRecord:
         """Decode the message and call of a node. Raises TraceCorrupt."""
