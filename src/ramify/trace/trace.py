@@ -270,7 +270,7 @@ def _flatten_paths(graph: MessageGraph, leaves: Sequence[int]) -> list[FlatBranc
     sampled = concat_ranges(starts, table["sampled_stop"] - table["sampled_start"])
     mask, logprobs = np.zeros(graph.tokens.size, bool), np.full(graph.tokens.size, np.nan, np.float32)
     mask[sampled], logprobs[sampled] = True, graph.logprobs.view
-    columns: tuple[npt.NDArray[Any], ...] = (graph.tokens.view, mask, logprobs)
+    columns: list[npt.NDArray[Any]] = [graph.tokens.view, mask, logprobs]
     branches: list[FlatBranch] = []
     for leaf in leaves:
         path = graph.path_slices(leaf)
