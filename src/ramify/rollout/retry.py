@@ -29,7 +29,7 @@ async def run_rollout(
     max_tries: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> Episode:
-    """Run one attempt, up to `max_tries` times (default: `source.attempts`) while it ends with a system failure.
+    """Run one attempt, up to `max_tries` times (default: `source.max_tries`) while it ends with a system failure.
 
     Returns the episode of the last try; `trace.info["tries"]` lists the failures of the tries before it.
     """
