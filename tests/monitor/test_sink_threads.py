@@ -2,7 +2,7 @@
 
 import threading
 
-from ramify.monitor import MonitorSinks
+from ramify.monitor import MonitorSinks, sink_threads
 
 LONG = 30.0  # seconds; no test should wait this long
 
@@ -106,9 +106,10 @@ def test_a_sink_that_cannot_be_opened_is_reported():
     assert sinks.num_dropped == {"wandb": 1}
 
 
-def test_a_sink_that_hangs_is_abandoned_when_the_run_closes():
+def test_a_sink_that_hangs_is_abandoned_when_the_run_closes(monkeypatch):
+    monkeypatch.setattr(sink_threads, "MAX_QUEUED_CALLS", 4)
     sink, lines = HangingSink(), []
-    sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append, max_queued=4)
+    sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append)
     sinks.log_metrics(0, {})
     assert sink.called.wait(LONG)
     for step in range(1, 6):

@@ -17,6 +17,7 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:0"
 
 def count_available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
+    # macOS has no affinity
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -8,17 +8,19 @@ load and shrinks after it has had surplus workers for a while. Every decision is
 import asyncio
 import math
 import shutil
+import tempfile
 import time
 import traceback
 from collections import deque
 from collections.abc import Coroutine
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, SelectedSource
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
-from ramify.envserver.worker_process import WorkerProcess, WorkerState, make_temp_root
+from ramify.envserver.worker_process import WorkerProcess, WorkerState
 from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
 from ramify.wire import LoopMonitor, WireSettings
 
@@ -51,7 +53,7 @@ class WorkerPool:
         """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""
         self.started_at = time.monotonic()
         self._waiters: deque[asyncio.Future[WorkerProcess]] = deque()
-        self._num_waiting = 0  # waiters that have neither a worker nor been cancelled
+        self.num_waiting = 0  # attempts that have neither a worker nor been cancelled
         self._ids = count(1)
         self._boot_failures_in_a_row = 0
         self._next_boot_at = 0.0
@@ -64,7 +66,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start workers and return when the first is ready. Raises the boot error if there is none."""
-        self._temp_root = make_temp_root()
+        self._temp_root = Path(tempfile.mkdtemp(prefix="ramify-env-"))  # of all workers
         self._scale_up("start")
         self._create_task(self._monitor_loop())
         await self._first_boot_done.wait()
@@ -90,18 +92,13 @@ class WorkerPool:
         """The number of attempts that run on workers."""
         return sum(worker.load for worker in self.workers.values())
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of attempts that wait for a worker."""
-        return self._num_waiting
-
     async def acquire(self) -> WorkerProcess:
         """Wait for a worker, first come first served, and return it. The caller must `release` it after its attempt."""
         if self.boot_error is not None and not self._ready_workers():
             raise _attempt_error(self.boot_error)
         future: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
-        self._num_waiting += 1
+        self.num_waiting += 1
         future.add_done_callback(self._on_waiter_done)
         self._assign_waiters()
         self._scale_up("load")
@@ -132,17 +129,17 @@ class WorkerPool:
             if worker is None or worker.load >= capacity:
                 return
             worker.load += 1
-            self._num_waiting -= 1  # here, not in the callback: an attempt must never count as both running and waiting
+            self.num_waiting -= 1  # here, not in the callback: an attempt must never count as both running and waiting
             self._waiters.popleft().set_result(worker)
 
     def _on_waiter_done(self, future: "asyncio.Future[WorkerProcess]") -> None:
-        self._num_waiting -= future.cancelled()
+        self.num_waiting -= future.cancelled()
 
     def _fail_waiters(self, error: RamifyError) -> None:
         while self._waiters:
             future = self._waiters.popleft()
             if not future.done():
-                self._num_waiting -= 1
+                self.num_waiting -= 1
                 future.set_exception(_attempt_error(error))
 
     # -- scaling -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -261,8 +260,3 @@ async def _read_pipe(pipe: IO[bytes]) -> bytes:
         return await reader.read()
     finally:
         transport.close()
-
-
-def make_temp_root() -> Path:
-    """Create the directory for the temporary directories of all workers of a server."""
-    return Path(tempfile.mkdtemp(prefix="ramify-env-"))

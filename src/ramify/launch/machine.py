@@ -4,12 +4,13 @@ A container shows the cores and memory of its host, and a scheduler may pin a pr
 the minimum of the hardware, the affinity of this process, and all its control groups up to the root.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from ramify.envserver.config import count_available_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,7 @@ class CgroupLimits:
 def usable_cores(limits: CgroupLimits | None = None) -> int:
     """Return the number of cores that this process may use."""
     limits = read_cgroup_limits() if limits is None else limits
-    # macOS has no affinity
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = count_available_cores()
     return allowed if limits.cpus is None else min(allowed, max(1, int(limits.cpus)))
 
 

@@ -66,18 +66,16 @@ class LaunchPlan:
     def format_lines(self) -> list[str]:
         """Return the plan as lines of text."""
         lines = [f"run {self.config.path}: {self.config.model.name}, {self.config.max_steps} steps"]
+        devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
         for spec in self.process_specs:
-            lines += ["", f"{spec.name}: {self._describe_devices(spec)}", f"  {shlex.join(spec.command)}"]
+            spec_devices = devices.get(spec.name, self.devices.other)
+            lines += ["", f"{spec.name}: {spec_devices}", f"  {shlex.join(spec.command)}"]
             lines += [f"  at {spec.address}, log in {spec.log}" if spec.address else f"  log in {spec.log}"]
         external = [
             f"{name}: {address} (external, not managed by this run)"
             for name, address in _list_external_services(self.config)
         ]
         return [*lines, *(["", *external] if external else []), "", self._describe_memory()]
-
-    def _describe_devices(self, spec: ProcessSpec) -> str:
-        devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
-        return str(devices.get(spec.name, self.devices.other))
 
     def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:
@@ -178,7 +176,7 @@ class _PlanBuilder:
         return [
             ProcessSpec(
                 "inference",
-                _ramify_command("serve", "@", str(file)),
+                (*RAMIFY_COMMAND, "serve", "@", str(file)),
                 self.path / "logs" / "inference.log",
                 env=self._build_environment(self.devices.inference, "inference"),
                 address=f"{self.addresses['inference']}/health",
@@ -199,7 +197,7 @@ class _PlanBuilder:
         file = self._add_config_file(f"env-{source.kind}-{source.source_name.replace('/', '-')}", config)
         return ProcessSpec(
             f"env/{name}",
-            _ramify_command("env-server", "@", str(file)),
+            (*RAMIFY_COMMAND, "env-server", "@", str(file)),
             source.log_path(self.path),
             env=self._build_environment(self.devices.other, name),
             address=self.addresses[name],
@@ -211,7 +209,7 @@ class _PlanBuilder:
         file = self._add_config_file("orchestrator", _with_default_pools(self.run_config))
         return ProcessSpec(
             "orchestrator",
-            _ramify_command("orchestrator", "@", str(file)),
+            (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
             self.path / "logs" / "orchestrator.log",
             ProcessRole.LEADER,
             env=self._build_environment(self.devices.other, "orchestrator.address", "orchestrator.status_address"),
@@ -228,7 +226,7 @@ class _PlanBuilder:
         arguments = ("trainer", "@", str(file), *record)
         num_gpus = len(self.devices.trainer.gpus)
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
-        command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else _ramify_command(*arguments)
+        command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else (*RAMIFY_COMMAND, *arguments)
         log, env = self.path / "logs" / "trainer.log", self.devices.trainer.env
         modules = TRAINER_MODULES if self._is_cpu_only else ()
         return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
@@ -276,10 +274,6 @@ def _with_default_pools(config: RunConfig) -> RunConfig:
     train = [source.model_copy(update=default) for source in config.train]
     evals = [source.model_copy(update=default) for source in config.eval]
     return config.model_copy(update={"train": train, "eval": evals})
-
-
-def _ramify_command(*arguments: str) -> tuple[str, ...]:
-    return (*RAMIFY_COMMAND, *arguments)
 
 
 def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:

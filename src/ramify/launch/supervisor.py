@@ -242,13 +242,12 @@ class Supervisor:
             self._on_change(self.get_process_statuses())
 
     def _build_status(self, spec: ProcessSpec, process: SupervisedProcess | None, now: float) -> ProcessStatus:
+        state, pid, seconds = ProcessState.WAITING, 0, 0.0
+        if process is not None:
+            state, seconds = process.state, now - process.state_since
+            pid = process.child.pid if state in ALIVE_STATES else 0
         restarts = self._budgets[spec.name].num_restarts
-        if process is None:
-            return ProcessStatus(spec.name, ProcessState.WAITING, 0, restarts, 0.0, spec.address, str(spec.log))
-        pid = process.child.pid if process.state in ALIVE_STATES else 0
-        return ProcessStatus(
-            spec.name, process.state, pid, restarts, now - process.state_since, spec.address, str(spec.log)
-        )
+        return ProcessStatus(spec.name, state, pid, restarts, seconds, spec.address, str(spec.log))
 
     @contextlib.contextmanager
     def _install_signal_handlers(self) -> Generator[None]:

@@ -6,6 +6,7 @@ The first failure of each kind is reported, and a sink is disabled after a few f
 queue is full, calls are dropped; when the run ends, it waits for the sinks only until a deadline.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -28,14 +29,8 @@ class MonitorSinks:
     `print_line` receives the warnings about sinks.
     """
 
-    def __init__(
-        self,
-        factories: Mapping[str, SinkFactory],
-        *,
-        print_line: Callable[[str], None],
-        max_queued: int = MAX_QUEUED_CALLS,
-    ) -> None:
-        self._workers = [_SinkWorker(name, factory, print_line, max_queued) for name, factory in factories.items()]
+    def __init__(self, factories: Mapping[str, SinkFactory], *, print_line: Callable[[str], None]) -> None:
+        self._workers = [_SinkWorker(name, factory, print_line) for name, factory in factories.items()]
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -68,10 +63,10 @@ class MonitorSinks:
 class _SinkWorker:
     """One sink, its queue and its thread."""
 
-    def __init__(self, name: str, factory: SinkFactory, print_line: Callable[[str], None], max_queued: int) -> None:
+    def __init__(self, name: str, factory: SinkFactory, print_line: Callable[[str], None]) -> None:
         self.name, self.num_dropped = name, 0
         self._factory, self._print_line = factory, print_line
-        self._calls: queue.Queue[SinkCall | None] = queue.Queue(max_queued)
+        self._calls: queue.Queue[SinkCall | None] = queue.Queue(MAX_QUEUED_CALLS)
         self._given_up = False
         self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"monitor {name}", daemon=True)
@@ -93,7 +88,9 @@ class _SinkWorker:
             try:
                 return self._calls.put_nowait(None)
             except queue.Full:
-                self._drop_oldest()
+                with contextlib.suppress(queue.Empty):
+                    self._calls.get_nowait()
+                    self.num_dropped += 1
         return None
 
     def join(self, timeout: float) -> None:
@@ -102,13 +99,6 @@ class _SinkWorker:
         if self._thread.is_alive():
             self._given_up = True
             self._warn_once("hangs", f"sink {self.name} did not close in time; abandoned")
-
-    def _drop_oldest(self) -> None:
-        try:
-            self._calls.get_nowait()
-            self.num_dropped += 1
-        except queue.Empty:
-            pass
 
     def _run(self) -> None:
         sink = self._open_sink()
