@@ -55,7 +55,28 @@ class ConsoleSink:
         """Do nothing: each line is written at once."""
 
 
-class WandbSink:
+class _LibrarySink:
+    """What Weights & Biases and Trackio share: a run that takes rows of metrics and tables. A resumed run continues."""
+
+    def __init__(self, library: str, config: Mapping[str, Any], **options: Any) -> None:
+        self._library = import_module(library)
+        self._run = self._library.init(resume="allow", config=dict(config), **options)
+
+    def log_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the metrics of a step."""
+        self._run.log(dict(values), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Log the rollouts of a step as a table."""
+        table = self._library.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
+        self.log_metrics(step, {"samples": table})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class WandbSink(_LibrarySink):
     """Weights & Biases. A resumed run continues the same wandb run.
 
     wandb drops a row whose step is lower than the last one's, and a run logs the training of step 7 after the rewards
@@ -68,46 +89,20 @@ class WandbSink:
     def __init__(
         self, name: str, directory: Path, config: Mapping[str, Any], *, project: str, entity: str | None
     ) -> None:
-        self._wandb = import_module("wandb")
-        self._run = self._wandb.init(
-            project=project, entity=entity, name=name, id=name, resume="allow", dir=str(directory), config=dict(config)
-        )
+        super().__init__("wandb", config, project=project, entity=entity, name=name, id=name, dir=str(directory))
         self._run.define_metric(self.STEP_METRIC, hidden=True)
         self._run.define_metric("*", step_metric=self.STEP_METRIC)
 
-    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the metrics of a step."""
         self._run.log({self.STEP_METRIC: step, **values})
 
-    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """Log the rollouts of a step as a table."""
-        table = self._wandb.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
-        self._run.log({self.STEP_METRIC: step, "samples": table})
 
-    def close(self) -> None:
-        """Finish the wandb run."""
-        self._run.finish()
-
-
-class TrackioSink:
+class TrackioSink(_LibrarySink):
     """Trackio. A resumed run continues the same Trackio run."""
 
     def __init__(self, name: str, config: Mapping[str, Any], *, project: str) -> None:
-        self._trackio = import_module("trackio")
-        self._run = self._trackio.init(project=project, name=name, resume="allow", config=dict(config))
-
-    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step."""
-        self._run.log(dict(values), step=step)
-
-    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """Log the rollouts of a step as a table."""
-        table = self._trackio.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
-        self._run.log({"samples": table}, step=step)
-
-    def close(self) -> None:
-        """Finish the trackio run."""
-        self._run.finish()
+        super().__init__("trackio", config, project=project, name=name)
 
 
 class TensorBoardSink:
