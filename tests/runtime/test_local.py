@@ -146,7 +146,8 @@ def test_cancelling_a_run_during_its_start_kills_all_processes():
     async def test(runtime):
         ready = runtime.workdir / "ready"
         run_task = asyncio.create_task(runtime.run(f"{PROCESS_TREE} touch ready; sleep 1000", timeout=25.0))
-        await asyncio.sleep(0)  # the process is there, and `spawn` waits for its pipes
+        while not psutil.Process().children():
+            await asyncio.sleep(0)
         while not ready.exists():
             time.sleep(0.01)  # the loop stands still meanwhile, as on a busy machine
         run_task.cancel()

@@ -53,7 +53,9 @@ PLUGIN_KINDS = {
     ),
     "harness": PluginKind("ramify.harnesses", "ramify.harness:Harness", {"chat": "ramify.harness.chat:ChatHarness"}),
     "runtime": PluginKind(
-        "ramify.runtimes", "ramify.env.runtime:Runtime", {"local": "ramify.runtime.local:LocalRuntime"}
+        "ramify.runtimes",
+        "ramify.env.runtime:Runtime",
+        {"local": "ramify.runtime.local:LocalRuntime", "sandbox": "ramify.runtime.sandbox:SandboxRuntime"},
     ),
     "judge": PluginKind(
         "ramify.judges",

@@ -1,14 +1,19 @@
 """The interface of runtimes. A runtime runs the programs of one rollout; `stop` removes everything.
 
-    start -> run, spawn, read, write ... -> stop
+    prepare -> start -> run, spawn, read, write, upload, download, expose ... -> stop
 
 A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
-it. Only a failure of the runtime itself raises `SandboxError`, which is retried.
+it. A failure of the runtime itself raises `SandboxError`, which is retried. If a program ends its own box, for example
+by killing every process in it, later calls raise `AgentExit`, which is the agent's fault.
+
+What a runtime enforces depends on its kind and on the machine. `capabilities` states it, and `check_task` refuses a
+configuration or a task that asks for more: a limit is enforced or refused, never ignored.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
@@ -16,6 +21,8 @@ from pydantic import Field
 
 from ramify.config import Config
 from ramify.env.task import Task
+from ramify.errors import ConfigInvalid
+from ramify.names import find_similar
 
 TIMEOUT_EXIT_CODE = 124  # as of `timeout(1)`
 NOT_EXECUTABLE_EXIT_CODE = 126  # as of a shell
@@ -25,6 +32,59 @@ CommandLine = Sequence[str] | str
 """A program and its arguments, or a line for `sh -c`."""
 
 
+class Capability(StrEnum):
+    """Something that a runtime enforces or supports.
+
+    - `WALLS`: programs cannot reach files, processes and sockets of the machine.
+    - `PRIVATE_NETWORK`: programs reach nothing over the network but the gateway of their rollout.
+    - `MEMORY_LIMIT`, `PROCESS_LIMIT`, `DISK_LIMIT`, `CPU_LIMIT`: the resource of the same name is limited.
+    - `IMAGES`: a task may name a container image.
+    """
+
+    WALLS = "walls"
+    PRIVATE_NETWORK = "private_network"
+    MEMORY_LIMIT = "memory_limit"
+    PROCESS_LIMIT = "process_limit"
+    DISK_LIMIT = "disk_limit"
+    CPU_LIMIT = "cpu_limit"
+    IMAGES = "images"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a runtime enforces or supports on this machine, and why it does not have the other capabilities."""
+
+    available: frozenset[Capability] = frozenset()
+    reasons: Mapping[Capability, str] = field(default_factory=dict[Capability, str])
+
+    def check(self, capability: Capability, requirement: str, runtime_id: str) -> None:
+        """Raise ConfigInvalid if a capability is missing. `requirement` names what asks for it."""
+        if capability not in self.available:
+            reason = self.reasons.get(capability, "this kind of runtime does not have it")
+            raise ConfigInvalid(f"{requirement} needs {capability} of the runtime {runtime_id!r}: {reason}")
+
+
+class ResourceLimits(Config):
+    """Limits on the programs of one rollout together. None: no limit."""
+
+    memory_mb: int | None = Field(default=None, ge=1)
+    """Mebibytes of memory; files in memory count. A program that exceeds it is killed."""
+    max_processes: int | None = Field(default=None, ge=1)
+    """Processes and threads."""
+    disk_mb: int | None = Field(default=None, ge=1)
+    """Mebibytes of files."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Cores."""
+
+
+CAPABILITY_OF_LIMIT = {
+    "memory_mb": Capability.MEMORY_LIMIT,
+    "max_processes": Capability.PROCESS_LIMIT,
+    "disk_mb": Capability.DISK_LIMIT,
+    "cpus": Capability.CPU_LIMIT,
+}
+
+
 class RuntimeConfig(Config):
     """Configuration common to all runtimes.
 
@@ -32,7 +92,10 @@ class RuntimeConfig(Config):
     - `keep_workdir`: whether the files of a rollout are kept after it ends, for inspection.
     - `max_output_bytes`: bytes kept of a command's standard output, and of its standard error: the first and the last
       half.
+    - `max_file_mb`: mebibytes of the largest file, and of the largest directory, that is read out of the runtime.
     - `env`: environment variables for every program.
+    - `limits`: resources of one rollout; `task.resources` overrides them.
+    - `warm`: runtimes that are prepared before a rollout needs them. 0: none.
     """
 
     renamed_keys: ClassVar = {"keep": "keep_workdir", "max_output": "max_output_bytes"}
@@ -40,7 +103,15 @@ class RuntimeConfig(Config):
     id: str = "local"
     keep_workdir: bool = False
     max_output_bytes: int = Field(default=1 << 20, ge=0)
+    max_file_mb: float = Field(default=64.0, gt=0)
     env: dict[str, str] = {}
+    limits: ResourceLimits = ResourceLimits()
+    warm: int = Field(default=0, ge=0)
+
+    @property
+    def max_file_bytes(self) -> int:
+        """`max_file_mb` in bytes."""
+        return int(self.max_file_mb * (1 << 20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +130,7 @@ class ExecResult:
 
 
 class RuntimeProcess(ABC):
-    """A running program and all processes it started."""
+    """A running program and all processes it started. `pid` is its id inside the runtime."""
 
     pid: int
 
@@ -70,6 +141,18 @@ class RuntimeProcess(ABC):
     @abstractmethod
     async def kill(self) -> None:
         """Kill the program and all it started; return when they are gone."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to the standard input of an interactive program. Raises BrokenPipeError if it no longer reads."""
+
+    @abstractmethod
+    async def read_line(self, timeout: float) -> bytes:
+        """Return the next line that an interactive program wrote, b"" at the end of its output.
+
+        Raises TimeoutError if no line is complete after `timeout` seconds, ValueError if it is longer than
+        `max_output_bytes`.
+        """
 
 
 class Runtime(ABC):
@@ -86,16 +169,47 @@ class Runtime(ABC):
     @property
     @abstractmethod
     def workdir(self) -> Path:
-        """The directory in which programs start and that relative paths refer to."""
+        """The directory in which programs start and that relative paths refer to, as programs see it."""
 
     @property
     def trace_metadata(self) -> dict[str, Any]:
         """The description of the runtime that is stored in a trace."""
         return self.config.model_dump(mode="json", include={"id"})
 
-    @abstractmethod
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this runtime enforces or supports on this machine."""
+        return Capabilities()
+
+    def get_limits(self, task: Task) -> ResourceLimits:
+        """Return the limits of the configuration, overridden by those of the task.
+
+        Raises ConfigInvalid for an unknown resource or a value that is not positive.
+        """
+        for name in task.resources:
+            if name not in CAPABILITY_OF_LIMIT:
+                similar = find_similar(name, CAPABILITY_OF_LIMIT)
+                hint = f"; did you mean {similar}?" if similar else ""
+                known = ", ".join(CAPABILITY_OF_LIMIT)
+                raise ConfigInvalid(f"task {task.identity}: resources.{name} is unknown, expected {known}{hint}")
+        return ResourceLimits.model_validate(self.config.limits.model_dump() | task.resources)
+
     def check_task(self, task: Task) -> None:
-        """Raise ConfigInvalid if the task needs something that this runtime does not support."""
+        """Raise ConfigInvalid if the configuration or the task needs a capability that is missing here."""
+        capabilities, runtime_id = self.capabilities, self.config.id
+        if task.image is not None:
+            capabilities.check(Capability.IMAGES, f"the task's image {task.image!r}", runtime_id)
+        for name in task.requires:
+            capabilities.check(Capability(name), f"task {task.identity}", runtime_id)
+        limits = self.get_limits(task)
+        for name, capability in CAPABILITY_OF_LIMIT.items():
+            if getattr(limits, name) is not None:
+                origin = "the task's resources" if name in task.resources else 'runtime.limits ("None": no limit)'
+                capabilities.check(capability, f"{name} in {origin}", runtime_id)
+
+    async def prepare(self) -> None:
+        """Do the part of `start` that does not depend on the task. A warm pool calls it ahead of time."""
+        return
 
     @abstractmethod
     async def start(self, task: Task) -> None:
@@ -113,10 +227,13 @@ class Runtime(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
+        interactive: bool = False,
     ) -> RuntimeProcess:
         """Start a program and return without waiting for it.
 
-        Raises FileNotFoundError or another OSError if it cannot be run, ValueError if the command line is invalid.
+        Standard input is `stdin` and then the end of the file; an `interactive` program reads what `write` sends, and
+        `read_line` returns its output. Raises FileNotFoundError or another OSError if it cannot be run, ValueError if
+        the command line is invalid.
         """
 
     async def run(
@@ -147,8 +264,32 @@ class Runtime(ABC):
 
     @abstractmethod
     async def read(self, path: str | PurePath) -> bytes:
-        """Return the content of a file. Raises FileNotFoundError if there is none."""
+        """Return the content of a regular file beneath the root of the runtime.
+
+        Raises FileNotFoundError if there is none, ValueError if it is larger than `config.max_file_mb`.
+        """
 
     @abstractmethod
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
         """Write a file, and create its parent directories."""
+
+    @abstractmethod
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy the regular files of a directory of this machine into a directory of the runtime."""
+
+    @abstractmethod
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy the regular files of a directory of the runtime into a directory of this machine.
+
+        Links and special files are left out. Raises FileNotFoundError if there is no such directory, ValueError if the
+        files are larger than `config.max_file_mb`.
+        """
+
+    @abstractmethod
+    async def expose(self, base_url: str) -> str:
+        """Make a URL of this machine reachable for programs of the runtime; return the URL that they use."""
+
+    @classmethod
+    def clean(cls, config: RuntimeConfig) -> list[str]:
+        """Remove what runtimes of processes that have ended left behind; return one line for each thing removed."""
+        return []

@@ -8,9 +8,10 @@ unless it has a `key`.
 import hashlib
 import json
 from functools import cached_property
-from typing import Any, Self
+from pathlib import PurePath
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ramify.config.schema import is_dict
 from ramify.trace.plain_data import to_plain
@@ -27,7 +28,10 @@ class Task(BaseModel):
     - `key`: the task's identity. None: a digest of all fields.
     - `image`: the container image of the sandbox, for runtimes that support images.
     - `workdir`: the directory in which programs start, relative to the rollout's work directory.
-    - `resources`: resources of the sandbox, for runtimes that support them.
+    - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
+    - `requires`: what the runtime must enforce or support, such as "walls"; see `Capability`.
+    - `outputs`: paths in the work directory. If given, rewards and metrics get a fresh runtime in which only these files
+      and directories of the agent's are.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
     """
 
@@ -40,6 +44,8 @@ class Task(BaseModel):
     image: str | None = None
     workdir: str | None = None
     resources: dict[str, float] = Field(default_factory=dict)
+    requires: tuple[Literal["walls", "private_network"], ...] = ()
+    outputs: tuple[str, ...] | None = None
     timeout: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
@@ -53,6 +59,14 @@ class Task(BaseModel):
         return {
             name: to_plain(value, f"task.{name}") if name in untyped_fields else value for name, value in data.items()
         }
+
+    @field_validator("outputs")
+    @classmethod
+    def _outputs_are_relative(cls, outputs: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for path in outputs or ():
+            if PurePath(path).is_absolute() or ".." in PurePath(path).parts or not PurePath(path).parts:
+                raise ValueError(f"{path!r} is not a path in the work directory")
+        return outputs
 
     @cached_property
     def identity(self) -> str:

@@ -9,8 +9,10 @@ cancellation included, the runtime is stopped and the session closed before the 
 
 import asyncio
 import random
+import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from ramify.harness.initial_messages import get_user_prompt_texts
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.rollout.harness_timeout import HarnessTimeout
+from ramify.rollout.outputs import collect_outputs
 from ramify.rollout.retrying_runtime import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, score_trace
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
@@ -90,7 +93,7 @@ class AttemptRunner:
         seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
         self.harness_timeout = task.timeout or env.harness.config.timeout
-        self.runtime = RetryingRuntime(env.make_runtime())
+        self.runtime = RetryingRuntime(env.runtime_pool.take())
         self.trace = Trace(
             id=id,
             episode=id,
@@ -165,10 +168,22 @@ class AttemptRunner:
             await self._run_phase("finalize", timeout, self.env.hooks.finalize(self.context))
         self._report_phase("scoring")
         start = time.monotonic()
+        if self.task.outputs is not None:
+            await self._replace_runtime(self.task.outputs)
         if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
             self.trace.info[SCORING_STATE_KEY] = _save_state_or_reason(self.context.state)
         await score_trace(self.env, self.context)
         self.trace.timing.scoring = time.monotonic() - start
+
+    async def _replace_runtime(self, outputs: Sequence[str]) -> None:
+        """Replace the agent's runtime by a fresh one that has only the task's outputs, so that rewards can trust it."""
+        async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
+            with tempfile.TemporaryDirectory(prefix="ramify-outputs-") as directory:
+                self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
+                await self.runtime.stop()
+                self.runtime = self.context.runtime = RetryingRuntime(self.env.runtime_pool.take())
+                await self.runtime.start(self.task)
+                await self.runtime.upload(Path(directory), ".")
 
     async def _setup(self) -> tuple[ToolSet, User | None]:
         hooks = self.env.hooks

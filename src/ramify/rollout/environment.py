@@ -20,6 +20,7 @@ from ramify.gateway.config import RolloutLimits
 from ramify.gateway.policy import ChatPolicy, Policy
 from ramify.harness import Harness
 from ramify.rollout.config import SourceConfig
+from ramify.rollout.runtime_pool import RuntimePool
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class Environment:
     """The sampling parameters, in the form that traces store."""
     runtime_metadata: dict[str, Any]
     """The description of the runtime, in the form that traces store."""
+    runtime_pool: RuntimePool
+    """The runtimes that are prepared for the next rollouts."""
     start_pacer: LoopPacer = field(default_factory=LoopPacer)
     """Lets one rollout start per event-loop iteration, so that a burst of requests does not block heartbeats."""
     _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
@@ -62,14 +65,17 @@ class Environment:
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
             runtime_metadata=runtime_class(runtime_config).trace_metadata,
+            runtime_pool=RuntimePool(lambda: runtime_class(runtime_config), runtime_config.warm),
         )
+        env.make_runtime().check_task(Task())
         harness.check_compatibility(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():
             read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
         return env
 
     async def close(self) -> None:
-        """Close the connections to the models that the harness config names."""
+        """Close the connections to the models that the harness config names, and stop the prepared runtimes."""
+        await self.runtime_pool.close()
         models, self._model_policies = self._model_policies, {}
         for model in models.values():
             await model.close()

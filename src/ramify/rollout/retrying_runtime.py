@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ramify.async_calls import retry
 from ramify.env import Runtime, RuntimeProcess, Task
-from ramify.env.runtime import CommandLine
+from ramify.env.runtime import Capabilities, CommandLine
 
 T = TypeVar("T")
 MAX_RETRIES = 3
@@ -34,9 +34,18 @@ class RetryingRuntime(Runtime):
         """The description of the inner runtime."""
         return self._inner.trace_metadata
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner runtime enforces."""
+        return self._inner.capabilities
+
     def check_task(self, task: Task) -> None:
         """Check the task with the inner runtime."""
         self._inner.check_task(task)
+
+    async def prepare(self) -> None:
+        """Prepare the inner runtime, with retries."""
+        await self._with_retries(self._inner.prepare)
 
     async def start(self, task: Task) -> None:
         """Start the inner runtime, with retries."""
@@ -53,9 +62,12 @@ class RetryingRuntime(Runtime):
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
+        interactive: bool = False,
     ) -> RuntimeProcess:
         """Start a program in the inner runtime, with retries."""
-        return await self._with_retries(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
+        return await self._with_retries(
+            lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin, interactive=interactive)
+        )
 
     async def read(self, path: str | PurePath) -> bytes:
         """Read a file in the inner runtime, with retries."""
@@ -64,6 +76,18 @@ class RetryingRuntime(Runtime):
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
         """Write a file in the inner runtime, with retries."""
         await self._with_retries(lambda: self._inner.write(path, data))
+
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy a directory into the inner runtime, with retries."""
+        await self._with_retries(lambda: self._inner.upload(source, target))
+
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy a directory out of the inner runtime, with retries."""
+        await self._with_retries(lambda: self._inner.download(source, target))
+
+    async def expose(self, base_url: str) -> str:
+        """Make a URL reachable in the inner runtime, with retries."""
+        return await self._with_retries(lambda: self._inner.expose(base_url))
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retry(call, max_retries=MAX_RETRIES, backoff=INITIAL_BACKOFF)

@@ -1,9 +1,11 @@
-"""Configuration of the local runtime; importable without the runtime itself."""
+"""Configuration of the runtimes; importable without the runtimes themselves."""
 
 from pathlib import Path
 from typing import ClassVar
 
-from ramify.env.runtime import RuntimeConfig
+from pydantic import Field
+
+from ramify.env.runtime import ResourceLimits, RuntimeConfig
 
 
 class LocalRuntimeConfig(RuntimeConfig):
@@ -25,3 +27,19 @@ class LocalRuntimeConfig(RuntimeConfig):
         "LD_LIBRARY_PATH",
     ]
     """Environment variables that programs inherit from this process. Others, such as API keys, are not passed on."""
+
+
+class SandboxRuntimeConfig(RuntimeConfig):
+    """Configuration of the sandbox runtime.
+
+    Its limits are on by default. A machine that cannot enforce one refuses the run: set the limit to `"None"` to
+    run without it.
+    """
+
+    id: str = "sandbox"
+    limits: ResourceLimits = ResourceLimits(memory_mb=2048, max_processes=512, disk_mb=1024)
+    warm: int = Field(default=2, ge=0)
+    read_only: list[Path] = []
+    """Directories and files of this machine that programs can read, such as the installation of an agent."""
+    path: list[str] = []
+    """Directories that are searched for programs before those of the system."""

@@ -10,22 +10,27 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePath
-from typing import IO
+from typing import ParamSpec, TypeVar
 
-from ramify.env.runtime import TIMEOUT_EXIT_CODE, CommandLine, ExecResult, Runtime, RuntimeProcess
+from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig
 from ramify.env.task import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
-from ramify.runtime.bounded_output import BoundedOutput
+from ramify.runtime.box_files import BoxFiles
+from ramify.runtime.cgroup import Cgroup, find_limit_capabilities, remove_abandoned_groups
 from ramify.runtime.config import LocalRuntimeConfig
+from ramify.runtime.owner import is_owner_alive, make_owner_name
+from ramify.runtime.piped_process import PipedProcess
 
-OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
+P = ParamSpec("P")
+T = TypeVar("T")
+DIRECTORY_PREFIX = "ramify-"
 REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove
 # errors caused by the machine, not by the command
 RESOURCE_ERRNOS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
@@ -40,7 +45,10 @@ class LocalRuntime(Runtime):
         super().__init__(config or LocalRuntimeConfig())
         self._marker = f"{uuid.uuid4().hex}."
         self._sandbox_dir: Path | None = None
+        self._open_files: BoxFiles | None = None
         self._relative_workdir = PurePath()
+        self._limits = ResourceLimits()
+        self._cgroup: Cgroup | None = None
         self._processes: list[LocalProcess] = []  # may contain exited ones
         self._num_spawned = 0
         self._stopped = False
@@ -48,18 +56,16 @@ class LocalRuntime(Runtime):
     @property
     def workdir(self) -> Path:
         """The work directory, which is created on first use. Raises SandboxError after `stop`."""
-        if self._stopped:
-            raise SandboxError("the runtime was stopped; it cannot run anything any more")
-        if self._sandbox_dir is None:
-            self._sandbox_dir = self._create_sandbox()
-        return self._sandbox_dir / "work" / self._relative_workdir
+        return self._get_sandbox_dir() / "work" / self._relative_workdir
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Limits on memory, processes and cores, where this process may create control groups."""
+        return _find_capabilities()
 
     def check_task(self, task: Task) -> None:
-        """Raise ConfigInvalid if the task needs an image or has a work directory outside of the rollout's."""
-        if task.image is not None:
-            raise ConfigInvalid(
-                f"the task needs the image {task.image!r}, but the local runtime does not support images"
-            )
+        """Raise ConfigInvalid if this runtime lacks what the task needs, or its work directory is outside."""
+        super().check_task(task)
         if task.workdir is not None and (PurePath(task.workdir).is_absolute() or ".." in PurePath(task.workdir).parts):
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
 
@@ -67,14 +73,23 @@ class LocalRuntime(Runtime):
         """Check the task and remember its work directory, which is created on first use."""
         self.check_task(task)
         self._relative_workdir = PurePath(task.workdir or "")
+        self._limits = self.get_limits(task)
+        if self._limits != ResourceLimits():
+            self._cgroup = await asyncio.to_thread(Cgroup)
+            self._cgroup.set_limits(self._limits)
 
     async def stop(self) -> None:
-        """Kill all programs and remove the work directory, unless `keep` is set."""
+        """Kill all programs and remove the work directory, unless `keep_workdir` is set."""
         self._stopped = True
         for process in self._processes:
             process.kill_process_group()
         if self._num_spawned:
             await asyncio.to_thread(kill_marked_processes, self._marker)
+        if self._open_files is not None:
+            self._open_files.close()
+        if self._cgroup is not None:
+            cgroup, self._cgroup = self._cgroup, None
+            await asyncio.to_thread(cgroup.remove)
         if self._sandbox_dir is not None and not self.config.keep_workdir:
             await asyncio.to_thread(_remove_sandbox, self._sandbox_dir)
 
@@ -85,145 +100,164 @@ class LocalRuntime(Runtime):
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
+        interactive: bool = False,
     ) -> "LocalProcess":
         """Start a program in a process group of its own, with the configured environment variables only."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        if self._cgroup is not None:
+            argv = self._cgroup.build_join_command(argv)
         workdir = self.workdir
         self._num_spawned += 1
-        process = LocalProcess(f"{self._marker}{self._num_spawned}.", self.config.max_output_bytes)
+        process = LocalProcess(
+            f"{self._marker}{self._num_spawned}.", self.config.max_output_bytes, interactive=interactive
+        )
         try:
-            await asyncio.get_running_loop().subprocess_exec(
-                lambda: process,
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-                cwd=workdir / (cwd or ""),
-                env={**self._build_env(workdir), **(env or {}), MARKER_VARIABLE: process.marker},
-                start_new_session=True,
-            )
+            await process.start(argv, {**self._build_env(), **(env or {})}, workdir / (cwd or ""), stdin)
         except OSError as error:
             if error.errno in RESOURCE_ERRNOS or not workdir.is_dir():
                 raise SandboxError(f"cannot run {argv[0]!r} in {workdir}: {error}") from error
             raise
-        except asyncio.CancelledError:  # asyncio kills the program, but not what it has started already
-            await asyncio.to_thread(kill_marked_processes, process.marker)
-            raise
         self._processes = [other for other in self._processes if not other.has_exited] + [process]
-        process.write_stdin(stdin)
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
-        """Return the content of a file below the work directory."""
-        return await asyncio.to_thread(_read_file, self.workdir / path)
+        """Return the content of a file of the rollout's directory."""
+        return await asyncio.to_thread(self._files.read, path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        """Write a file below the work directory. Raises SandboxError if the machine lacks resources."""
-        file_path = self.workdir / path
-        try:
-            await asyncio.to_thread(_write_file, file_path, data.encode() if isinstance(data, str) else data)
-        except OSError as error:
-            if error.errno in RESOURCE_ERRNOS:
-                raise SandboxError(f"{file_path} cannot be written: {error.strerror}") from error
-            raise
+        """Write a file of the rollout's directory. Raises SandboxError if the machine lacks resources."""
+        await _write_in_thread(self._files.write, path, data.encode() if isinstance(data, str) else data)
+
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy the regular files of a directory into the rollout's directory."""
+        await _write_in_thread(self._files.upload, source, target)
+
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy the regular files of a directory out of the rollout's directory."""
+        await _write_in_thread(self._files.download, source, target)
+
+    async def expose(self, base_url: str) -> str:
+        """Return the URL unchanged: programs share the network of the machine."""
+        return base_url
+
+    @classmethod
+    def clean(cls, config: RuntimeConfig) -> list[str]:
+        """Kill the programs and remove the directories and control groups of processes that have ended."""
+        parent = Path(getattr(config, "workdir_root", None) or tempfile.gettempdir())
+        removed = [f"control group {directory}" for directory in remove_abandoned_groups()]
+        for directory in parent.glob(f"{DIRECTORY_PREFIX}*-*-*"):
+            if not is_owner_alive(directory.name.removeprefix(DIRECTORY_PREFIX)):
+                kill_marked_processes(directory.name.rsplit("-", 1)[-1])
+                _remove_sandbox(directory)
+                removed.append(f"directory {directory}")
+        return removed
+
+    @property
+    def _files(self) -> BoxFiles:
+        sandbox_dir = self._get_sandbox_dir()
+        if self._open_files is None:
+            root_fd = os.open(sandbox_dir, os.O_RDONLY | os.O_DIRECTORY)
+            workdir = PurePath("work") / self._relative_workdir
+            self._open_files = BoxFiles(root_fd, sandbox_dir, workdir, self.config.max_file_bytes)
+        return self._open_files
+
+    def _get_sandbox_dir(self) -> Path:
+        if self._stopped:
+            raise SandboxError("the runtime was stopped; it cannot run anything any more")
+        if self._sandbox_dir is None:
+            self._sandbox_dir = self._create_sandbox()
+        return self._sandbox_dir
 
     def _create_sandbox(self) -> Path:
+        parent = Path(self.config.workdir_root or tempfile.gettempdir())
+        sandbox_dir = parent / (DIRECTORY_PREFIX + make_owner_name(self._marker.rstrip(".")))
         try:
-            sandbox_dir = Path(tempfile.mkdtemp(prefix="ramify-", dir=self.config.workdir_root))
+            sandbox_dir.mkdir(mode=0o700)
             for name in ("home", "tmp", PurePath("work") / self._relative_workdir):
                 (sandbox_dir / name).mkdir(parents=True)
         except OSError as error:
-            parent = self.config.workdir_root or tempfile.gettempdir()
             raise SandboxError(f"cannot create a work directory in {parent}: {error}") from error
         return sandbox_dir
 
-    def _build_env(self, workdir: Path) -> dict[str, str]:
-        sandbox_dir = self._sandbox_dir or workdir
+    def _build_env(self) -> dict[str, str]:
+        sandbox_dir = self._get_sandbox_dir()
         inherited = {name: os.environ[name] for name in self.config.inherit_env if name in os.environ}
         return inherited | {"HOME": str(sandbox_dir / "home"), "TMPDIR": str(sandbox_dir / "tmp")} | self.config.env
 
 
-class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
-    """A process that leads a session, and all processes it started.
+class LocalProcess(PipedProcess):
+    """A process that leads a session, and all processes it started."""
 
-    asyncio's own `Process.wait` returns only after all pipes are closed, which never happens if a background server
-    keeps them open. Here `wait` depends on the exit of the process only.
-    """
-
-    def __init__(self, marker: str, max_output: int) -> None:
+    def __init__(self, marker: str, max_output_bytes: int, *, interactive: bool) -> None:
+        super().__init__(max_output_bytes, interactive=interactive)
         self.marker = marker
-        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._pipes_closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outputs = {1: BoundedOutput(max_output), 2: BoundedOutput(max_output)}
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Record the process id."""
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
+    async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: bytes | None) -> None:
+        """Start the program. Raises OSError if it cannot be run, ValueError if a text cannot be passed to one."""
+        try:
+            await self.open_pipes(stdin)
+            transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                lambda: _ExitWatcher(self),
+                *argv,
+                stdin=self.program_fds[0],
+                stdout=self.program_fds[1],
+                stderr=self.program_fds[2],
+                cwd=cwd,
+                env={**env, MARKER_VARIABLE: self.marker},
+                start_new_session=True,
+            )
+        except BaseException as error:
+            self.close_pipes()
+            if isinstance(error, asyncio.CancelledError):  # asyncio kills the program, but not what it has started
+                await asyncio.to_thread(kill_marked_processes, self.marker)
+            raise
+        self.close_program_fds()
         self.pid = transport.get_pid()
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep the output of the program, up to the limit."""
-        self._outputs[fd].write(data)
-
-    def process_exited(self) -> None:
-        """Record the exit code."""
-        self._exited.set_result(self._transport.get_returncode() or 0)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Record that the pipes of the program are closed."""
-        self._pipes_closed.set_result(None)
-
-    @property
-    def has_exited(self) -> bool:
-        """Whether the process itself has exited; its children may still run."""
-        return self._exited.done()
-
-    def write_stdin(self, stdin: bytes | None) -> None:
-        """Write all of standard input and close it."""
-        pipe = self._transport.get_pipe_transport(0)
-        if isinstance(pipe, asyncio.WriteTransport):
-            pipe.write(stdin or b"")
-            pipe.write_eof()
 
     def kill_process_group(self) -> None:
         """Kill the process group at once. `kill` also finds processes that have left the group."""
         if not self.has_exited:
             kill_process_group(self.pid)
 
-    async def wait(self, timeout: float) -> ExecResult:
-        """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
-        timed_out = not (await asyncio.wait([self._exited], timeout=timeout))[0]
-        if timed_out:
-            await self.kill()
-        await asyncio.wait([self._pipes_closed], timeout=OUTPUT_DRAIN_TIMEOUT)
-        self._transport.close()
-        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exited.result()
-        return ExecResult(returncode, self._outputs[1].getvalue(), self._outputs[2].getvalue(), timed_out)
-
-    async def kill(self) -> None:
+    async def kill_tree(self) -> None:
         """Kill the process group and all processes that carry the program's marker."""
         self.kill_process_group()
         await asyncio.to_thread(kill_marked_processes, self.marker)
+
+
+class _ExitWatcher(asyncio.SubprocessProtocol):
+    """Reports the exit code of a process."""
+
+    def __init__(self, process: LocalProcess) -> None:
+        self._process = process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._transport = transport
+
+    def process_exited(self) -> None:
+        self._process.set_exit_code(self._transport.get_returncode() or 0)
         self._transport.close()
 
 
-def _open_regular_file(path: Path, mode: str) -> IO[bytes]:
-    """Open a regular file. Opening or reading a named pipe that an agent created could block forever."""
-    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise FileNotFoundError(errno.ENOENT, "not a file", str(path))
-    return file
+@cache
+def _find_capabilities() -> Capabilities:
+    available, reasons = find_limit_capabilities()
+    reasons[Capability.IMAGES] = "it runs the programs of this machine; use the runtime 'container'"
+    reasons[Capability.DISK_LIMIT] = "its files are on the machine's disk; use the runtime 'sandbox'"
+    for capability in (Capability.WALLS, Capability.PRIVATE_NETWORK):
+        reasons[capability] = "its programs are not isolated; use the runtime 'sandbox' or 'container'"
+    return Capabilities(available, reasons)
 
 
-def _read_file(path: Path) -> bytes:
-    with _open_regular_file(path, "rb") as file:
-        return file.read()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _open_regular_file(path, "wb") as file:
-        file.write(data)
+async def _write_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function that writes files in a thread. Raises SandboxError if the machine lacks resources."""
+    try:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    except OSError as error:
+        if error.errno in RESOURCE_ERRNOS:
+            raise SandboxError(f"{error.filename} cannot be written: {error.strerror}") from error
+        raise
 
 
 def _remove_sandbox(sandbox_dir: Path) -> None:

@@ -1,0 +1,30 @@
+"""The files that an agent leaves for its rewards: only those that the task declares as `outputs`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ramify.env import Runtime
+from ramify.errors import AgentExit
+
+
+async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:
+    """Copy the outputs from the agent's runtime into `target`; return those that are missing, with the reason.
+
+    What an agent did not write, made too large or replaced by a link is missing: it is the agent's result.
+    """
+    missing: dict[str, str] = {}
+    for path in outputs:
+        try:
+            await _copy_output(runtime, path, target / path)
+        except (AgentExit, OSError, ValueError) as error:
+            missing[path] = f"{type(error).__name__}: {error}"
+    return missing
+
+
+async def _copy_output(runtime: Runtime, path: str, target: Path) -> None:
+    """Copy a file or a directory."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.write_bytes(await runtime.read(path))
+    except FileNotFoundError:
+        await runtime.download(path, target)

@@ -1,0 +1,61 @@
+"""Forward connections from a listening socket to one address of this machine.
+
+A sandbox has a network of its own, with a single listening socket that the host holds. What a program sends there
+reaches the gateway of its rollout, and nothing else is reachable.
+"""
+
+import asyncio
+import contextlib
+import socket
+
+CHUNK = 1 << 16
+CONNECT_TIMEOUT = 10.0  # seconds
+
+
+class PortForward:
+    """Forwards every connection of a listening socket to `host`:`port`, until `close`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accept connections. The socket is closed by `close`."""
+        self._server = await asyncio.start_server(self._handle, sock=listener)
+
+    async def close(self) -> None:
+        """Close the listening socket and all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
+        except (OSError, TimeoutError):
+            writer.close()
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_copy(reader, target_writer))
+                group.create_task(_copy(target_reader, writer))
+        finally:
+            writer.close()
+            target_writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end of the stream, and pass the end on. It waits as long as the rollout lives."""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()

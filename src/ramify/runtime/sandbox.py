@@ -1,0 +1,309 @@
+"""The sandbox runtime: programs in namespaces of their own, made by bubblewrap.
+
+A box has its own processes, users, network and mounts. It sees the system's programs read-only, one directory of its
+own in memory, and no file, socket or process of the machine besides. Its network has a single listening socket, which
+leads to the gateway of its rollout. A seccomp filter refuses the system calls that could undo this.
+
+    prepare   bwrap starts `sandbox_init`, which hands out the box's directory and its listening socket
+    start     the limits of the task are set
+    spawn     `sandbox_init` starts the program with pipes of this process as its standard files
+    stop      the box's first process is killed; the kernel kills all others with it, and its files are gone
+
+Nothing of a box outlives this process: bubblewrap is killed with its parent. Only an empty control group can be left,
+which `clean` removes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from urllib.parse import urlsplit
+
+from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig
+from ramify.env.task import Task
+from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.runtime.box_files import BoxFiles
+from ramify.runtime.bwrap import (
+    BOX_DIR,
+    WORK_DIR,
+    build_bwrap_command,
+    find_capabilities,
+    find_obstacle,
+    parse_child_pid,
+)
+from ramify.runtime.cgroup import Cgroup, find_cgroup_parents, remove_abandoned_groups
+from ramify.runtime.config import SandboxRuntimeConfig
+from ramify.runtime.port_forward import PortForward
+from ramify.runtime.sandbox_channel import SandboxChannel
+from ramify.runtime.sandbox_process import SandboxProcess
+from ramify.runtime.seccomp import build_seccomp_filter
+
+BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
+STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
+
+
+class SandboxRuntime(Runtime):
+    """A runtime whose programs see nothing of the machine but its read-only system directories."""
+
+    config: SandboxRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def __init__(self, config: SandboxRuntimeConfig | None = None) -> None:
+        super().__init__(config or SandboxRuntimeConfig())
+        self._box: _Box | None = None
+        self._relative_workdir = PurePath()
+        self._files: BoxFiles | None = None
+        self._forward: PortForward | None = None
+        self._stopped = False
+
+    @property
+    def workdir(self) -> Path:
+        """The work directory, as programs see it."""
+        return Path(WORK_DIR) / self._relative_workdir
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Walls and a private network always; limits where this process may create control groups."""
+        return find_capabilities()
+
+    def check_task(self, task: Task) -> None:
+        """Raise ConfigInvalid if there is no sandbox on this machine, or if it lacks what the task needs."""
+        if obstacle := find_obstacle():
+            raise ConfigInvalid(f"the runtime 'sandbox' does not work on this machine: {obstacle}")
+        super().check_task(task)
+        if task.workdir is not None and ".." in PurePath(task.workdir).parts:
+            raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
+        if task.workdir is not None and PurePath(task.workdir).is_absolute():
+            raise ConfigInvalid(f"the task's workdir {task.workdir!r} must be relative to the work directory")
+
+    async def prepare(self) -> None:
+        """Start the box with the limits of the configuration."""
+        if self._box is None and not self._stopped:
+            self._box = await _Box.start(self.config, self.config.limits.disk_mb)
+
+    async def start(self, task: Task) -> None:
+        """Take the prepared box, or start one, and apply the task's limits."""
+        self.check_task(task)
+        limits = self.get_limits(task)
+        if self._box is not None and limits.disk_mb != self._box.disk_mb:  # the size of its files is fixed
+            await self._box.stop()
+            self._box = None
+        if self._box is None:
+            self._box = await _Box.start(self.config, limits.disk_mb)
+        self._box.set_limits(limits)
+        self._relative_workdir = PurePath(task.workdir or "")
+        files = BoxFiles(
+            self._box.take_directory_fd(),
+            PurePath(BOX_DIR),
+            PurePath(self.workdir).relative_to(BOX_DIR),
+            self.config.max_file_bytes,
+        )
+        self._files = files
+        await asyncio.to_thread(files.make_directory, self.workdir)
+
+    async def stop(self) -> None:
+        """Kill the box; its files go with it, or are copied out first if `keep_workdir` is set."""
+        self._stopped = True
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            await forward.close()
+        files, self._files = self._files, None
+        box, self._box = self._box, None
+        try:
+            if files is not None and self.config.keep_workdir:
+                await asyncio.to_thread(files.download, WORK_DIR, Path(tempfile.mkdtemp(prefix="ramify-kept-")))
+        finally:
+            if files is not None:
+                files.close()
+            if box is not None:
+                await box.stop()
+
+    async def spawn(
+        self,
+        command: CommandLine,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | PurePath | None = None,
+        stdin: bytes | None = None,
+        interactive: bool = False,
+    ) -> SandboxProcess:
+        """Start a program in the box, with the configured environment variables only."""
+        box = self._get_box()
+        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        process = SandboxProcess(box.channel, self.config.max_output_bytes, interactive=interactive)
+        await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
+        return process
+
+    async def read(self, path: str | PurePath) -> bytes:
+        """Return the content of a file of the box."""
+        return await asyncio.to_thread(self._get_files().read, path)
+
+    async def write(self, path: str | PurePath, data: bytes | str) -> None:
+        """Write a file of the box. Raises OSError if its disk is full."""
+        await asyncio.to_thread(self._get_files().write, path, data.encode() if isinstance(data, str) else data)
+
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy the regular files of a directory of this machine into the box."""
+        await asyncio.to_thread(self._get_files().upload, source, target)
+
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy the regular files of a directory of the box to this machine."""
+        await asyncio.to_thread(self._get_files().download, source, target)
+
+    async def expose(self, base_url: str) -> str:
+        """Forward the box's listening socket to the server of `base_url`; return the URL that reaches it."""
+        box = self._get_box()
+        url = urlsplit(base_url)
+        if self._forward is not None or url.hostname is None or url.port is None:
+            raise ConfigInvalid(f"a sandbox exposes one address with a port; {base_url} cannot be exposed")
+        listener = box.take_listener()
+        port = listener.getsockname()[1]
+        self._forward = PortForward(url.hostname, url.port)
+        await self._forward.start(listener)
+        return url._replace(netloc=f"127.0.0.1:{port}").geturl()
+
+    @classmethod
+    def clean(cls, config: RuntimeConfig) -> list[str]:
+        """Remove the control groups of processes that have ended."""
+        return [f"control group {directory}" for directory in remove_abandoned_groups()]
+
+    def _get_box(self) -> "_Box":
+        if self._box is None:
+            raise SandboxError("the runtime was stopped or not started; it cannot run anything")
+        if self._box.channel.is_closed:
+            raise AgentExit(f"the sandbox has ended: {self._box.describe_end()}")
+        return self._box
+
+    def _get_files(self) -> BoxFiles:
+        self._get_box()
+        assert self._files is not None
+        return self._files
+
+    def _build_env(self) -> dict[str, str]:
+        search_path = [*self.config.path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+        return {
+            "PATH": ":".join(dict.fromkeys(search_path)),
+            "HOME": f"{BOX_DIR}/home",
+            "TMPDIR": f"{BOX_DIR}/tmp",
+            "USER": "agent",
+            "LANG": "C.UTF-8",
+        } | self.config.env
+
+
+class _Box:
+    """A running bubblewrap process with its first program, and what that handed out."""
+
+    def __init__(self, disk_mb: int | None) -> None:
+        self.disk_mb = disk_mb
+        self._stack = contextlib.ExitStack()
+        self._bwrap: asyncio.subprocess.Process | None = None
+        self._first_process_fd = -1
+        self._directory_fd = -1
+        self._listener: socket.socket | None = None
+        self._cgroup: Cgroup | None = None
+        self.channel: SandboxChannel
+
+    @classmethod
+    async def start(cls, config: SandboxRuntimeConfig, disk_mb: int | None) -> "_Box":
+        """Start a box and wait until it is ready. Raises SandboxError if it does not start."""
+        box = cls(disk_mb)
+        try:
+            async with asyncio.timeout(BOOT_TIMEOUT):
+                await box._start(config)
+        except BaseException as error:
+            await box.stop()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"a sandbox was not ready after {BOOT_TIMEOUT:g} s") from error
+            if isinstance(error, OSError):
+                raise SandboxError(f"a sandbox cannot be started: {error}") from error
+            raise
+        return box
+
+    async def _start(self, config: SandboxRuntimeConfig) -> None:
+        if find_cgroup_parents().directories:
+            self._cgroup = await asyncio.to_thread(Cgroup)
+            self._cgroup.set_limits(config.limits)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = SandboxChannel(ours)
+        info_read, info_write = os.pipe()
+        with contextlib.ExitStack() as child_files:
+            child_files.callback(os.close, info_write)
+            child_files.enter_context(theirs)
+            info = self._stack.enter_context(os.fdopen(info_read, "rb"))
+            filter_file = child_files.enter_context(tempfile.TemporaryFile())
+            filter_file.write(build_seccomp_filter() or b"")
+            filter_file.flush()
+            filter_file.seek(0)
+            fds = {"control": theirs.fileno(), "info": info_write, "seccomp": filter_file.fileno()}
+            self._bwrap = await asyncio.create_subprocess_exec(
+                *build_bwrap_command(config, self.disk_mb, fds, self._cgroup),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=list(fds.values()),
+                env={},  # the box sees the environment of bubblewrap's own process
+                cwd="/",
+                start_new_session=True,
+            )
+        message, fds_received = await self.channel.receive_first(2)
+        if message != b"ready" or len(fds_received) != 2:
+            stderr = self._bwrap.stderr
+            reason = b"" if stderr is None else await stderr.read(2000)
+            raise SandboxError(f"a sandbox cannot be started: {reason.decode(errors='replace').strip() or 'no reason'}")
+        self._directory_fd, listener_fd = fds_received
+        self._listener = socket.socket(fileno=listener_fd)
+        self._listener.setblocking(False)
+        self._first_process_fd = os.pidfd_open(parse_child_pid(await asyncio.to_thread(info.read)))
+        self.channel.start()
+
+    def set_limits(self, limits: ResourceLimits) -> None:
+        """Apply limits to the box."""
+        if self._cgroup is not None:
+            self._cgroup.set_limits(limits)
+
+    def take_directory_fd(self) -> int:
+        """Return the open directory of the box's files; the caller closes it."""
+        directory_fd, self._directory_fd = self._directory_fd, -1
+        return directory_fd
+
+    def take_listener(self) -> socket.socket:
+        """Return the socket that listens in the box's network; the caller closes it."""
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        return listener
+
+    def describe_end(self) -> str:
+        """Return why the box has ended although it was not stopped."""
+        if self._cgroup is not None and self._cgroup.num_oom_kills():
+            return "its programs used more memory than the limit"
+        return "a program in it killed its processes"
+
+    async def stop(self) -> None:
+        """Kill all processes of the box, wait until they are gone, and release what it held."""
+        if self._first_process_fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first_process_fd, signal.SIGKILL)
+        elif self._bwrap is not None and self._bwrap.returncode is None:
+            self._bwrap.kill()
+        if self._bwrap is not None:
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self._bwrap.wait()
+            except TimeoutError as error:
+                raise SandboxError(f"the sandbox {self._bwrap.pid} did not end after {STOP_TIMEOUT:g} s") from error
+        if hasattr(self, "channel"):
+            self.channel.close()
+        if self._listener is not None:
+            self._listener.close()
+        for fd in (self._first_process_fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._first_process_fd = self._directory_fd = -1
+        self._stack.close()
+        if self._cgroup is not None:
+            cgroup, self._cgroup = self._cgroup, None
+            await asyncio.to_thread(cgroup.remove)

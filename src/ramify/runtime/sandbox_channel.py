@@ -1,0 +1,117 @@
+"""The connection between the host and the first program of a sandbox (`sandbox_init` describes the messages)."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 1 << 16
+SEND_TIMEOUT = 20.0  # seconds for the box to accept a request
+SEND_INTERVAL = 0.01
+
+
+ReplyHandlerFunction = Callable[["InitReply | None"], None]
+"""Called with each reply to a request, and with None when the box ends."""
+
+
+class InitReply(msgspec.Struct):
+    """A message of `sandbox_init`. Programs of the box could forge it, so nothing depends on its being true."""
+
+    id: int
+    pid: int | None = None
+    errno: int | None = None
+    file: str = ""
+    status: int | None = None
+    killed: bool = False
+
+
+class SandboxChannel:
+    """Sends requests to a box and passes its replies to the handlers of their ids."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._control.setblocking(False)
+        self._handlers: dict[int, ReplyHandlerFunction] = {}
+        self._next_id = 0
+        self._is_reading = False
+        self.is_closed = False
+
+    async def receive_first(self, num_fds: int) -> tuple[bytes, list[int]]:
+        """Return the first message of the box and the open files that it hands out."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(self._control, lambda: readable.done() or readable.set_result(None))
+        try:
+            await readable
+        finally:
+            loop.remove_reader(self._control)
+        message, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, num_fds)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return message, list(fds)
+
+    def start(self) -> None:
+        """Deliver replies from now on."""
+        asyncio.get_running_loop().add_reader(self._control, self._read)
+        self._is_reading = True
+
+    def close(self) -> None:
+        """Close the connection, which ends the box. Every handler gets None."""
+        if self._is_reading:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._is_reading = False
+        self.is_closed = True
+        self._control.close()
+        handlers, self._handlers = self._handlers, {}
+        for handler in handlers.values():
+            handler(None)
+
+    def add_handler(self, handler: ReplyHandlerFunction) -> int:
+        """Return a new id whose replies `handler` gets."""
+        self._next_id += 1
+        self._handlers[self._next_id] = handler
+        return self._next_id
+
+    def remove_handler(self, id: int) -> None:
+        """Ignore the replies to an id from now on."""
+        self._handlers.pop(id, None)
+
+    async def send(self, request: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send a request with open files. Raises BrokenPipeError if the box has ended, TimeoutError if it hangs.
+
+        The request is in a file of its own, since a command line may be larger than a message.
+        """
+        request_fd = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(request_fd, "wb", closefd=False) as file:
+                file.write(json.dumps(request).encode())
+            async with asyncio.timeout(SEND_TIMEOUT):
+                while not self.is_closed:
+                    with contextlib.suppress(BlockingIOError):
+                        socket.send_fds(self._control, [b"request"], [request_fd, *fds])
+                        return
+                    await asyncio.sleep(SEND_INTERVAL)
+            raise BrokenPipeError("the sandbox has ended")
+        finally:
+            os.close(request_fd)
+
+    def _read(self) -> None:
+        try:
+            data = self._control.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        with contextlib.suppress(msgspec.MsgspecError):  # a forged message
+            reply = msgspec.json.decode(data, type=InitReply)
+            handler = self._handlers.get(reply.id)
+            if handler is not None:
+                handler(reply)

@@ -1,0 +1,131 @@
+"""The first program in a sandbox: starts the programs that the host asks for and reports their exits.
+
+It runs in the sandbox, with the standard library alone, and is given one end of a socket pair. It first hands out what
+the host needs of the sandbox, as open files: the directory of its files, and a socket that listens in its network.
+
+    host -> init   a file with {"op": "spawn", "id", "argv", "env", "cwd"}, and the program's three standard files
+                   a file with {"op": "kill", "id", "marker"}
+    init -> host   {"id", "pid"} or {"id", "errno", "file"}, then {"id", "status"}; {"id", "killed": true}
+
+The sandbox ends with this program, and this program ends when the host closes the socket. Agents run as the same user
+and could interfere with it; the host therefore trusts nothing that it says beyond the first message.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+MARKER_VARIABLE = "RAMIFY_BOX"
+MAX_KILL_ROUNDS = 50
+KILL_INTERVAL = 0.01  # seconds
+
+
+def main(control_fd: int, files_dir: str) -> None:
+    """Serve requests until the host closes the socket."""
+    control = socket.socket(fileno=control_fd)
+    os.set_inheritable(control_fd, False)
+    _hand_out_files(control, files_dir)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup_write)
+    ids: dict[int, int] = {}  # id of the request by process id
+    while True:
+        ready, _, _ = select.select([control, wakeup_read], [], [])
+        if control in ready:
+            _, fds, _, _ = socket.recv_fds(control, 16, 4)
+            if not fds:
+                return
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            try:
+                _handle_request(control, fds, ids)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        if wakeup_read in ready:
+            os.read(wakeup_read, 4096)
+        _report_exits(control, ids)
+
+
+def _hand_out_files(control: socket.socket, files_dir: str) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    directory_fd = os.open(files_dir, os.O_RDONLY | os.O_DIRECTORY)
+    socket.send_fds(control, [b"ready"], [directory_fd, listener.fileno()])
+    os.close(directory_fd)
+    listener.close()
+
+
+def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int]) -> None:
+    with open(fds[0], "rb", closefd=False) as file:
+        file.seek(0)
+        request = json.load(file)
+    if request["op"] == "kill":
+        for pid in [pid for pid, id in ids.items() if id == request["id"]]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        _kill_marked(request["marker"])
+        _send(control, {"id": request["id"], "killed": True})
+        return
+    try:
+        os.chdir(request["cwd"])
+        pid = os.posix_spawnp(
+            request["argv"][0],
+            request["argv"],
+            request["env"],
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds[1:])],
+            setsid=True,
+            setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
+        )
+    except OSError as error:
+        file_name = error.filename if isinstance(error.filename, str) else request["argv"][0]
+        _send(control, {"id": request["id"], "errno": error.errno, "file": file_name})
+    else:
+        ids[pid] = request["id"]
+        _send(control, {"id": request["id"], "pid": pid})
+    finally:
+        os.chdir("/")
+
+
+def _report_exits(control: socket.socket, ids: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            id = ids.pop(result[0], None)
+            if id is not None:
+                _send(control, {"id": id, "status": os.waitstatus_to_exitcode(result[1])})
+
+
+def _kill_marked(marker: str) -> None:
+    """Kill all processes with this marker in their environment; they may have left their parent and their session."""
+    pattern = f"{MARKER_VARIABLE}={marker}".encode()
+    for _ in range(MAX_KILL_ROUNDS):
+        pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+        marked = [pid for pid in pids if pid != os.getpid() and _has_variable(pid, pattern)]
+        if not marked:
+            return
+        for pid in marked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(KILL_INTERVAL)
+
+
+def _has_variable(pid: int, variable: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - importing pathlib delays the start
+            return variable in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _send(control: socket.socket, message: dict[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        control.send(json.dumps(message).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,48 @@
+"""Started runtimes for the tests: each kind that works on this machine."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from ramify.env import Runtime, Task
+from ramify.runtime import LocalRuntime, LocalRuntimeConfig, SandboxRuntime, SandboxRuntimeConfig
+from ramify.runtime.bwrap import find_obstacle
+
+RUNTIMES = {
+    "local": (LocalRuntime, LocalRuntimeConfig),
+    "sandbox": (SandboxRuntime, SandboxRuntimeConfig),
+}
+
+
+@contextlib.asynccontextmanager
+async def open_runtime(kind: str, task: Task | None = None, **settings):
+    """A started runtime, which is stopped at the end."""
+    runtime_class, config_class = RUNTIMES[kind]
+    runtime: Runtime = runtime_class(config_class(**settings))
+    try:
+        await runtime.start(task or Task())
+        yield runtime
+    finally:
+        await runtime.stop()
+
+
+def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
+    """Run `test(runtime)` with a started runtime."""
+
+    async def run():
+        async with open_runtime(kind, task, **settings) as runtime:
+            return await test(runtime)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def skip_unless_available(kind: str) -> None:
+    if kind == "sandbox" and (obstacle := find_obstacle()):
+        pytest.skip(f"no sandbox here: {obstacle}")
+
+
+@pytest.fixture(params=list(RUNTIMES))
+def kind(request) -> str:
+    skip_unless_available(request.param)
+    return request.param

@@ -1,0 +1,249 @@
+"""What every runtime does: start, run, open a process, read, write, copy directories, expose the gateway, stop."""
+
+import asyncio
+import os
+
+import pytest
+
+from ramify.env import Task
+from ramify.errors import ConfigInvalid, SandboxError
+from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime
+
+
+def test_command_runs_in_the_work_directory_with_input_and_output(kind):
+    async def test(runtime):
+        await runtime.write("deep/name.txt", "ä")
+        result = await runtime.run(["cat", "deep/name.txt", "-"], stdin=b"\x00\xff", timeout=10)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "ä".encode() + b"\x00\xff", b"")
+        result = await runtime.run("pwd; echo oops >&2; exit 3", timeout=10)
+        assert (result.returncode, result.text.strip(), result.stderr) == (3, str(runtime.workdir), b"oops\n")
+        await runtime.run("printf '\\000\\377' > made", timeout=10)
+        assert await runtime.read("made") == b"\x00\xff"
+        assert await runtime.read(runtime.workdir / "made") == b"\x00\xff"
+
+    run_with_runtime(kind, test)
+
+
+def test_command_that_cannot_run_returns_an_exit_code(kind):
+    async def test(runtime):
+        assert (await runtime.run(["no-such-program"], timeout=10)).returncode == 127
+        assert (await runtime.run(["cat"], cwd="no-such-place", timeout=10)).returncode == 127
+        await runtime.write("data", "x")
+        assert (await runtime.run(["./data"], timeout=10)).returncode == 126
+        assert (await runtime.run(["sh", "-c", "kill -9 $$"], timeout=10)).returncode == -9
+        for line in ("echo a\0b", "echo \ud800"):
+            assert (await runtime.run(line, timeout=10)).returncode == 126
+
+    run_with_runtime(kind, test)
+
+
+def test_task_names_the_directory_in_which_programs_start(kind):
+    async def test(runtime):
+        assert (await runtime.run("pwd", timeout=10)).text.strip() == str(runtime.workdir)
+        assert runtime.workdir.name == "deep"
+
+    run_with_runtime(kind, test, Task(workdir="very/deep"))
+    with pytest.raises(ConfigInvalid, match="outside"):
+        run_with_runtime(kind, test, Task(workdir="../other"))
+
+
+def test_environment_has_only_what_the_config_and_the_call_give(kind, monkeypatch):
+    monkeypatch.setenv("SECRET_API_KEY", "sk-1")
+
+    async def test(runtime):
+        result = await runtime.run(["env"], env={"MINE": "1"}, timeout=10)
+        env = dict(line.split("=", 1) for line in result.text.splitlines())
+        assert "SECRET_API_KEY" not in env
+        assert (env["MINE"], env["FROM_CONFIG"]) == ("1", "2")
+        probe = "test -d $HOME && test -w $HOME && test -w $TMPDIR && case $HOME in $PWD*) exit 1;; esac"
+        assert (await runtime.run(probe, timeout=10)).returncode == 0
+
+    run_with_runtime(kind, test, env={"FROM_CONFIG": "2"})
+
+
+def test_timeout_kills_the_program_and_all_it_started(kind):
+    async def test(runtime):
+        tree = "setsid sh -c 'while :; do echo x >> beat; sleep 0.05; done' & sleep 1000"
+        result = await runtime.run(f"echo begun; {tree}", timeout=1)
+        assert result.timed_out and result.returncode == 124 and result.stdout == b"begun\n"
+        beats = len(await runtime.read("beat"))
+        await asyncio.sleep(0.3)
+        assert len(await runtime.read("beat")) == beats
+
+    run_with_runtime(kind, test)
+
+
+def test_cancelling_a_run_kills_the_program(kind):
+    async def test(runtime):
+        task = asyncio.create_task(runtime.run("while :; do echo x >> beat; sleep 0.05; done", timeout=100))
+        while True:
+            try:
+                await runtime.read("beat")
+                break
+            except FileNotFoundError:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        beats = len(await runtime.read("beat"))
+        await asyncio.sleep(0.3)
+        assert len(await runtime.read("beat")) == beats
+
+    run_with_runtime(kind, test)
+
+
+def test_background_program_does_not_delay_the_result_and_is_reachable(kind):
+    async def test(runtime):
+        result = await runtime.run("mkfifo pipe; (cat pipe > got; touch done) & echo started", timeout=10)
+        assert result.stdout == b"started\n"
+        assert (
+            await runtime.run("echo hello > pipe; while [ ! -e done ]; do sleep 0.01; done", timeout=10)
+        ).returncode == 0
+        assert await runtime.read("got") == b"hello\n"
+
+    run_with_runtime(kind, test)
+
+
+def test_interactive_program_answers_line_by_line(kind):
+    async def test(runtime):
+        program = await runtime.spawn("while read line; do echo got $line; done; echo end", interactive=True)
+        for number in range(3):
+            await program.write(f"{number}\n".encode())
+            assert await program.read_line(10) == f"got {number}\n".encode()
+        with pytest.raises(TimeoutError):
+            await program.read_line(0.05)
+        await program.kill()
+        assert await program.read_line(10) == b""
+        with pytest.raises(BrokenPipeError):
+            await program.write(b"more\n")
+
+    run_with_runtime(kind, test)
+
+
+def test_output_is_bounded(kind):
+    async def test(runtime):
+        result = await runtime.run("head -c 3000000 /dev/zero | tr '\\0' x; echo end", timeout=30)
+        assert len(result.stdout) < 1200 and result.stdout.endswith(b"xend\n")
+
+    run_with_runtime(kind, test, max_output_bytes=1000)
+
+
+def test_only_regular_files_beneath_the_root_are_read_and_written(kind):
+    async def test(runtime):
+        commands = [
+            "ln -s /etc/passwd link",
+            "ln -s /dev/zero zero",
+            "ln -s / root",
+            "mkfifo pipe",
+            "mkdir directory",
+            "ln -s $HOME directory/home",
+            "ln -s ../../../../../../etc/passwd climb",
+        ]
+        assert (await runtime.run("; ".join(commands), timeout=10)).returncode == 0
+        refused = ["link", "zero", "root/etc/passwd", "pipe", "directory", "directory/home/x", "climb", "nothing"]
+        for path in [*refused, "/etc/passwd", "../../../etc/passwd", "/proc/self/environ", "/"]:
+            with pytest.raises(FileNotFoundError):
+                await asyncio.wait_for(runtime.read(path), 5)
+            if path != "nothing":
+                with pytest.raises(FileNotFoundError):
+                    await asyncio.wait_for(runtime.write(path, b"x"), 5)
+
+    run_with_runtime(kind, test)
+
+
+def test_large_file_is_refused(kind, tmp_path):
+    async def test(runtime):
+        await runtime.run("head -c 2000000 /dev/zero > large; mkdir d; cp large d; echo x > small", timeout=10)
+        assert await runtime.read("small") == b"x\n"
+        with pytest.raises(ValueError, match="larger"):
+            await runtime.read("large")
+        with pytest.raises(ValueError, match="more than"):
+            await runtime.download("d", tmp_path)
+
+    run_with_runtime(kind, test, max_file_mb=1)
+
+
+def test_directories_are_copied_both_ways_without_links(kind, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "tool.sh").write_text("#!/bin/sh\necho ran\n")
+    (source / "sub" / "tool.sh").chmod(0o755)
+    (source / "empty").mkdir()
+
+    async def test(runtime):
+        await runtime.upload(source, "in")
+        result = await runtime.run("in/sub/tool.sh && test -d in/empty && ls -A in", timeout=10)
+        assert (result.returncode, result.text.split()) == (0, ["ran", "empty", "sub"])
+        await runtime.run(
+            "ln -s /etc in/etc; ln -s /etc/passwd in/passwd; mkfifo in/pipe; echo new > in/sub/new", timeout=10
+        )
+        await runtime.download("in", target)
+        with pytest.raises(FileNotFoundError):
+            await runtime.download("nothing", target)
+
+    run_with_runtime(kind, test)
+    files = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
+    assert files == {"sub/tool.sh": "#!/bin/sh\necho ran\n", "sub/new": "new\n"}
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    assert os.access(target / "sub" / "tool.sh", os.X_OK)
+
+
+def test_exposed_server_is_reachable(kind):
+    async def answer(reader, writer):
+        line = await reader.readline()
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\nanswer to " + line.split()[1])
+        writer.close()
+
+    async def test():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, open_runtime(kind) as runtime:
+            url = await runtime.expose(f"http://127.0.0.1:{port}/v1")
+            script = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1] + '/x', timeout=5).read().decode())"
+            result = await runtime.run(["python3", "-c", script, url], timeout=20)
+            assert result.stdout == b"answer to /v1/x\n", result
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_stopped_runtime_runs_nothing_and_stops_again(kind):
+    async def test(runtime):
+        await runtime.run("echo x > file", timeout=10)
+        await runtime.stop()
+        await runtime.stop()
+        with pytest.raises(SandboxError, match="stopped"):
+            await runtime.run("true", timeout=10)
+        with pytest.raises(SandboxError, match="stopped"):
+            await runtime.read("file")
+
+    run_with_runtime(kind, test)
+
+
+def test_prepared_runtime_starts_and_an_unused_one_stops(kind):
+    async def test():
+        runtime_class, config_class = RUNTIMES[kind]
+        used, unused = runtime_class(config_class()), runtime_class(config_class())
+        await asyncio.gather(used.prepare(), unused.prepare())
+        await used.start(Task(workdir="here"))
+        assert (await used.run("pwd", timeout=10)).text.strip().endswith("/here")
+        await asyncio.gather(used.stop(), unused.stop())
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_what_the_runtime_cannot_enforce_is_refused_by_name(kind):
+    runtime_class, config_class = RUNTIMES[kind]
+    runtime = runtime_class(config_class())
+    with pytest.raises(ConfigInvalid, match=r"image 'debian:12' needs images of the runtime"):
+        runtime.check_task(Task(image="debian:12"))
+    with pytest.raises(ConfigInvalid, match=r"resources.memory_gb is unknown, expected memory_mb"):
+        runtime.check_task(Task(resources={"memory_gb": 1}))
+    if kind == "local":
+        with pytest.raises(ConfigInvalid, match=r"needs walls of the runtime 'local'.*not isolated"):
+            runtime.check_task(Task(requires=("walls",)))
+        with pytest.raises(ConfigInvalid, match="disk_mb in the task's resources needs disk_limit"):
+            runtime.check_task(Task(resources={"disk_mb": 100}))
+        with pytest.raises(ConfigInvalid, match=r"disk_mb in runtime.limits .* needs disk_limit"):
+            runtime_class(config_class(limits={"disk_mb": 100})).check_task(Task())
+    else:
+        runtime.check_task(Task(requires=("walls", "private_network"), resources={"disk_mb": 100}))

@@ -1,0 +1,287 @@
+"""What a program in a sandbox cannot do. Each test tries it and sees it refused; the sandbox or the worker lives on."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import ramify
+from ramify.env import Task
+from ramify.env.runtime import Capability
+from ramify.errors import AgentExit, ConfigInvalid
+from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup
+from ramify.runtime.seccomp import build_seccomp_filter
+from tests.runtime.conftest import open_runtime, run_with_runtime, skip_unless_available
+
+
+@pytest.fixture(autouse=True)
+def needs_sandbox():
+    skip_unless_available("sandbox")
+
+
+def run_in_sandbox(command, *, timeout: float = 20, **settings):
+    """Run one command in a sandbox of its own."""
+
+    async def test(runtime):
+        return await runtime.run(command, timeout=timeout)
+
+    return run_with_runtime("sandbox", test, **settings)
+
+
+def requires(*capabilities: Capability):
+    missing = [name for name in capabilities if name not in SandboxRuntime().capabilities.available]
+    if missing:
+        pytest.skip(f"this machine cannot enforce {', '.join(missing)}; a run is refused, see the last tests")
+
+
+def test_files_of_the_machine_cannot_be_read(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the secret")
+    places = [
+        secret,
+        Path.home() / ".bashrc",
+        Path(ramify.__file__),
+        Path("/etc/shadow"),
+        Path("/run"),
+        Path("/var/log"),
+    ]
+    for path in places:
+        result = run_in_sandbox(["ls", str(path)])
+        assert result.returncode != 0, path
+        assert b"No such file" in result.stderr
+    listing = run_in_sandbox("ls -A / /etc /home /root 2>/dev/null").text.split()
+    assert not {"work", "srv", "mnt", "run", "var", "shadow", ".ssh"} & set(listing)
+
+
+def test_system_is_read_only():
+    for target in ("/usr/x", "/etc/x", "/x", "/dev/x", f"{sys.base_prefix}/x", "/.init.py"):
+        assert run_in_sandbox(f"echo x > {target}").returncode != 0, target
+
+
+def test_python_of_the_sandbox_has_no_ramify():
+    for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
+        result = run_in_sandbox([interpreter, "-c", "import sys; print(1); import ramify"])
+        assert result.stdout == b"1\n"
+        assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
+
+
+def test_files_of_other_rollouts_cannot_be_read():
+    async def test():
+        async with open_runtime("sandbox") as first, open_runtime("sandbox") as second:
+            await first.write("mine", "first")
+            await first.run("echo first > $HOME/mine; echo first > /tmp/mine; echo first > /dev/shm/mine", timeout=10)
+            result = await second.run(
+                "cat mine ~/mine /tmp/mine /dev/shm/mine; find / -name mine 2>/dev/null", timeout=20
+            )
+            assert result.stdout == b""
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_processes_of_the_machine_are_invisible():
+    result = run_in_sandbox("ls /proc | grep '^[0-9]*$' | wc -l")
+    assert int(result.text) < 10
+    assert run_in_sandbox(f"kill -0 {os.getpid()}").returncode != 0
+
+
+def test_network_of_the_machine_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        script = """
+import socket, sys
+for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "8.8.8.8"):
+    try:
+        socket.create_connection((host, int(sys.argv[1])), 1)
+        print("reached", host)
+    except OSError as error:
+        print(error)
+"""
+        result = run_in_sandbox(["python3", "-c", script, str(port)])
+        assert result.returncode == 0 and b"reached" not in result.stdout
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_sockets_of_the_machine_are_unreachable(tmp_path):
+    abstract = f"\0ramify-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as hidden:
+        named.bind(str(tmp_path / "s"))
+        named.listen()
+        hidden.bind(abstract)
+        hidden.listen()
+        script = """
+import socket, sys
+for address in (sys.argv[1], "\\0" + sys.argv[2]):
+    try:
+        socket.socket(socket.AF_UNIX).connect(address)
+        print("reached")
+    except OSError as error:
+        print(error)
+"""
+        result = run_in_sandbox(["python3", "-c", script, str(tmp_path / "s"), abstract[1:]])
+        assert result.returncode == 0 and b"reached" not in result.stdout
+    sockets = run_in_sandbox("find / -type s 2>/dev/null")
+    assert sockets.stdout == b""
+
+
+@pytest.mark.parametrize("family", [40, 16, 17, 38, 44], ids=["vsock", "netlink", "packet", "alg", "xdp"])
+def test_other_socket_families_are_refused(family):
+    result = run_in_sandbox(["python3", "-c", f"import socket; socket.socket({family}, 1)"])
+    assert b"Address family not supported" in result.stderr
+
+
+CALLS = {
+    "ptrace": "libc.ptrace(0, 0, 0, 0)",
+    "unshare": "libc.unshare(0x10000000)",
+    "mount": "libc.mount(b'none', b'/box/work', b'tmpfs', 0, None)",
+    "chroot": "libc.chroot(b'/box')",
+    "bpf": "libc.syscall(numbers['bpf'], 0, 0, 0)",
+    "io_uring_setup": "libc.syscall(425, 8, ctypes.create_string_buffer(120))",
+    "keyctl": "libc.syscall(numbers['keyctl'], 0, -3, 1)",
+    "clone with a namespace": "libc.syscall(numbers['clone'], 0x10000000 | 17, 0, 0, 0, 0)",
+    "setns": "libc.setns(0, 0)",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_dangerous_system_calls_are_refused(call):
+    numbers = {"bpf": 321, "keyctl": 250, "clone": 56}
+    if os.uname().machine == "aarch64":
+        numbers = {"bpf": 280, "keyctl": 219, "clone": 220}
+    script = f"""
+import ctypes, os
+numbers = {numbers}
+libc = ctypes.CDLL(None, use_errno=True)
+print({CALLS[call]}, os.strerror(ctypes.get_errno()))
+"""
+    assert run_in_sandbox(["python3", "-c", script]).text == "-1 Operation not permitted\n"
+
+
+def test_program_gains_no_privileges():
+    script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status"
+    fields = dict(line.split(":\t") for line in run_in_sandbox(script).text.splitlines())
+    assert fields == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
+
+
+def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
+    monkeypatch.setenv("SECRET_API_KEY", "sk-the-secret")
+    script = "cat /proc/*/environ /proc/*/cmdline; grep -ra sk-the-secret /proc/*/environ"
+    result = run_in_sandbox(script)
+    assert b"sk-the-secret" not in result.stdout.replace(b"sk-the-secret /proc", b"")
+    assert b"SECRET_API_KEY" not in result.stdout
+
+
+def test_fork_bomb_is_contained():
+    requires(Capability.PROCESS_LIMIT)
+
+    async def test(runtime):
+        bomb = "f() { f | f & }; f; sleep 2; echo survived"
+        result = await runtime.run(bomb, timeout=20)
+        assert result.returncode != 0 or b"survived" in result.stdout
+        async with open_runtime("sandbox") as other:
+            assert (await other.run("echo fine", timeout=20)).stdout == b"fine\n"
+
+    run_with_runtime("sandbox", test, limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16})
+
+
+def test_full_disk_is_contained():
+    async def test(runtime):
+        result = await runtime.run("head -c 100000000 /dev/zero > big; echo $?", timeout=20)
+        assert b"No space left" in result.stderr
+        for place in ("/tmp", "$HOME", "/dev/shm"):
+            result = await runtime.run(f"head -c 100000000 /dev/zero > {place}/big", timeout=20)
+            assert result.returncode != 0, place
+        with pytest.raises(OSError, match="No space left"):
+            await runtime.write("more", b"x" * 40_000_000)
+
+    run_with_runtime("sandbox", test, limits={"disk_mb": 32})
+
+
+def test_allocation_of_four_gigabytes_is_killed():
+    requires(Capability.MEMORY_LIMIT)
+    script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
+    result = run_in_sandbox(["python3", "-c", script], limits={"memory_mb": 256, "disk_mb": 16})
+    assert result.returncode != 0 and b"allocated" not in result.stdout
+
+
+def test_agent_that_kills_its_sandbox_is_blamed_for_it():
+    async def test(runtime):
+        with pytest.raises(AgentExit, match="the sandbox has ended"):
+            await runtime.run("kill -9 -1", timeout=10)
+            await runtime.run("echo again", timeout=10)
+
+    run_with_runtime("sandbox", test)
+
+
+def test_killed_worker_leaves_no_process():
+    script = f"""
+import asyncio
+from ramify.env import Task
+from ramify.runtime import SandboxRuntime
+async def main():
+    runtime = SandboxRuntime()
+    await runtime.start(Task())
+    await runtime.spawn(["sleep", "98765.{os.getpid()}"])
+    print("ready", flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+    worker.kill()
+    worker.wait(10)
+
+    async def wait_until_gone():
+        while b"98765." in subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE, check=True).stdout:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(wait_until_gone(), 10))
+    removed = SandboxRuntime.clean(SandboxRuntimeConfig())
+    assert len(removed) >= bool(cgroup.find_cgroup_parents().directories)
+    assert SandboxRuntime.clean(SandboxRuntimeConfig()) == []
+
+
+def test_run_is_refused_where_a_limit_cannot_be_enforced(monkeypatch):
+    reason = "no control group for memory can be created"
+    parents = cgroup.CgroupParents({}, dict.fromkeys(("memory", "pids", "cpu"), reason))
+    monkeypatch.setattr(cgroup, "find_cgroup_parents", lambda: parents)
+    bwrap.find_capabilities.cache_clear()
+    try:
+        with pytest.raises(ConfigInvalid, match=r"memory_mb in runtime.limits .* needs memory_limit.*no control group"):
+            SandboxRuntime().check_task(Task())
+        limits = {"memory_mb": None, "max_processes": None}
+        SandboxRuntime(SandboxRuntimeConfig(limits=limits)).check_task(Task())
+    finally:
+        bwrap.find_capabilities.cache_clear()
+
+
+def test_missing_program_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    bwrap.find_obstacle.cache_clear()
+    try:
+        with pytest.raises(ConfigInvalid, match="bwrap is missing; install the package bubblewrap"):
+            SandboxRuntime().check_task(Task())
+    finally:
+        bwrap.find_obstacle.cache_clear()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_filter_is_a_valid_program(machine):
+    """Every jump of the filter stays inside it, and it ends in a return."""
+    program = build_seccomp_filter(machine)
+    assert program is not None and len(program) % 8 == 0
+    instructions = [
+        (int.from_bytes(program[i : i + 2], sys.byteorder), program[i + 2], program[i + 3])
+        for i in range(0, len(program), 8)
+    ]
+    for index, (operation, if_true, if_false) in enumerate(instructions):
+        if operation & 7 == 5:  # a jump
+            assert index + 1 + max(if_true, if_false) < len(instructions)
+    assert instructions[-1][0] == 6
+    assert build_seccomp_filter("riscv64") is None
