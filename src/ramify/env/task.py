@@ -30,8 +30,8 @@ class Task(BaseModel):
     - `workdir`: the directory in which programs start, relative to the rollout's work directory.
     - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
     - `requires`: what the runtime must enforce or support, such as "walls"; see `Capability`.
-    - `outputs`: paths in the work directory. If given, rewards and metrics get a fresh runtime in which only these files
-      and directories of the agent's are.
+    - `outputs`: paths in the work directory. If given, rewards and metrics get a fresh runtime, which holds only these
+      files and directories of the agent's.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
     """
 

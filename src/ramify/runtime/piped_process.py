@@ -91,7 +91,8 @@ class PipedProcess(RuntimeProcess):
         await asyncio.wait(self._pipes_closed, timeout=OUTPUT_DRAIN_TIMEOUT)
         self.close_pipes()
         returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
-        return ExecResult(returncode, *(output.getvalue() for output in self._outputs), timed_out)
+        stdout, stderr = (output.getvalue() for output in self._outputs)
+        return ExecResult(returncode, stdout, stderr, timed_out)
 
     async def kill(self) -> None:
         """Kill the program and all it started, and close the pipes."""

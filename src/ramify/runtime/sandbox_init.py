@@ -32,7 +32,7 @@ def main(control_fd: int, files_dir: str) -> None:
     _hand_out_files(control, files_dir)
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, _ignore)
     signal.set_wakeup_fd(wakeup_write)
     ids: dict[int, int] = {}  # id of the request by process id
     while True:
@@ -51,6 +51,10 @@ def main(control_fd: int, files_dir: str) -> None:
         if wakeup_read in ready:
             os.read(wakeup_read, 4096)
         _report_exits(control, ids)
+
+
+def _ignore(_signal: int, _frame: object) -> None:
+    """Do nothing: the signal is noticed through the wakeup file."""
 
 
 def _hand_out_files(control: socket.socket, files_dir: str) -> None:
