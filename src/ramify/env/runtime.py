@@ -108,11 +108,6 @@ class RuntimeConfig(Config):
     limits: ResourceLimits = ResourceLimits()
     warm: int = Field(default=0, ge=0)
 
-    @property
-    def max_file_bytes(self) -> int:
-        """`max_file_mb` in bytes."""
-        return int(self.max_file_mb * (1 << 20))
-
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:

@@ -27,11 +27,12 @@ class BoxFiles:
     - `root_fd`: the open root directory; `close` closes it.
     - `root`: its path as programs see it, for absolute paths.
     - `workdir`: the directory that relative paths refer to, relative to the root.
-    - `max_bytes`: most bytes of a file, or of a directory, that are read.
+    - `max_mb`: most mebibytes of a file, or of a directory, that are read.
     """
 
-    def __init__(self, root_fd: int, root: PurePath, workdir: PurePath, max_bytes: int) -> None:
-        self._root_fd, self._root, self._workdir, self._max_bytes = root_fd, root, workdir, max_bytes
+    def __init__(self, root_fd: int, root: PurePath, workdir: PurePath, max_mb: float) -> None:
+        self._root_fd, self._root, self._workdir = root_fd, root, workdir
+        self._max_bytes = int(max_mb * (1 << 20))
 
     def close(self) -> None:
         """Close the root directory. Closing it again does nothing."""

@@ -158,7 +158,7 @@ class LocalRuntime(Runtime):
         if self._open_files is None:
             root_fd = os.open(sandbox_dir, os.O_RDONLY | os.O_DIRECTORY)
             workdir = PurePath("work") / self._relative_workdir
-            self._open_files = BoxFiles(root_fd, sandbox_dir, workdir, self.config.max_file_bytes)
+            self._open_files = BoxFiles(root_fd, sandbox_dir, workdir, self.config.max_file_mb)
         return self._open_files
 
     def _get_sandbox_dir(self) -> Path:

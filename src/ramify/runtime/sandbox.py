@@ -100,7 +100,7 @@ class SandboxRuntime(Runtime):
             self._box.take_directory_fd(),
             PurePath(BOX_DIR),
             PurePath(self.workdir).relative_to(BOX_DIR),
-            self.config.max_file_bytes,
+            self.config.max_file_mb,
         )
         self._files = files
         await asyncio.to_thread(files.make_directory, self.workdir)
