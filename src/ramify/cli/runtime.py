@@ -1,0 +1,66 @@
+"""`ramify runtime list` and `ramify runtime clean`: what runtimes enforce here, and what killed processes left."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ramify.cli.parser import CommandParser
+
+if TYPE_CHECKING:
+    from ramify.env.runtime import Runtime
+
+
+def run(argv: Sequence[str]) -> int:
+    """List the runtimes, or remove what earlier runs left behind."""
+    options = _build_parser().parse_args(argv)
+    return _clean(options.id) if options.action == "clean" else _list(options.id)
+
+
+def _list(ids: Sequence[str]) -> int:
+    from ramify.env import Task, plugin  # loaded here, not for help
+    from ramify.env.runtime import Capability
+    from ramify.errors import ConfigInvalid
+
+    for runtime_id in ids or _get_builtin_ids():
+        print(runtime_id)
+        try:
+            runtime: Runtime = plugin.build_plugin("runtime", {"id": runtime_id})
+            runtime.check_task(Task())
+            print("  usable: yes")
+        except ConfigInvalid as error:
+            print(f"  usable: no: {error.message}")
+            continue
+        for capability in Capability:
+            has_it = capability in runtime.capabilities.available
+            print(f"  {capability}: {'yes' if has_it else 'no: ' + runtime.capabilities.reasons.get(capability, '')}")
+    return 0
+
+
+def _clean(ids: Sequence[str]) -> int:
+    from ramify.env import plugin  # loaded here, not for help
+
+    removed: list[str] = []
+    for runtime_id in ids or _get_builtin_ids():
+        runtime: Runtime = plugin.build_plugin("runtime", {"id": runtime_id})
+        removed += runtime.clean(runtime.config)
+    for line in removed:
+        print(f"removed {line}")
+    print(f"removed {len(removed)} {'thing' if len(removed) == 1 else 'things'} that ended processes had left")
+    return 0
+
+
+def _get_builtin_ids() -> list[str]:
+    from ramify.env.plugin import PLUGIN_KINDS  # loaded here, not for help
+
+    return sorted(PLUGIN_KINDS["runtime"].builtin_paths)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("runtime")
+    parser.add_argument(
+        "action",
+        choices=("list", "clean"),
+        help="list: what each runtime enforces here; clean: kill and remove what processes that have ended left",
+    )
+    parser.add_argument("id", nargs="*", metavar="ID", help="ids of runtimes (default: all built-in ones)")
+    return parser

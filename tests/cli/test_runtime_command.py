@@ -1,0 +1,47 @@
+"""`ramify runtime`: what runtimes enforce here, and the removal of what killed processes left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ramify.cli.app import main
+
+LEAVE_A_BOX = """
+import asyncio, os, signal
+from ramify.env import Task
+from ramify.runtime import LocalRuntime
+
+async def leave():
+    runtime = LocalRuntime()
+    await runtime.start(Task())
+    await runtime.spawn("sleep 1000")
+    print(runtime.workdir.parent, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(leave())
+"""
+
+
+def test_list_names_every_capability_and_the_reason_for_a_missing_one(capsys):
+    assert main(["runtime", "list", "local"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["local", "  usable: yes"]
+    assert any(line.startswith("  walls: no: its programs are not isolated") for line in lines)
+
+
+def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    left = subprocess.run([sys.executable, "-c", LEAVE_A_BOX], stdout=subprocess.PIPE, text=True, check=False).stdout
+    directory = Path(left.strip())
+    assert directory.parent == tmp_path and directory.is_dir()
+    assert main(["runtime", "clean", "local"]) == 0
+    assert f"removed directory {directory}" in capsys.readouterr().out
+    assert not directory.exists()
+    assert main(["runtime", "clean", "local"]) == 0
+    assert "removed directory" not in capsys.readouterr().out
+
+
+def test_unknown_runtime_is_refused(capsys):
+    assert main(["runtime", "clean", "sandbx"]) == 2
+    assert "sandbox" in capsys.readouterr().err
