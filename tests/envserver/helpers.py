@@ -18,7 +18,7 @@ STATIC = {"type": "static", "workers": 2}
 
 
 def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any) -> EnvServerConfig:
-    source_keys = ("taskset", "pool", "max_tries", "name", "address", "kind")
+    source_keys = ("taskset", "pool", "max_tries", "name", "address", "kind", "runtime")
     source_options = {key: options.pop(key) for key in source_keys if key in options}
     source = {
         "name": source_options.get("name", "tricky"),
@@ -26,6 +26,7 @@ def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any
         "pool": source_options.get("pool", STATIC),
         "max_tries": source_options.get("max_tries", 1),
         "address": source_options.get("address"),
+        "runtime": source_options.get("runtime", {"id": "local"}),
     }
     return EnvServerConfig.model_validate(
         {

@@ -39,11 +39,12 @@ from ramify.envserver.messages import (
     WorkerSpec,
 )
 from ramify.envserver.policy import open_policy
+from ramify.envserver.rollout_log import RolloutLog
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.errors.origin import describe_exception
 from ramify.gateway import Gateway, Policy
 from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
-from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
+from ramify.trace import Episode, Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
 if TYPE_CHECKING:
@@ -157,7 +158,15 @@ class EnvWorker:
         assert current_task is not None
         current_task.set_name(rollout.id)  # so that a hang report names the rollout
         progress_sender = ProgressSender(rollout, request)
-        episode = await run_rollout(
+        with RolloutLog(rollout) as rollout_log:
+            episode = await self._run_rollout(rollout, progress_sender)
+            rollout_log.episode = episode
+        encoded = encode_episode(episode)
+        self.heap_trimmer.on_rollout_end(len(encoded))
+        return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
+
+    async def _run_rollout(self, rollout: RolloutRequest, progress_sender: "ProgressSender") -> Episode:
+        return await run_rollout(
             self._with_sampling(rollout.sampling),
             self._parse_task(rollout.task),
             policy=self._policy,
@@ -170,9 +179,6 @@ class EnvWorker:
             max_tries=rollout.attempts,
             on_progress=progress_sender.on_progress,
         )
-        encoded = encode_episode(episode)
-        self.heap_trimmer.on_rollout_end(len(encoded))
-        return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
 
     async def tasks(self, request: IncomingRequest) -> WireMessage:
         """Return a page of tasks."""

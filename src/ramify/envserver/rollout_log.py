@@ -1,0 +1,71 @@
+"""The log lines of rollouts: one when a rollout starts, one when it ends, and one for each failure.
+
+A line is an event with fields. The output of an agent program is among them, cut and on one line, so that a log answers
+why an agent failed without a debugger.
+"""
+
+import json
+import logging
+import time
+from types import TracebackType
+from typing import Self
+
+from ramify.config.schema import is_dict
+from ramify.envserver.messages import RolloutRequest
+from ramify.trace import Episode, Trace
+
+MAX_OUTPUT_CHARS = 400  # of a program's output; its end says most about a failure
+
+_logger = logging.getLogger("ramify.rollouts")
+
+
+class RolloutLog:
+    """Logs one rollout from `with` to its end. A rollout that ends before `episode` is set failed or was cancelled."""
+
+    def __init__(self, rollout: RolloutRequest) -> None:
+        self._rollout_id, self._attempt, self._start = rollout.id, rollout.attempt, 0.0
+        self.episode: Episode | None = None
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        _logger.info("rollout started id=%s attempt=%d", self._rollout_id, self._attempt)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        seconds = time.monotonic() - self._start
+        if self.episode is None:
+            reason = "" if exc is None else f"{type(exc).__name__}: {exc}".removesuffix(": ")
+            _logger.warning(
+                "rollout stopped id=%s seconds=%.2f reason=%s", self._rollout_id, seconds, json.dumps(reason)
+            )
+            return
+        for trace in self.episode.traces:
+            _log_trace(self._rollout_id, trace, seconds)
+
+
+def _log_trace(rollout_id: str, trace: Trace, seconds: float) -> None:
+    for failure in trace.errors:
+        _logger.warning(
+            "rollout failed id=%s error=%s message=%s%s",
+            rollout_id,
+            failure.name,
+            json.dumps(failure.message),
+            _format_output(trace),
+        )
+    _logger.info(
+        "rollout ended id=%s stop=%s reward=%s turns=%d seconds=%.2f",
+        rollout_id,
+        trace.stop,
+        "none" if trace.reward is None else format(trace.reward, ".4g"),
+        trace.num_turns,
+        seconds,
+    )
+
+
+def _format_output(trace: Trace) -> str:
+    """Return the field `output` with the end of what the agent program wrote, if the harness stored it."""
+    program = trace.info.get("program")
+    output = program.get("output") if is_dict(program) else None
+    return f" output={json.dumps(output[-MAX_OUTPUT_CHARS:])}" if isinstance(output, str) and output else ""
