@@ -44,6 +44,7 @@ from ramify.runtime.sandbox_process import SandboxProcess
 from ramify.runtime.seccomp import build_seccomp_filter
 
 BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
+MAX_REASON_BYTES = 2000  # of what bwrap writes if it fails
 STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
 
 
@@ -234,6 +235,7 @@ class _Box:
             child_files.callback(os.close, info_write)
             child_files.enter_context(theirs)
             info = self._stack.enter_context(os.fdopen(info_read, "rb"))
+            error_file = self._stack.enter_context(tempfile.TemporaryFile())
             filter_file = child_files.enter_context(tempfile.TemporaryFile())
             filter_file.write(build_seccomp_filter() or b"")
             filter_file.flush()
@@ -243,7 +245,7 @@ class _Box:
                 *build_bwrap_command(config, self.disk_mb, fds, self._cgroup),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=error_file,
                 pass_fds=list(fds.values()),
                 env={},  # the box sees the environment of bubblewrap's own process
                 cwd="/",
@@ -251,9 +253,8 @@ class _Box:
             )
         message, fds_received = await self.channel.receive_first(2)
         if message != b"ready" or len(fds_received) != 2:
-            stderr = self._bwrap.stderr
-            reason = b"" if stderr is None else await stderr.read(2000)
-            raise SandboxError(f"a sandbox cannot be started: {reason.decode(errors='replace').strip() or 'no reason'}")
+            reason = os.pread(error_file.fileno(), MAX_REASON_BYTES, 0).decode(errors="replace").strip()
+            raise SandboxError(f"a sandbox cannot be started: {reason or 'bwrap gave no reason'}")
         self._directory_fd, listener_fd = fds_received
         self._listener = socket.socket(fileno=listener_fd)
         self._listener.setblocking(False)
