@@ -1,0 +1,85 @@
+"""Sandboxed rollouts on an env server: random cancels and killed workers leave nothing behind."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ramify.envserver import EnvClient, EnvServer
+from ramify.errors import RamifyError
+from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
+from tests.envserver.helpers import QUICK, make_config, task, wait_until
+
+NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 48
+CONCURRENCY = 32
+DEADLINE = 60.0
+
+pytestmark = pytest.mark.skipif(find_obstacle() is not None, reason=f"no sandbox here: {find_obstacle()}")
+
+
+def list_boxes(nap: str) -> list[str]:
+    """The programs of this test's rollouts."""
+    return [
+        " ".join(cmdline)
+        for cmdline in (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+        if cmdline and nap in cmdline
+    ]
+
+
+def list_groups() -> set[Path]:
+    return {group for parent in find_cgroup_parents().directories.values() for group in parent.glob(f"{GROUP_PREFIX}*")}
+
+
+def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
+    rng = random.Random(5)
+    nap = f"97{rng.random()}"
+    mounts_before = Path("/proc/self/mounts").read_text()
+    answers: Counter[str] = Counter()
+    killed: list[int] = []
+
+    async def run_one(server: EnvServer, client: EnvClient, number: int, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            does = {"does": "shell", "nap": nap, "file": "pids"} if rng.random() < 0.3 else {}
+            call = asyncio.create_task(client.run(task(number, **does), id=f"b{number}", timeout=DEADLINE))
+            if does or rng.random() < 0.2:  # a rollout with a shell would run for ever
+                await asyncio.sleep(0.2 + rng.random() * 0.3)
+                await client.cancel([f"b{number}"])
+            if number in (NUM_ROLLOUTS // 3, 2 * NUM_ROLLOUTS // 3):
+                victim = server.pool._ready_workers()[0]
+                killed.append(victim.pid)
+                os.kill(victim.pid, signal.SIGKILL)
+            try:
+                trace = (await call).episode.traces[0]
+            except RamifyError as error:
+                answers[error.name] += 1
+            else:
+                assert trace.errors == []
+                answers["done"] += 1
+
+    async def main():
+        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm": 4}, max_tries=3)
+        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+            await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
+            slots = asyncio.Semaphore(CONCURRENCY)
+            await asyncio.gather(*(run_one(server, client, number, slots) for number in range(NUM_ROLLOUTS)))
+            log = server.log_path.read_text()
+        assert log.count("rollout started id=") >= NUM_ROLLOUTS and log.count("rollout ended id=") >= answers["done"]
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers
+    assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
+    clean = subprocess.run(
+        [sys.executable, "-m", "ramify", "runtime", "clean"], capture_output=True, text=True, check=True
+    )
+    assert "removed" in clean.stdout
+    assert list_boxes(nap) == []
+    assert all(psutil.pid_exists(int(group.name.split("-")[1])) for group in list_groups())
+    assert Path("/proc/self/mounts").read_text() == mounts_before

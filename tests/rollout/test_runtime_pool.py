@@ -1,0 +1,78 @@
+"""The warm pool: runtimes are prepared before they are needed, each serves one rollout, and none is left behind."""
+
+import asyncio
+
+from ramify.env import RuntimeConfig
+from ramify.errors import SandboxError
+from ramify.rollout.runtime_pool import RuntimePool
+from ramify.runtime import LocalRuntime, LocalRuntimeConfig
+
+
+class CountingRuntime(LocalRuntime):
+    """A runtime that counts what the pool does with it."""
+
+    def __init__(self, config: LocalRuntimeConfig, log: list[str], *, fails: bool = False) -> None:
+        super().__init__(config)
+        self.log, self.fails, self.is_prepared = log, fails, False
+
+    async def prepare(self) -> None:
+        self.log.append("prepare")
+        if self.fails:
+            raise SandboxError("no room")
+        self.is_prepared = True
+
+    async def stop(self) -> None:
+        self.log.append("stop")
+        await super().stop()
+
+
+def run_pool(test, size: int, **options):
+    log: list[str] = []
+
+    async def run():
+        pool = RuntimePool(lambda: CountingRuntime(LocalRuntimeConfig(), log, **options), size)
+        try:
+            await test(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    return log
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_runtimes_are_prepared_after_the_first_and_stopped_at_the_end():
+    async def test(pool):
+        first = pool.take()
+        assert not first.is_prepared
+        await settle()
+        second, third = pool.take(), pool.take()
+        assert second.is_prepared and third.is_prepared and second is not third
+        await settle()
+
+    log = run_pool(test, 2)
+    assert (log.count("prepare"), log.count("stop")) == (4, 2)  # what was taken is stopped by its rollout
+
+
+def test_pool_of_size_zero_prepares_nothing():
+    async def test(pool):
+        pool.take()
+        await settle()
+
+    assert run_pool(test, 0) == []
+    assert RuntimeConfig().warm == 0
+
+
+def test_failure_to_prepare_leaves_it_to_the_rollout():
+    async def test(pool):
+        pool.take()
+        await settle()
+        assert not pool.take().is_prepared
+        await settle()
+
+    log = run_pool(test, 1, fails=True)
+    assert log.count("prepare") == log.count("stop") == 2
