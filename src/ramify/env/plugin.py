@@ -51,7 +51,11 @@ PLUGIN_KINDS = {
             "wordle": "ramify.tasksets.wordle:Wordle",
         },
     ),
-    "harness": PluginKind("ramify.harnesses", "ramify.harness:Harness", {"chat": "ramify.harness.chat:ChatHarness"}),
+    "harness": PluginKind(
+        "ramify.harnesses",
+        "ramify.harness:Harness",
+        {"chat": "ramify.harness.chat:ChatHarness", "program": "ramify.harness.program:ProgramHarness"},
+    ),
     "runtime": PluginKind(
         "ramify.runtimes",
         "ramify.env.runtime:Runtime",

@@ -1,0 +1,240 @@
+"""The program harness: any command-line agent works on the task, and calls the policy over HTTP.
+
+The program runs in the runtime and knows only the address, the key and the model name in its environment. The gateway
+records its calls, so the program needs no change to be trained. Presets (`ramify.harness.presets`) are subclasses with
+the command line, the environment and the configuration files of a known program.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
+from ramify.env.runtime import ExecResult
+from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
+from ramify.harness.base import Harness
+from ramify.harness.initial_messages import build_initial_messages
+from ramify.harness.program_config import ProgramHarnessConfig, fill_placeholders, find_placeholders
+from ramify.runtime.bounded_output import BoundedOutput
+
+if TYPE_CHECKING:
+    from ramify.gateway import RolloutSession
+
+PROMPT_FILE = "~/prompt.md"
+DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
+HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
+EXCERPT_CHARS = 2000  # of the program's output, in an error message
+
+
+class ProgramHarness(Harness):
+    """Runs a command-line agent in the runtime of the rollout.
+
+    - `program_env`, `program_files`: environment variables and files of a preset; those of the config are added.
+    """
+
+    config: ProgramHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    requires_endpoint = True
+    program_env: ClassVar[Mapping[str, str]] = {}
+    program_files: ClassVar[Mapping[str, str]] = {}
+
+    def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
+        """Raise ConfigInvalid for tools and users, which a program cannot use, and for missing variables."""
+        tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
+        if tools:
+            raise ConfigInvalid(
+                f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use those of the "
+                f"taskset ({', '.join(tools)}): use the harness chat or rlm"
+            )
+        if hooks.user is not None:
+            raise ConfigInvalid(
+                f"the harness {self.config.id!r} gives its program one prompt; it cannot use the `user` hook of the "
+                "taskset: use the harness chat"
+            )
+        if missing := [name for name in self.config.pass_env if name not in os.environ]:
+            raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
+
+    def check_task(self, task: Task, hooks: TasksetHooks) -> None:
+        """Raise ConfigInvalid if the task has no prompt that is a text."""
+        if task.prompt is None:
+            raise ConfigInvalid(f"task {task.identity} has no prompt, which the harness {self.config.id!r} needs")
+        messages, media = build_initial_messages(task)
+        if media or any(message.role not in ("system", "developer", "user") for message in messages):
+            raise ConfigInvalid(
+                f"task {task.identity} starts with images or with messages of an assistant or a tool; "
+                f"the harness {self.config.id!r} can only pass on a text"
+            )
+
+    async def run(
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
+    ) -> str:
+        """Run the program until it exits or a stop hook ends it. `trace.info["program"]` has its result."""
+        assert context.runtime is not None and context.endpoint is not None
+        with _signal_replies(session) as replied:
+            process = await self._start(context.runtime, context, session)
+            try:
+                result = await _wait_or_stop(process, session, context, stop_hooks, replied)
+            except BaseException:
+                with contextlib.suppress(AgentExit, SandboxError):  # the reason why it is killed matters, not this
+                    self._record(context, await _kill(process), session)
+                raise
+        if isinstance(result, str):
+            self._record(context, await _kill(process), session)
+            return result
+        self._record(context, result, session)
+        return _find_stop_reason(result, session, context)
+
+    async def _start(self, runtime: Runtime, context: RolloutContext, session: "RolloutSession") -> RuntimeProcess:
+        """Write the files and start the program. Raises EnvironmentFault if the runtime has no such program."""
+        config = self.config
+        env_texts = {**self.program_env, **config.env}
+        file_texts = {**self.program_files, **config.files}
+        texts = [*config.command, *env_texts.values(), *file_texts.values()]
+        values = await self._build_values(runtime, context, session, [*texts, *file_texts])
+        if config.prompt == "file":
+            file_texts[PROMPT_FILE] = "{prompt}"
+        for path, text in file_texts.items():
+            await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
+        command = [fill_placeholders(argument, values) for argument in config.command]
+        if config.prompt == "arg" and "prompt" not in find_placeholders(texts):
+            command.append(values["prompt"])
+        env = {name: os.environ[name] for name in config.pass_env if name in os.environ}
+        env |= _build_client_env(values)
+        env |= {name: fill_placeholders(text, values) for name, text in env_texts.items()}
+        try:
+            stdin = values["prompt"].encode() if config.prompt == "stdin" else None
+            return await runtime.spawn(command, env=env, stdin=stdin)
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"the program {command[0]!r} cannot be run in the runtime: {error}; install it, and for a sandbox name "
+                "its directory in runtime.read_only and runtime.path"
+            ) from error
+
+    async def _build_values(
+        self, runtime: Runtime, context: RolloutContext, session: "RolloutSession", texts: Sequence[str]
+    ) -> dict[str, str]:
+        """Return the values of the placeholders. The home directory is looked up only if it is needed."""
+        assert context.endpoint is not None
+        base_url = await runtime.expose(context.endpoint.base_url)
+        needs_home = self.config.prompt == "file" or any("{home}" in text or text.startswith("~/") for text in texts)
+        home = await _find_home(runtime) if needs_home else ""
+        messages, _ = build_initial_messages(context.task)
+        return {
+            "prompt": "\n\n".join(message.text for message in messages),
+            "prompt_file": PROMPT_FILE.replace("~", home),
+            "openai_base_url": base_url,
+            "anthropic_base_url": base_url.removesuffix("/v1"),  # its clients append /v1
+            "api_key": context.endpoint.api_key,
+            "model": context.endpoint.model,
+            "context_length": str(session.policy.max_model_len or DEFAULT_CONTEXT_LENGTH),
+            "workdir": str(runtime.workdir),
+            "home": home,
+        }
+
+    def _record(self, context: RolloutContext, result: ExecResult, session: "RolloutSession") -> None:
+        """Store the exit code and the bounded output for rewards and for whoever reads the trace."""
+        context.trace.info["program"] = {
+            "exit_code": None if result.timed_out else result.returncode,  # None: it was killed
+            "stdout": _bound(result.stdout, self.config.max_output_chars),
+            "stderr": _bound(result.stderr, self.config.max_output_chars),
+            "num_calls": session.num_turns,
+        }
+
+
+def _build_client_env(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables from which clients of OpenAI and Anthropic take address, key and model."""
+    env: dict[str, str] = {}
+    for name in ("openai", "anthropic"):
+        env[f"{name.upper()}_BASE_URL"] = values[f"{name}_base_url"]
+        env[f"{name.upper()}_API_KEY"] = values["api_key"]
+        env[f"{name.upper()}_MODEL"] = values["model"]
+    return env
+
+
+async def _find_home(runtime: Runtime) -> str:
+    """Return the home directory of programs in the runtime."""
+    result = await runtime.run(["sh", "-c", 'printf %s "$HOME"'], timeout=HOME_TIMEOUT)
+    if result.returncode or not result.text.startswith("/"):
+        raise EnvironmentFault(f"the runtime has no home directory: {result.text or result.stderr.decode()!r}")
+    return result.text
+
+
+def _expand_home(path: str, values: Mapping[str, str]) -> str:
+    return values["home"] + path[1:] if path.startswith("~/") else fill_placeholders(path, values)
+
+
+@contextlib.contextmanager
+def _signal_replies(session: "RolloutSession") -> Generator[asyncio.Event]:
+    """Yield an event that is set whenever a reply was recorded."""
+    event, previous = asyncio.Event(), session.on_reply
+
+    def on_reply(reply: Any) -> None:
+        if previous is not None:
+            previous(reply)
+        event.set()
+
+    session.on_reply = on_reply
+    try:
+        yield event
+    finally:
+        session.on_reply = previous
+
+
+async def _wait_or_stop(
+    process: RuntimeProcess,
+    session: "RolloutSession",
+    context: RolloutContext,
+    stop_hooks: Sequence[Hook],
+    replied: asyncio.Event,
+) -> ExecResult | str:
+    """Wait until the program exits and return its result, or the name of the stop hook that ends it before."""
+    exited = asyncio.ensure_future(process.wait(session.call_timeout))
+    try:
+        while stop_hooks and not exited.done():
+            next_reply = asyncio.ensure_future(replied.wait())
+            try:
+                await asyncio.wait({exited, next_reply}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                next_reply.cancel()
+            replied.clear()
+            for hook in stop_hooks:
+                if session.num_turns and await hook(context):
+                    return hook.name
+        return await exited
+    finally:
+        exited.cancel()
+
+
+async def _kill(process: RuntimeProcess) -> ExecResult:
+    """Kill the program and return what it had written."""
+    return await process.wait(0.0)
+
+
+def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: RolloutContext) -> str:
+    """Return the stop reason of a program that has exited.
+
+    Raises AgentExit if it failed before the first reply, and ProviderError if it failed because the engine did.
+    """
+    if session.exhausted_limit is not None:
+        return session.exhausted_limit
+    if result.returncode == 0:
+        return "done"
+    failures = [refusal for refusal in context.trace.info.get("refusals", []) if refusal["status"] >= 500]
+    if failures:
+        raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
+    if session.num_turns == 0:
+        output = _bound(result.stderr or result.stdout, EXCERPT_CHARS)
+        raise AgentExit(f"the program exited with code {result.returncode} before the first reply: {output}")
+    return "exit"
+
+
+def _bound(output: bytes, max_chars: int) -> str:
+    bounded = BoundedOutput(max_chars)
+    bounded.write(output)
+    return bounded.getvalue().decode("utf-8", "replace")

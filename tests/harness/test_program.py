@@ -1,0 +1,196 @@
+"""The harness `program`: a command-line agent in a runtime, which calls the policy over HTTP."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ramify as rf
+from ramify.errors import ConfigInvalid, ProviderError
+from ramify.gateway import Gateway
+from ramify.runtime.bwrap import find_obstacle
+from ramify.trace import Trace
+from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one_async
+
+AGENT = (Path(__file__).parent / "script_agent.py").read_text()
+COMMAND = ["python3", "agent.py", "openai"]
+
+
+@pytest.fixture(params=["local", "sandbox"])
+def runtime(request) -> str:
+    if request.param == "sandbox" and (obstacle := find_obstacle()):
+        pytest.skip(f"no sandbox here: {obstacle}")
+    return request.param
+
+
+class Files(OneTask):
+    @rf.reward
+    async def wrote(self, runtime: rf.Runtime, trace: rf.Trace) -> float:
+        trace.info["answer"] = (await runtime.read("answer.txt")).decode()
+        return 1.0
+
+
+def run_program(
+    script, *, taskset=OneTask, runtime: str = "local", files=None, model_retries: int = 3, **harness: Any
+) -> Trace:
+    async def run() -> Trace:
+        table = {"id": "program", "command": COMMAND, "files": {"agent.py": AGENT, **(files or {})}, **harness}
+        env = load_env(taskset, harness=table, runtime={"id": runtime}, model_retries=model_retries)
+        try:
+            async with Gateway() as gateway:
+                return await run_one_async(env, script, gateway=gateway)
+        finally:
+            await env.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# -- a rollout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "command"),
+    [
+        ("arg", COMMAND),
+        ("arg", [*COMMAND, "{prompt}"]),
+        ("stdin", [*COMMAND, "-"]),
+        ("file", [*COMMAND, "@{prompt_file}"]),
+    ],
+)
+def test_the_program_gets_the_prompt_and_its_call_is_recorded(runtime, prompt, command):
+    trace = run_program(["forty-two"], taskset=Files, runtime=runtime, prompt=prompt, command=command)
+    assert not trace.errors
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+    assert trace.nodes[1].is_trainable
+    assert trace.stop == "done"
+    assert trace.reward == 1.0
+    assert trace.info["answer"] == trace.last_reply == "forty-two"
+    assert trace.info["program"]["exit_code"] == 0
+    assert trace.info["program"]["stdout"] == "the model said forty-two\n"
+
+
+def test_the_program_may_use_anthropics_variables():
+    trace = run_program(["forty-two"], command=["python3", "agent.py", "anthropic"])
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+
+
+def test_env_pass_env_and_files_reach_the_program(monkeypatch):
+    monkeypatch.setenv("LICENSE_KEY", "passed")
+    monkeypatch.setenv("HIDDEN", "secret")
+    trace = run_program(
+        [],
+        command=["sh", "-c", 'cat "$CONFIG"; echo "$LICENSE_KEY/$HIDDEN/$PWD"'],
+        prompt="stdin",
+        env={"CONFIG": "{home}/.agent/config.json"},
+        pass_env=["LICENSE_KEY"],
+        files={"~/.agent/config.json": '{"model": "{model}", "length": {context_length}, "other": {}}\n'},
+    )
+    config, values = trace.info["program"]["stdout"].splitlines()
+    assert config == '{"model": "tiny", "length": 131072, "other": {}}'
+    assert values.startswith("passed//")
+    assert values.endswith("/work")
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_fails_before_the_first_reply_is_an_agent_exit():
+    trace = run_program([], command=["sh", "-c", "echo broken >&2; exit 3"])
+    assert error_names(trace) == ["AgentExit"]
+    assert "code 3 before the first reply: broken" in trace.errors[0].message
+    assert trace.info["program"]["exit_code"] == 3
+
+
+def test_a_program_that_fails_after_a_reply_is_scored():
+    trace = run_program(["forty-two"], taskset=Files, env={"EXIT_CODE": "1"})
+    assert (trace.stop, trace.errors, trace.reward) == ("exit", [], 1.0)
+
+
+def test_a_program_that_is_not_there_is_a_fault_of_the_environment(runtime):
+    trace = run_program([], runtime=runtime, command=["no-such-agent"])
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert "no-such-agent" in trace.errors[0].message and "runtime.path" in trace.errors[0].message
+
+
+def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():
+    trace = run_program([ProviderError("no engine")], model_retries=0)
+    assert error_names(trace) == ["ProviderError"]
+
+
+def test_an_exhausted_budget_is_the_stop_reason():
+    async def run() -> Trace:
+        harness = {"id": "program", "command": ["sh", "-c", "python3 agent.py openai a && python3 agent.py openai b"]}
+        env = load_env(OneTask, harness={**harness, "files": {"agent.py": AGENT}}, max_turns=1)
+        async with Gateway() as gateway:
+            return await run_one_async(env, ["one", "two"], gateway=gateway)
+
+    trace = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (trace.stop, trace.num_turns, trace.errors) == ("max_turns", 1, [])
+
+
+def test_a_program_that_takes_too_long_is_killed_and_its_output_kept(runtime):
+    trace = run_program([], runtime=runtime, command=["sh", "-c", "echo started; sleep 1000"], timeout=0.5)
+    assert error_names(trace) == ["RolloutDeadline"]
+    assert trace.info["program"]["exit_code"] is None
+    assert trace.info["program"]["stdout"] == "started\n"
+
+
+def test_output_is_bounded():
+    trace = run_program([], command=["sh", "-c", "yes | head -c 100000"], max_output_chars=1000)
+    assert 1000 <= len(trace.info["program"]["stdout"]) < 1100
+
+
+def test_a_stop_hook_ends_the_program():
+    class Stopping(OneTask):
+        @rf.stop
+        def enough(self, trace: rf.Trace) -> bool:
+            return trace.last_reply == "two"
+
+    command = ["sh", "-c", "for i in 1 2 3; do python3 agent.py openai $i; done; sleep 1000"]
+    trace = run_program(["one", "two", "three"], taskset=Stopping, command=command)
+    assert (trace.stop, trace.num_turns, trace.errors) == ("enough", 2, [])
+
+
+# -- refusals before the first rollout --------------------------------------------------------------------------------
+
+
+def test_tools_of_the_taskset_are_refused_by_name():
+    class WithTools(OneTask):
+        @rf.tool
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+    with pytest.raises(ConfigInvalid, match=r"cannot use those of the taskset \(add\)"):
+        load_env(WithTools, harness={"id": "program", "command": ["agent"]})
+
+
+def test_a_user_of_the_taskset_is_refused():
+    class WithUser(OneTask):
+        def user(self) -> rf.User | None:
+            return None
+
+    with pytest.raises(ConfigInvalid, match="`user` hook"):
+        load_env(WithUser, harness={"id": "program", "command": ["agent"]})
+
+
+def test_a_task_that_is_not_one_text_is_refused():
+    env = load_env(OneTask, harness={"id": "program", "command": ["agent"]})
+    for task in (rf.Task(), rf.Task(prompt=({"role": "assistant", "content": "hi"},))):
+        with pytest.raises(ConfigInvalid, match="harness 'program'"):
+            env.check_task(task)
+
+
+@pytest.mark.parametrize(
+    ("harness", "message"),
+    [
+        ({}, "harness.command"),
+        ({"command": ["agent"], "prompt": "file"}, r"needs \{prompt_file\} in the command"),
+        ({"command": ["agent", "{prompt_file}"]}, 'needs prompt = "file"'),
+        ({"command": ["agent"], "pass_env": ["NOT_SET_ANYWHERE"]}, "harness.pass_env: NOT_SET_ANYWHERE"),
+    ],
+)
+def test_an_invalid_config_is_refused(harness, message):
+    with pytest.raises(ConfigInvalid, match=message):
+        load_env(OneTask, harness={"id": "program", **harness})
