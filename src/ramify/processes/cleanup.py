@@ -25,6 +25,7 @@ MARKER_VARIABLE = "RAMIFY_BOX"
 KTHREADD = "kthreadd"  # the parent of all kernel threads; its pid is 2, except in containers
 MAX_KILL_ROUNDS = 100
 KILL_INTERVAL = 0.02  # seconds between two rounds; a process that survives all of them is stuck in the kernel
+START_TIME_TOLERANCE = 5.0  # seconds: start times are derived from a clock that may be adjusted
 MAX_UNREADABLE_ROUNDS = 10  # rounds in a row to wait for processes without an environment; some never get one
 
 
@@ -42,12 +43,18 @@ def kill_descendants(*, spared_name: str | None = None) -> None:
                 child.kill()
 
 
-def kill_marked_processes(marker: str) -> None:
-    """Kill all processes whose marker starts with `marker`; return when none is left. Blocks: call it in a thread."""
+def kill_marked_processes(marker: str, *, started_after: float = 0.0) -> None:
+    """Kill all processes whose marker starts with `marker`; return when none is left. Blocks: call it in a thread.
+
+    `started_after` is the time (of `time.time`) before which none of them can have started. Older processes are not
+    examined: some never have a readable environment, and waiting for it takes long.
+    """
     alive: set[psutil.Process] = set()  # marked processes that have not exited yet
     unreadable_rounds = 0
+    oldest_start = started_after - START_TIME_TOLERANCE
     for _ in range(MAX_KILL_ROUNDS):
-        markers = {process: _read_marker(process) for process in psutil.process_iter()}
+        processes = [process for process in psutil.process_iter() if _start_time(process) >= oldest_start]
+        markers = {process: _read_marker(process) for process in processes}
         marked = {process for process, value in markers.items() if value is not None and value.startswith(marker)}
         alive = marked | {process for process in alive if _is_alive(process)}
         unreadable_rounds = 0 if alive else unreadable_rounds + 1
@@ -58,6 +65,14 @@ def kill_marked_processes(marker: str) -> None:
                 process.kill()
         time.sleep(KILL_INTERVAL)  # `waitpid` would consume the exit codes that asyncio waits for
     raise SandboxError(f"processes {sorted(process.pid for process in alive)} cannot be killed")
+
+
+def _start_time(process: psutil.Process) -> float:
+    """Return when a process started; 0 if it is gone."""
+    try:
+        return process.create_time()
+    except psutil.Error:
+        return 0.0
 
 
 def _read_marker(process: psutil.Process) -> str | None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -44,6 +45,7 @@ class LocalRuntime(Runtime):
     def __init__(self, config: LocalRuntimeConfig | None = None) -> None:
         super().__init__(config or LocalRuntimeConfig())
         self._marker = f"{uuid.uuid4().hex}."
+        self._creation_time = time.time()
         self._sandbox_dir: Path | None = None
         self._open_files: BoxFiles | None = None
         self._relative_workdir = PurePath()
@@ -84,7 +86,7 @@ class LocalRuntime(Runtime):
         for process in self._processes:
             process.kill_process_group()
         if self._num_spawned:
-            await asyncio.to_thread(kill_marked_processes, self._marker)
+            await asyncio.to_thread(kill_marked_processes, self._marker, started_after=self._creation_time)
         if self._open_files is not None:
             self._open_files.close()
         if self._cgroup is not None:
@@ -191,6 +193,7 @@ class LocalProcess(PipedProcess):
     def __init__(self, marker: str, max_output_bytes: int, *, interactive: bool) -> None:
         super().__init__(max_output_bytes, interactive=interactive)
         self.marker = marker
+        self._creation_time = time.time()
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: bytes | None) -> None:
         """Start the program. Raises OSError if it cannot be run, ValueError if a text cannot be passed to one."""
@@ -209,7 +212,7 @@ class LocalProcess(PipedProcess):
         except BaseException as error:
             self.close_pipes()
             if isinstance(error, asyncio.CancelledError):  # asyncio kills the program, but not what it has started
-                await asyncio.to_thread(kill_marked_processes, self.marker)
+                await asyncio.to_thread(kill_marked_processes, self.marker, started_after=self._creation_time)
             raise
         self.close_program_fds()
         self.pid = transport.get_pid()
@@ -222,7 +225,7 @@ class LocalProcess(PipedProcess):
     async def kill_tree(self) -> None:
         """Kill the process group and all processes that carry the program's marker."""
         self.kill_process_group()
-        await asyncio.to_thread(kill_marked_processes, self.marker)
+        await asyncio.to_thread(kill_marked_processes, self.marker, started_after=self._creation_time)
 
 
 class _ExitWatcher(asyncio.SubprocessProtocol):

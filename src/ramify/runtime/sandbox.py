@@ -247,7 +247,7 @@ class _Box:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=error_file,
                 pass_fds=list(fds.values()),
-                env={},  # the box sees the environment of bubblewrap's own process
+                env={"PATH": os.defpath},  # the box sees the environment of bubblewrap's own process
                 cwd="/",
                 start_new_session=True,
             )
