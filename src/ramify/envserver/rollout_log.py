@@ -67,5 +67,7 @@ def _log_trace(rollout_id: str, trace: Trace, seconds: float) -> None:
 def _format_output(trace: Trace) -> str:
     """Return the field `output` with the end of what the agent program wrote, if the harness stored it."""
     program = trace.info.get("program")
-    output = program.get("output") if is_dict(program) else None
-    return f" output={json.dumps(output[-MAX_OUTPUT_CHARS:])}" if isinstance(output, str) and output else ""
+    if not is_dict(program):
+        return ""
+    output = f"{program.get('stdout', '')}{program.get('stderr', '')}".strip()
+    return f" output={json.dumps(output[-MAX_OUTPUT_CHARS:])}" if output else ""
