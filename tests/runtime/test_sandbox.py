@@ -63,11 +63,28 @@ def test_system_is_read_only():
         assert run_in_sandbox(f"echo x > {target}").returncode != 0, target
 
 
+def test_named_paths_are_readable_and_no_others(tmp_path):
+    for name in ("agent", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tool").write_text(f"#!/bin/sh\necho {name}\n")
+        (tmp_path / name / "tool").chmod(0o755)
+    settings = {"read_only": [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"], "path": ["/agent"]}
+    result = run_in_sandbox(f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}", **settings)
+    assert result.text.split() == ["agent", "agent", "agent"]
+    assert b"Read-only file system" in result.stderr
+    for entry in ("/no/such/place", f"{tmp_path}:relative"):
+        with pytest.raises(ValueError, match=r"does not exist|must be absolute"):
+            SandboxRuntimeConfig(read_only=[entry])
+
+
 def test_python_of_the_sandbox_has_no_ramify():
     for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
         result = run_in_sandbox([interpreter, "-c", "import sys; print(1); import ramify"])
         assert result.stdout == b"1\n"
         assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
+    source = Path(ramify.__file__).parent.parent
+    result = run_in_sandbox("ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
+    assert result.text.split() == [path.name for path in sorted(source.iterdir()) if not path.name.startswith(".")]
 
 
 def test_files_of_other_rollouts_cannot_be_read():

@@ -113,6 +113,13 @@ def _find_interpreter() -> str:
 def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[str]:
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
     yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "box", "--cap-drop", "ALL")
+    yield from ("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm")
+    if disk_mb is not None:
+        yield from ("--size", str(disk_mb << 20))
+    yield from ("--tmpfs", BOX_DIR)
+    for name in ("work", "home", "tmp"):
+        yield from ("--dir", f"{BOX_DIR}/{name}")
+    yield from ("--symlink", f"{BOX_DIR.lstrip('/')}/tmp", "/tmp")  # first: a path below may be in /tmp
     for directory in SYSTEM_DIRS:
         if directory.is_symlink():
             yield from ("--symlink", str(directory.readlink()), str(directory))
@@ -122,24 +129,27 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
         yield from ("--ro-bind-try", file, file)
     for file in sorted(GENERATED_DIR.iterdir()):
         yield from ("--ro-bind", str(file), f"/etc/{file.name}")
-    bound = [*SYSTEM_DIRS, *config.read_only]
-    if not _is_beneath(Path(sys.base_prefix), bound):
-        bound.append(Path(sys.base_prefix))
-        yield from ("--ro-bind", sys.base_prefix, sys.base_prefix)
-    for path in config.read_only:
-        yield from ("--ro-bind", str(path), str(path))
+    interpreter = Path(sys.base_prefix)
+    bound = {directory: directory for directory in SYSTEM_DIRS}
+    if not any(interpreter.resolve().is_relative_to(directory.resolve()) for directory in SYSTEM_DIRS):
+        bound[interpreter] = interpreter
+        yield from ("--ro-bind", str(interpreter), str(interpreter))
+    for source, target in config.read_only_paths.items():
+        bound[source] = target
+        yield from ("--ro-bind", str(source), str(target))
     package = Path(ramify.__file__).parent.resolve()
-    if _is_beneath(package, bound):  # an agent must not find tasks and their answers
-        yield from ("--tmpfs", str(package), "--remount-ro", str(package))
-    yield from ("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm")
-    if disk_mb is not None:
-        yield from ("--size", str(disk_mb << 20))
-    yield from ("--tmpfs", BOX_DIR)
-    for name in ("work", "home", "tmp"):
-        yield from ("--dir", f"{BOX_DIR}/{name}")
-    yield from ("--symlink", f"{BOX_DIR}/tmp", "/tmp", "--ro-bind", sandbox_init.__file__, INIT_FILE)
-    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/")
-
-
-def _is_beneath(path: Path, directories: list[Path]) -> bool:
-    return any(path.resolve().is_relative_to(directory.resolve()) for directory in directories)
+    for source, target in bound.items():  # an agent must not find tasks and their answers
+        if package.is_relative_to(source.resolve()):
+            hidden = str(target / package.relative_to(source.resolve()))
+            yield from ("--tmpfs", hidden, "--remount-ro", hidden)
+    yield from (
+        "--ro-bind",
+        sandbox_init.__file__,
+        INIT_FILE,
+        "--remount-ro",
+        "/dev",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+    )

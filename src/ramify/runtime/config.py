@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ramify.env.runtime import ResourceLimits, RuntimeConfig
 
@@ -39,7 +39,25 @@ class SandboxRuntimeConfig(RuntimeConfig):
     id: str = "sandbox"
     limits: ResourceLimits = ResourceLimits(memory_mb=2048, max_processes=512, disk_mb=1024)
     warm: int = Field(default=2, ge=0)
-    read_only: list[Path] = []
-    """Directories and files of this machine that programs can read, such as the installation of an agent."""
+    read_only: list[str] = []
+    """Directories and files of this machine that programs can read, such as the installation of an agent: `PATH`, or
+    `PATH:PATH_IN_THE_SANDBOX`."""
     path: list[str] = []
     """Directories that are searched for programs before those of the system."""
+
+    @field_validator("read_only")
+    @classmethod
+    def _read_only_paths_exist(cls, entries: list[str]) -> list[str]:
+        for entry in entries:
+            source, _, target = entry.partition(":")
+            if not Path(source).exists():
+                raise ValueError(f"{source} does not exist")
+            if target and not Path(target).is_absolute():
+                raise ValueError(f"{entry}: the path in the sandbox must be absolute")
+        return entries
+
+    @property
+    def read_only_paths(self) -> dict[Path, Path]:
+        """The paths in the sandbox by the absolute paths of this machine."""
+        pairs = (entry.partition(":") for entry in self.read_only)
+        return {Path(source).resolve(): Path(target or Path(source).absolute()) for source, _, target in pairs}

@@ -202,7 +202,7 @@ class _Box:
         self.disk_mb = disk_mb
         self._stack = contextlib.ExitStack()
         self._bwrap: asyncio.subprocess.Process | None = None
-        self._first_process_fd = -1
+        self._bwrap_fd = self._first_process_fd = -1
         self._directory_fd = -1
         self._listener: socket.socket | None = None
         self._cgroup: Cgroup | None = None
@@ -251,6 +251,7 @@ class _Box:
                 cwd="/",
                 start_new_session=True,
             )
+        self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
         message, fds_received = await self.channel.receive_first(2)
         if message != b"ready" or len(fds_received) != 2:
             reason = os.pread(error_file.fileno(), MAX_REASON_BYTES, 0).decode(errors="replace").strip()
@@ -285,11 +286,10 @@ class _Box:
 
     async def stop(self) -> None:
         """Kill all processes of the box, wait until they are gone, and release what it held."""
-        if self._first_process_fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._first_process_fd, signal.SIGKILL)
-        elif self._bwrap is not None and self._bwrap.returncode is None:
-            self._bwrap.kill()
+        for fd in (self._first_process_fd, self._bwrap_fd):
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
         if self._bwrap is not None:
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):
@@ -300,10 +300,10 @@ class _Box:
             self.channel.close()
         if self._listener is not None:
             self._listener.close()
-        for fd in (self._first_process_fd, self._directory_fd):
+        for fd in (self._bwrap_fd, self._first_process_fd, self._directory_fd):
             if fd >= 0:
                 os.close(fd)
-        self._first_process_fd = self._directory_fd = -1
+        self._bwrap_fd = self._first_process_fd = self._directory_fd = -1
         self._stack.close()
         if self._cgroup is not None:
             cgroup, self._cgroup = self._cgroup, None
