@@ -1,0 +1,1 @@
+"""The correct modules of the `repair` tasks. Ramify reads them as text; it never imports them."""

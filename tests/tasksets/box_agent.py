@@ -1,0 +1,41 @@
+"""An agent that does without a model what a test says: it writes files into its box and runs a command there."""
+
+import asyncio
+from itertools import islice
+
+from ramify.harness import Harness, HarnessConfig
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from ramify.rollout.scripted_policy import ScriptedPolicy
+
+
+class BoxAgentConfig(HarnessConfig):
+    files: dict[str, str] = {}
+    command: str = ""
+
+
+class BoxAgent(Harness):
+    config: BoxAgentConfig
+
+    async def run(self, context, session, tools, user, stop_hooks):
+        for path, text in self.config.files.items():
+            await context.runtime.write(path, text)
+        if self.config.command:
+            result = await context.runtime.run(self.config.command, timeout=30)
+            context.trace.info["command"] = [result.returncode, result.text]
+        return "done"
+
+
+def work(taskset, *, kind="local", files=None, command="", index=0, **source):
+    """Return the trace of an agent that writes these files and runs this command on one task."""
+    agent = {"id": "tests.tasksets.box_agent:BoxAgent", "files": files or {}, "command": command}
+    env = Environment.load(SourceConfig(taskset=taskset, harness=agent, runtime={"id": kind, "warm": 0}, **source))
+    task = next(islice(env.iter_tasks(), index, None))
+
+    async def run():
+        try:
+            return await run_attempt(env, task, policy=ScriptedPolicy(), id="r1")
+        finally:
+            await env.close()
+
+    (trace,) = asyncio.run(asyncio.wait_for(run(), 60)).traces
+    return trace

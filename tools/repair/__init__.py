@@ -1,0 +1,1 @@
+"""How the tasks of `repair` are made: `python -m tools.repair` writes their test cases and bugs."""
