@@ -2,7 +2,7 @@
 
 The model sees a JSON schema, built from the function's annotations and docstring, and writes arguments, which are
 validated against the same annotations. Wrong arguments and failing tools are part of the conversation: the model gets
-an error text. Only `SandboxError` is raised, since no reply of the model can fix a lost sandbox.
+an error text. Only `SandboxError` and `AgentExit` are raised, since no reply of the model can fix a lost sandbox.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
-from ramify.errors import ConfigInvalid, SandboxError
+from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.names import find_duplicates, find_similar
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 
@@ -56,7 +56,7 @@ class Tool(ABC):
         """Run the tool and return its result. Errors are returned as text that starts with `error:`."""
         try:
             return await self.execute(context, _parse_arguments(arguments))
-        except SandboxError:
+        except (SandboxError, AgentExit):
             raise
         except ToolArgumentsInvalid as error:
             return _truncate(f"error: {self.name}: {error}")
