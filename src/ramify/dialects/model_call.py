@@ -34,6 +34,8 @@ class ModelRequest:
     """The media of the messages, by hash."""
     is_remote: bool = False
     """Whether the request came over HTTP; False if the harness made it in this process."""
+    fork_reason: str = ""
+    """Why the request leaves the recorded conversations, if the client says so; by default it is inferred."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ class RolloutBudget:
         }
         return next((name for name, (count, limit) in used.items() if limit is not None and count >= limit), None)
 
+    @property
+    def remaining_turns(self) -> int | None:
+        """How many more calls `max_turns` allows; None without this limit."""
+        return None if self.limits.max_turns is None else self.limits.max_turns - self.num_turns
+
     async def reserve(
         self, count_new_tokens: Callable[[], int], *, max_tokens: int, prompt_len: int, max_model_len: int | None
     ) -> BudgetGrant:

@@ -44,8 +44,12 @@ class TraceRecorder:
         media: Mapping[str, Media],
         *,
         trainable: bool,
+        reason: str = "",
     ) -> RecordedTurn:
-        """Add the turn whose prompt ends at `position`. A turn that is rejected leaves the trace unchanged."""
+        """Add the turn whose prompt ends at `position`. A turn that is rejected leaves the trace unchanged.
+
+        `reason` is why the client forks here; by default it is inferred from what the client changed.
+        """
         graph, tokens = self.trace.graph, sampled.tokens
         first_node, tokens_before, logprobs_before = len(graph), graph.tokens.size, graph.logprobs.size
         node = self._builder.add_turn(
@@ -63,7 +67,7 @@ class TraceRecorder:
             )
         )
         self._store_media(prepared, media)
-        self._record_fork(first_node, prepared, position)
+        self._record_fork(first_node, prepared, position, reason)
         if prepared.rendered is None:
             return self._count_from_usage(node, sampled, position)
         output_tokens = graph.logprobs.size - logprobs_before
@@ -90,7 +94,7 @@ class TraceRecorder:
             if isinstance(part, MediaPart) and part.hash in media:
                 self.trace.add_media(media[part.hash])
 
-    def _record_fork(self, first_node: int, prepared: PreparedPrompt, position: TrieNode) -> None:
+    def _record_fork(self, first_node: int, prepared: PreparedPrompt, position: TrieNode, reason: str) -> None:
         """Record where and why the turn, whose first new node is `first_node`, forks from the existing paths."""
         trace, prefix_break = self.trace, prepared.prefix_break
         if prefix_break is not None:
@@ -99,10 +103,10 @@ class TraceRecorder:
         parent = int(trace.graph.nodes.view["parent"][first_node])
         if parent == first_node - 1 or trace.graph.children(parent) == [first_node]:
             return
-        reason, detail = (
-            (fork_reason(position), "") if prefix_break is None else (str(prefix_break.reason), prefix_break.detail)
-        )
-        fork = {"node": first_node, "at": parent, "reason": reason, "detail": detail}
+        if prefix_break is None:
+            fork = {"node": first_node, "at": parent, "reason": reason or fork_reason(position), "detail": ""}
+        else:
+            fork = {"node": first_node, "at": parent, "reason": str(prefix_break.reason), "detail": prefix_break.detail}
         trace.info["forks"] = [*trace.info.get("forks", []), fork]
         trace.metrics["forks"] = trace.metrics.get("forks", 0.0) + 1.0
 

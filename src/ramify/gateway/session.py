@@ -151,6 +151,17 @@ class RolloutSession:
         return self._budget.exhausted_limit
 
     @property
+    def remaining_turns(self) -> int | None:
+        """How many more calls `max_turns` allows; None without this limit."""
+        return self._budget.remaining_turns
+
+    @property
+    def max_path_tokens(self) -> int | None:
+        """Maximum number of tokens of a prompt and its reply: the smaller of `seq_len` and the model's length."""
+        limits = (self._budget.limits.seq_len, self.policy.max_model_len)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def input_tokens(self) -> int:
         """Number of context tokens in the trace; each counts once."""
         return self._budget.input_tokens
@@ -235,7 +246,7 @@ class RolloutSession:
                         start,
                         time.time(),
                     )
-                    reply = self._record_reply(policy, position, prepared, sampled, call, grant)
+                    reply = self._record_reply(policy, position, prepared, sampled, call, grant, request.fork_reason)
                     if policy.trainable and policy is self.policy:
                         self._record_call(request, position, reply.node, by_agent=by_agent)
                     return reply
@@ -288,10 +299,13 @@ class RolloutSession:
         sampled: SampledReply,
         call: ModelCall,
         grant: BudgetGrant,
+        fork_reason: str,
     ) -> ModelReply:
         """Record a call in the trace, the budget and the trie, before the reply is returned."""
         trainable = policy.trainable and policy is self.policy
-        recorded = self._recorder.record_turn(position, prepared, sampled, call, self._media, trainable=trainable)
+        recorded = self._recorder.record_turn(
+            position, prepared, sampled, call, self._media, trainable=trainable, reason=fork_reason
+        )
         self._budget.release(
             grant, num_turns=1, input_tokens=recorded.input_tokens, output_tokens=recorded.output_tokens
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSet, User
 from ramify.errors import ConfigInvalid
+from ramify.gateway.config import RolloutLimits
 from ramify.harness.config import HarnessConfig
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Harness(ABC):
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Raise ConfigInvalid if this harness cannot work with the taskset or the runtime."""
+        return
+
+    def check_limits(self, limits: RolloutLimits) -> None:
+        """Raise ConfigInvalid if this harness cannot work within the limits of a rollout."""
         return
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:

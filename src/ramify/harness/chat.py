@@ -4,17 +4,20 @@
                            ^_________________________________________|__________|
 
 It runs inside the worker process: no subprocess, no network hop. A request contains only the new messages and their
-parent node, so a turn of a long conversation costs no more than one of a short conversation.
+parent node, so a turn of a long conversation costs no more than one of a short conversation. With `compact_at`, a
+conversation that becomes too long goes on from a summary (see `ramify.harness.compaction`).
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ramify.dialects.model_call import ModelReply, ModelRequest
 from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
 from ramify.errors import ConfigInvalid, MalformedCall
+from ramify.gateway.config import RolloutLimits
 from ramify.harness.base import Harness
+from ramify.harness.compaction import Compactor
 from ramify.harness.config import ChatHarnessConfig
 from ramify.harness.initial_messages import build_initial_messages
 from ramify.render.base import ParseProblemKind
@@ -42,6 +45,15 @@ class ChatHarness(Harness):
                 "the chat harness needs one of them"
             )
 
+    def check_limits(self, limits: RolloutLimits) -> None:
+        """Raise ConfigInvalid if no conversation could become long enough to be compacted."""
+        compact_at, seq_len = self.config.compact_at, limits.seq_len
+        if compact_at is not None and seq_len is not None and compact_at >= seq_len:
+            raise ConfigInvalid(
+                f"harness.compact_at: {compact_at} tokens are never reached, because seq_len is {seq_len}; expected "
+                "less, so that the reply, the tool results and the summary that follow still fit"
+            )
+
     async def run(
         self,
         context: RolloutContext,
@@ -51,10 +63,14 @@ class ChatHarness(Harness):
         stop_hooks: Sequence[Hook],
     ) -> str:
         """Call the model, its tools and the user in turn until one of them ends the rollout."""
+        messages, media = self.build_messages(context.task)
         async with self._with_mcp_tools(tools) as all_tools:
-            return await _ChatLoop(
-                context, session, all_tools, user, stop_hooks, self.config.max_malformed_replies
-            ).run()
+            loop = _ChatLoop(context, session, all_tools, user, stop_hooks, self.config)
+            return await loop.run(messages, media)
+
+    def build_messages(self, task: Task) -> tuple[list[Message], dict[str, Media]]:
+        """Return the messages that start the conversation, and their images by hash."""
+        return build_initial_messages(task)
 
     @contextlib.asynccontextmanager
     async def _with_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
@@ -77,31 +93,33 @@ class _ChatLoop:
         tools: ToolSet,
         user: User | None,
         stop_hooks: Sequence[Hook],
-        max_malformed_replies: int,
+        config: ChatHarnessConfig,
     ) -> None:
-        self._context, self._session = context, session
+        self._context, self._session, self._config = context, session, config
         self._tools, self._user, self._stop_hooks = tools, user, stop_hooks
-        self._num_malformed, self._max_malformed_replies = 0, max_malformed_replies
-        self._num_replies_to_user = 0
+        self._num_malformed = self._num_replies_to_user = 0
 
-    async def run(self) -> str:
-        messages, media = build_initial_messages(self._context.task)
+    async def run(self, messages: list[Message], media: Mapping[str, Media]) -> str:
         if self._context.task.prompt is None:
             first_message = await self._next_user_message(None)
             if first_message is None:
                 return "user"
-            messages.append(first_message)
-        parent_node: int | None = None
+            messages = [*messages, first_message]
+        compactor = Compactor(self._session, self._config.compact_at, messages)
+        all_media = {**media, **self._collect_media(messages)}
+        request = ModelRequest(tuple(messages), self._tools.schemas, media=all_media)
         while True:
             if self._session.exhausted_limit is not None:
                 return self._session.exhausted_limit
-            all_media = {**media, **self._collect_media(messages)}
-            request = ModelRequest(tuple(messages), self._tools.schemas, parent_node=parent_node, media=all_media)
+            if compactor.is_due(request):
+                request = await compactor.compact(request)
+                continue
             reply = await self._session.generate(request)
             outcome = await self._find_stop_reason() or await self._respond_to(reply)
             if isinstance(outcome, str):
                 return outcome
-            messages, parent_node = outcome, reply.node
+            new_media = self._collect_media(outcome)
+            request = ModelRequest(tuple(outcome), self._tools.schemas, parent_node=reply.node, media=new_media)
 
     async def _find_stop_reason(self) -> str | None:
         """Return the name of the stop hook that ends the rollout now, or None."""
@@ -132,7 +150,7 @@ class _ChatLoop:
             return []
         self._num_malformed += 1
         lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in problems]
-        if self._num_malformed == self._max_malformed_replies:
+        if self._num_malformed == self._config.max_malformed_replies:
             raise MalformedCall(f"{self._num_malformed} replies in a row had malformed tool calls; {lines[-1]}")
         return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
 

@@ -35,3 +35,5 @@ class ChatHarnessConfig(HarnessConfig):
     """MCP servers by name. They are opened for each rollout, and their tools are added to those of the taskset."""
     max_malformed_replies: int = Field(default=3, ge=1)
     """Replies in a row with malformed tool calls after which the rollout ends."""
+    compact_at: int | None = Field(default=None, ge=1)
+    """Tokens of a conversation at which the policy summarizes it and goes on from the summary. None: never."""

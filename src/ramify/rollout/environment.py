@@ -69,6 +69,7 @@ class Environment:
         )
         env.make_runtime().check_task(Task())
         harness.check_compatibility(env.hooks, env.make_runtime())
+        harness.check_limits(env.limits)
         for name, model in harness.config.models.items():
             read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
         return env

@@ -1,0 +1,72 @@
+"""Compaction: when a conversation becomes long, the policy summarizes it and goes on from the summary.
+
+    system ── task ── reply ── tool ── reply ── tool ── request ── SUMMARY
+                └──── summary ── "Continue" ── reply ── tool ...
+
+The summary is one more reply at the end of the old branch, sampled and trained like any other. The next branch starts
+after the task, with the summary as a message of the assistant, so the two branches share the system prompt and the
+task. A path stays short, while the trace, which is the union of the paths, grows without a bound on its length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ramify.dialects.model_call import ModelRequest
+from ramify.trace import Message
+
+if TYPE_CHECKING:
+    from ramify.gateway import RolloutSession
+
+FORK_REASON = "compacted"
+METRIC = "compactions"
+SUMMARY_REQUEST = Message(
+    "user",
+    "This conversation is becoming too long. Do not work on the task now and do not call tools. Write a summary from "
+    "which you can go on: what you did, what you found out, what is left to do. Only the task and your summary remain.",
+)
+CONTINUE_REQUEST = Message("user", "Continue from your summary.")
+EMPTY_SUMMARY = "(no summary)"
+OMITTED_RESULT = "(left out: the result is too long for the context)"
+SUMMARY_SHARE = 8  # one part in this many of the longest path is kept free for the summary
+
+
+class Compactor:
+    """Compacts the conversation of one rollout. `initial_messages` are kept: the system prompt and the task."""
+
+    def __init__(self, session: "RolloutSession", compact_at: int | None, initial_messages: Sequence[Message]) -> None:
+        self._session, self._compact_at = session, compact_at
+        self._initial_messages = tuple(initial_messages)
+
+    def is_due(self, request: ModelRequest) -> bool:
+        """Return whether the conversation must be compacted before this request.
+
+        The first turn of a branch is never preceded by a compaction, so every branch makes progress. Neither is the
+        last turn that `max_turns` allows, because nothing would follow the summary.
+        """
+        if self._compact_at is None or request.parent_node is None or self._session.remaining_turns == 1:
+            return False
+        return self._session.count_prompt_tokens(request) >= self._compact_at
+
+    async def compact(self, request: ModelRequest) -> ModelRequest:
+        """Let the policy summarize the conversation before `request`; return the first request of the next branch.
+
+        The summary covers the tool results of the request. A message of the user is not summarized but follows the
+        summary. If tool results leave no room for a summary, a note replaces each of them.
+        """
+        results = [message for message in request.messages if message.role != "user"]
+        questions = [message for message in request.messages if message.role == "user"]
+        summary_request = replace(request, messages=(*results, SUMMARY_REQUEST))
+        if results and not self._has_room(summary_request):
+            notes = [Message(result.role, OMITTED_RESULT, tool_call_id=result.tool_call_id) for result in results]
+            summary_request = replace(request, messages=(*notes, SUMMARY_REQUEST))
+        reply = await self._session.generate(summary_request)
+        metrics = self._session.trace.metrics
+        metrics[METRIC] = metrics.get(METRIC, 0.0) + 1.0
+        summary = Message("assistant", reply.message.text.strip() or EMPTY_SUMMARY)
+        messages = (*self._initial_messages, summary, *(questions or [CONTINUE_REQUEST]))
+        return ModelRequest(messages, request.tools, fork_reason=FORK_REASON)
+
+    def _has_room(self, request: ModelRequest) -> bool:
+        limit = self._session.max_path_tokens
+        return limit is None or self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
