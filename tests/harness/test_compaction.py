@@ -71,7 +71,7 @@ def branch_messages(trace: Trace, leaf: int) -> list[tuple[str, str]]:
     lengths=st.lists(st.integers(0, 300), max_size=8),
     compact_at=st.integers(1, 1200),
     max_turns=st.none() | st.integers(1, 10),
-    harness=st.just("chat"),
+    harness=st.sampled_from(["chat", "bash"]),
 )
 def test_every_branch_starts_from_the_task_and_all_replies_are_trained(lengths, compact_at, max_turns, harness):
     client = Agent(lengths)
@@ -211,7 +211,7 @@ def test_a_message_of_the_user_follows_the_summary():
 
 def test_compact_at_beyond_seq_len_is_refused():
     with pytest.raises(ConfigInvalid, match=r"compact_at: 1000 .*seq_len is 1000"):
-        load_env(OneTask, harness={"id": "chat", "compact_at": 1000}, seq_len=1000)
+        load_env(OneTask, harness={"id": "bash", "compact_at": 1000}, seq_len=1000)
 
 
 def test_no_compaction_by_default():

@@ -55,7 +55,11 @@ PLUGIN_KINDS = {
     "harness": PluginKind(
         "ramify.harnesses",
         "ramify.harness:Harness",
-        {"chat": "ramify.harness.chat:ChatHarness", "program": "ramify.harness.program:ProgramHarness"},
+        {
+            "bash": "ramify.harness.bash:BashHarness",
+            "chat": "ramify.harness.chat:ChatHarness",
+            "program": "ramify.harness.program:ProgramHarness",
+        },
     ),
     "runtime": PluginKind(
         "ramify.runtimes",

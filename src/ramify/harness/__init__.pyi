@@ -1,5 +1,7 @@
 from .base import Harness as Harness
+from .bash import BashHarness as BashHarness
 from .chat import ChatHarness as ChatHarness
+from .config import BashHarnessConfig as BashHarnessConfig
 from .config import ChatHarnessConfig as ChatHarnessConfig
 from .config import ExternalModelConfig as ExternalModelConfig
 from .config import HarnessConfig as HarnessConfig

@@ -9,6 +9,10 @@ from ramify.env.chat_client import ExternalModelConfig
 from ramify.env.mcp import McpServerConfig
 from ramify.gateway.config import AGENT_TIMEOUT
 
+BASH_SYSTEM_PROMPT = """\
+You work on a task in a Linux environment, with tools. Look before you act, and check the result of what you did. \
+When the task is done, reply without a tool call; that reply is your answer."""
+
 
 class HarnessConfig(Config):
     """Configuration common to all harnesses.
@@ -37,3 +41,15 @@ class ChatHarnessConfig(HarnessConfig):
     """Replies in a row with malformed tool calls after which the rollout ends."""
     compact_at: int | None = Field(default=None, ge=1)
     """Tokens of a conversation at which the policy summarizes it and goes on from the summary. None: never."""
+
+
+class BashHarnessConfig(ChatHarnessConfig):
+    """Configuration of the bash harness."""
+
+    id: str = "bash"
+    system_prompt: str = BASH_SYSTEM_PROMPT
+    """The system prompt; that of the task follows it. Empty: only that of the task."""
+    command_timeout: float = Field(default=120.0, gt=0)
+    """Most seconds of one command. The model may ask for fewer."""
+    max_output_chars: int = Field(default=10_000, ge=100)
+    """Characters of a command's output, or of a file, that the model is shown at once."""
