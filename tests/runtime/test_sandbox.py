@@ -87,6 +87,16 @@ def test_python_of_the_sandbox_has_no_ramify():
     assert result.text.split() == [path.name for path in sorted(source.iterdir()) if not path.name.startswith(".")]
 
 
+def test_programs_are_found_in_the_configured_path():
+    async def test(runtime):
+        await runtime.write("bin/hello", "#!/bin/sh\necho hello\n")
+        await runtime.run("chmod +x bin/hello", timeout=20)
+        return await runtime.run(["hello"], timeout=20)
+
+    result = run_with_runtime("sandbox", test, path=["/box/work/bin"])
+    assert (result.returncode, result.text) == (0, "hello\n")
+
+
 def test_files_of_other_rollouts_cannot_be_read():
     async def test():
         async with open_runtime("sandbox") as first, open_runtime("sandbox") as second:

@@ -78,6 +78,7 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
         return
     try:
         os.chdir(request["cwd"])
+        os.environ["PATH"] = request["env"].get("PATH", os.defpath)  # posix_spawnp searches the caller's PATH
         pid = os.posix_spawnp(
             request["argv"][0],
             request["argv"],
