@@ -58,6 +58,11 @@ PLUGIN_KINDS = {
         {
             "bash": "ramify.harness.bash:BashHarness",
             "chat": "ramify.harness.chat:ChatHarness",
+            "claude-code": "ramify.harness.presets:ClaudeCodeHarness",
+            "codex": "ramify.harness.presets:CodexHarness",
+            "mini-swe-agent": "ramify.harness.presets:MiniSweAgentHarness",
+            "opencode": "ramify.harness.presets:OpencodeHarness",
+            "pi": "ramify.harness.presets:PiHarness",
             "program": "ramify.harness.program:ProgramHarness",
         },
     ),
