@@ -37,6 +37,17 @@ def test_command_that_cannot_run_returns_an_exit_code(kind):
     run_with_runtime(kind, test)
 
 
+def test_program_is_searched_in_the_path_of_its_environment(kind):
+    async def test(runtime):
+        await runtime.write("bin/ls", "#!/bin/sh\necho mine\n")
+        await runtime.run("chmod +x bin/ls", timeout=10)
+        env = {"PATH": f"{runtime.workdir}/bin:/usr/bin:/bin"}
+        assert (await runtime.run(["ls"], env=env, timeout=10)).stdout == b"mine\n"
+        assert (await runtime.run(["cat", "bin/ls"], env=env, timeout=10)).returncode == 0
+
+    run_with_runtime(kind, test)
+
+
 def test_task_names_the_directory_in_which_programs_start(kind):
     async def test(runtime):
         assert (await runtime.run("pwd", timeout=10)).text.strip() == str(runtime.workdir)
