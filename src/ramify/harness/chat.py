@@ -65,7 +65,7 @@ class ChatHarness(Harness):
         """Call the model, its tools and the user in turn until one of them ends the rollout."""
         messages, media = self.build_messages(context.task)
         async with self._with_mcp_tools(tools) as all_tools:
-            loop = _ChatLoop(context, session, all_tools, user, stop_hooks, self.config)
+            loop = ChatLoop(context, session, all_tools, user, stop_hooks, self.config)
             return await loop.run(messages, media)
 
     def build_messages(self, task: Task) -> tuple[list[Message], dict[str, Media]]:
@@ -83,8 +83,12 @@ class ChatHarness(Harness):
             yield ToolSet([*tools.tools, *mcp_tools])
 
 
-class _ChatLoop:
-    """The conversation of one rollout."""
+class ChatLoop:
+    """One conversation of a rollout.
+
+    - `last_reply`: the last reply of the model; None before the first.
+    - `num_turns`: the number of replies.
+    """
 
     def __init__(
         self,
@@ -98,23 +102,30 @@ class _ChatLoop:
         self._context, self._session, self._config = context, session, config
         self._tools, self._user, self._stop_hooks = tools, user, stop_hooks
         self._num_malformed = self._num_replies_to_user = 0
+        self.last_reply: ModelReply | None = None
+        self.num_turns = 0
 
-    async def run(self, messages: list[Message], media: Mapping[str, Media]) -> str:
-        if self._context.task.prompt is None:
+    async def run(self, messages: list[Message], media: Mapping[str, Media], *, fork_reason: str = "") -> str:
+        """Start the conversation with these messages, and return the reason why it ended.
+
+        `fork_reason` says why it leaves the conversations that the trace has already.
+        """
+        if self._context.task.prompt is None and all(message.role == "system" for message in messages):
             first_message = await self._next_user_message(None)
             if first_message is None:
                 return "user"
             messages = [*messages, first_message]
         compactor = Compactor(self._session, self._config.compact_at, messages)
         all_media = {**media, **self._collect_media(messages)}
-        request = ModelRequest(tuple(messages), self._tools.schemas, media=all_media)
+        request = ModelRequest(tuple(messages), self._tools.schemas, media=all_media, fork_reason=fork_reason)
         while True:
             if self._session.exhausted_limit is not None:
                 return self._session.exhausted_limit
             if compactor.is_due(request):
                 request = await compactor.compact(request)
                 continue
-            reply = await self._session.generate(request)
+            reply = self.last_reply = await self._session.generate(request)
+            self.num_turns += 1
             outcome = await self._find_stop_reason() or await self._respond_to(reply)
             if isinstance(outcome, str):
                 return outcome
