@@ -131,7 +131,9 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
 
     @property
     def last_reply(self) -> str:
-        """The text of the last assistant message, or ""."""
+        """The text of the last assistant message, or "". A harness may report another one in `info["final_answer"]`."""
+        if isinstance(answer := self.info.get("final_answer"), str):
+            return answer
         return next((node.message.text for node in reversed(self.nodes) if node.message.role == "assistant"), "")
 
     def add_media(self, media: Media) -> int:
