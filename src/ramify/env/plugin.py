@@ -64,6 +64,7 @@ PLUGIN_KINDS = {
             "opencode": "ramify.harness.presets:OpencodeHarness",
             "pi": "ramify.harness.presets:PiHarness",
             "program": "ramify.harness.program:ProgramHarness",
+            "rlm": "ramify.harness.rlm:RlmHarness",
         },
     ),
     "runtime": PluginKind(

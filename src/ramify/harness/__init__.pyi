@@ -5,5 +5,7 @@ from .config import BashHarnessConfig as BashHarnessConfig
 from .config import ChatHarnessConfig as ChatHarnessConfig
 from .config import ExternalModelConfig as ExternalModelConfig
 from .config import HarnessConfig as HarnessConfig
+from .config import RlmHarnessConfig as RlmHarnessConfig
 from .program import ProgramHarness as ProgramHarness
 from .program_config import ProgramHarnessConfig as ProgramHarnessConfig
+from .rlm import RlmHarness as RlmHarness

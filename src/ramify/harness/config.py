@@ -12,6 +12,10 @@ from ramify.gateway.config import AGENT_TIMEOUT
 BASH_SYSTEM_PROMPT = """\
 You work on a task in a Linux environment, with tools. Look before you act, and check the result of what you did. \
 When the task is done, reply without a tool call; that reply is your answer."""
+RLM_SYSTEM_PROMPT = """\
+You have a Python REPL: the tool `python` runs code and shows what it prints; variables stay. `context` holds the text \
+of your task. The other tools are functions there too. `llm(prompt)` and `llm_batch(prompts)` ask a model that sees \
+only the prompt. To finish, set `answer` in the code, or reply FINAL(your answer)."""
 
 
 class HarnessConfig(Config):
@@ -53,3 +57,25 @@ class BashHarnessConfig(ChatHarnessConfig):
     """Most seconds of one command. The model may ask for fewer."""
     max_output_chars: int = Field(default=10_000, ge=100)
     """Characters of a command's output, or of a file, that the model is shown at once."""
+
+
+class RlmHarnessConfig(ChatHarnessConfig):
+    """Configuration of the harness rlm."""
+
+    id: str = "rlm"
+    system_prompt: str = Field(default=RLM_SYSTEM_PROMPT, min_length=1)
+    """The system prompt of all conversations of a rollout. That of the task is put before its prompt."""
+    max_depth: int = Field(default=1, ge=0)
+    """How deep calls of `llm` may be nested: 1 lets the task's own code call it, 0 forbids it."""
+    max_sub_turns: int = Field(default=10, ge=1)
+    """Most replies of the model in the conversation of one call of `llm`."""
+    max_concurrency: int = Field(default=16, ge=1)
+    """Most prompts of one `llm_batch` that are worked on at the same time."""
+    max_prompt_chars: int = Field(default=20_000, ge=100)
+    """Characters of a prompt that the model is shown; `context` in the REPL holds all of it."""
+    max_output_chars: int = Field(default=4_000, ge=100)
+    """Characters of the output of code, or of a tool, that the model is shown."""
+    run_timeout: float = Field(default=120.0, gt=0)
+    """Seconds that code may run, not counting its calls of `llm`."""
+    max_restarts: int = Field(default=2, ge=0)
+    """How often a REPL that exited or hung is replaced by a new one before the rollout ends."""
