@@ -42,7 +42,17 @@ def test_builtin_names():
     assert find_plugin_class("runtime", "local") is LocalRuntime
     assert find_plugin_class("judge", "rubric") is RubricJudge
     assert set(PLUGIN_KINDS["taskset"].builtin_paths) == {
-        *("reverse-text", "alphabet-sort", "wikispeedia", "wordle", "arithmetic", "dataset", "general-agent", "repair")
+        *(
+            "reverse-text",
+            "alphabet-sort",
+            "wikispeedia",
+            "wordle",
+            "arithmetic",
+            "dataset",
+            "general-agent",
+            "harbor",
+            "repair",
+        )
     }
 
 

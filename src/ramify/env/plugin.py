@@ -46,6 +46,7 @@ PLUGIN_KINDS = {
             "arithmetic": "ramify.tasksets.arithmetic:Arithmetic",
             "dataset": "ramify.tasksets.dataset:Dataset",
             "general-agent": "ramify.tasksets.general_agent:GeneralAgent",
+            "harbor": "ramify.tasksets.harbor:Harbor",
             "repair": "ramify.tasksets.repair:Repair",
             "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
             "wikispeedia": "ramify.tasksets.wikispeedia:Wikispeedia",

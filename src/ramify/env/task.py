@@ -30,8 +30,8 @@ class Task(BaseModel):
     - `workdir`: the directory in which programs start, relative to the rollout's work directory.
     - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
     - `requires`: what the runtime must enforce or support, such as "walls"; see `Capability`.
-    - `outputs`: paths in the work directory. If given, rewards and metrics get a fresh runtime, which holds only these
-      files and directories of the agent's.
+    - `outputs`: paths in the work directory, or "." for all of it. If given, rewards and metrics get a fresh runtime,
+      which holds only these files and directories of the agent's.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
     """
 
@@ -64,7 +64,8 @@ class Task(BaseModel):
     @classmethod
     def _outputs_are_relative(cls, outputs: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for path in outputs or ():
-            if PurePath(path).is_absolute() or ".." in PurePath(path).parts or not PurePath(path).parts:
+            is_empty = not PurePath(path).parts and path != "."
+            if PurePath(path).is_absolute() or ".." in PurePath(path).parts or is_empty:
                 raise ValueError(f"{path!r} is not a path in the work directory")
         return outputs
 
