@@ -186,6 +186,53 @@ CALLED = {
 }
 
 
+# -- fields without effect, reasoning ----------------------------------------------------------------------------------
+
+
+def test_fields_without_effect_are_counted_in_the_trace(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        messages = [{"role": "user", "content": "hi"}]
+        for _ in range(2):
+            body = {"model": "m", "max_tokens": 9, "messages": messages, "thinking": {}, "context_management": {}}
+            assert (await scenario.post("/messages?beta=true", body)).status_code == 200
+        body = {"input": "hi", "store": False, "include": [], "max_output_tokens": 9, "metadata": {}}
+        assert (await scenario.post("/responses", body)).status_code == 200
+        body = {"messages": messages, "stream": True, "stream_options": {}, "max_completion_tokens": 9, "metadata": {}}
+        assert (await scenario.post("/chat/completions", body)).status_code == 200
+        counts = {"thinking": 2, "context_management": 2, "store": 1, "metadata": 2}
+        assert scenario.trace.info["ignored_fields"] == counts
+        assert (await scenario.post("/messages", {**body, **{f"field-{n}": 1 for n in range(200)}})).status_code == 200
+        assert len(scenario.trace.info["ignored_fields"]) == 50
+
+    run_scenario(["one", "two", "three", "four", "five"], check)
+
+
+@pytest.mark.parametrize("sent_back", ["whole", "encrypted", "foreign", "dropped"])
+def test_encrypted_reasoning_continues_the_conversation(run_scenario, sent_back: str):
+    """Codex asks for it, and sends the items back."""
+
+    async def check(scenario: Scenario) -> None:
+        body = {
+            "include": ["reasoning.encrypted_content"],
+            "store": False,
+            "input": [{"role": "user", "content": "hi"}],
+        }
+        reasoning, message = (await scenario.post("/responses", body)).json()["output"]
+        assert reasoning["summary"][0]["text"] == "a thought"
+        assert reasoning["encrypted_content"] and "a thought" not in reasoning["encrypted_content"]
+        back = {
+            "whole": [reasoning],
+            "encrypted": [{**reasoning, "summary": []}],
+            "foreign": [{**reasoning, "summary": [], "encrypted_content": "gAAAA-not-ours"}],
+            "dropped": [],
+        }[sent_back]
+        body["input"] += [*back, message, {"role": "user", "content": "more"}]
+        assert (await scenario.post("/responses", body)).status_code == 200
+        check_one_branch(scenario)
+
+    run_scenario(["<think>a thought</think>hello", "bye"], check, renderer=renderer("ramify"))
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ class MessagesDialect(Dialect):
     """The dialect of Anthropic's Messages API."""
 
     keepalive = format_sse({"type": "ping"}, "ping")
+    own_fields = frozenset({"messages", "system", "stop_sequences"})
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         """Parse the body of a request to the Messages API."""

@@ -3,11 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ramify.dialects.http_format import format_openai_error, format_sse, get_error_code
 from ramify.dialects.model_call import ModelReply, ModelRequest
 from ramify.errors import RamifyError
+
+COMMON_FIELDS = frozenset(
+    {"model", "stream", "tools", "tool_choice", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"}
+)
+"""Fields of a request that have an effect in every dialect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,8 @@ class ParsedRequest:
     """Names of tools that take free text instead of JSON arguments."""
     namespaced_tools: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """Namespace and name of namespaced tools, by the name that the model sees."""
+    encrypts_reasoning: bool = False
+    """Whether the client also expects its reasoning as a text that only the server reads."""
     previous_call_id: str | None = None
     """The id of the call whose reply the messages follow, if the client does not send the whole history."""
 
@@ -31,6 +38,12 @@ class Dialect(ABC):
 
     keepalive = b": waiting\n\n"
     """The bytes that a waiting stream sends."""
+    own_fields: ClassVar[frozenset[str]]
+    """Fields of a request that have an effect, beyond `COMMON_FIELDS`. All others are ignored."""
+
+    def find_ignored_fields(self, body: Mapping[str, Any]) -> list[str]:
+        """Return the names of the fields of a request that have no effect."""
+        return [name for name in body if name not in self.own_fields and name not in COMMON_FIELDS]
 
     @abstractmethod
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:

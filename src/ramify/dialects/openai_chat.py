@@ -20,6 +20,8 @@ from ramify.errors import RequestInvalid
 class ChatCompletionsDialect(Dialect):
     """The dialect of OpenAI's Chat Completions API."""
 
+    own_fields = frozenset({"messages", "n", "stop", "max_completion_tokens", "stream_options"})
+
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         """Parse the body of a chat completion request."""
         parser = parse_messages(body["messages"])

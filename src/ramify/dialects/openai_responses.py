@@ -5,6 +5,7 @@ message. Nothing is stored beyond the session, but `previous_response_id` works 
 the model sees it as `NAMESPACE__NAME`, and its calls are returned with namespace and name.
 """
 
+import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,14 @@ from ramify.trace import ToolCall, Usage
 
 CALL_TYPES = ("function_call", "custom_tool_call")
 RESULT_TYPES = ("function_call_output", "custom_tool_call_output")
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 CUSTOM_TOOL_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class ResponsesDialect(Dialect):
     """The dialect of OpenAI's Responses API."""
+
+    own_fields = frozenset({"input", "instructions", "previous_response_id", "stop", "max_output_tokens", "include"})
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         """Parse the body of a request to the Responses API."""
@@ -47,6 +51,7 @@ class ResponsesDialect(Dialect):
             custom_tools=custom_tools,
             namespaced_tools=namespaced_tools,
             previous_call_id=previous_call_id,
+            encrypts_reasoning=ENCRYPTED_REASONING in (body.get("include") or ()),
         )
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
@@ -105,7 +110,7 @@ class _ItemParser(MessageParser):
             if item_type == "reasoning":
                 if contents or calls:
                     flush()
-                reasoning += [str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()]
+                reasoning += _parse_reasoning(item)
             elif item_type == "message" and item.get("role") == "assistant":
                 content = item.get("content") or ""
                 contents += [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -121,6 +126,18 @@ class _ItemParser(MessageParser):
             else:
                 raise RequestInvalid(f"input.{index}.type: found {item_type!r}, which is not supported")
         flush()
+
+
+def _parse_reasoning(item: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a reasoning item. Content that another server has encrypted is left out."""
+    texts = [str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()]
+    encrypted = item.get("encrypted_content")
+    if texts or not isinstance(encrypted, str):
+        return texts
+    try:
+        return [base64.b64decode(encrypted, validate=True).decode()]
+    except ValueError:
+        return []
 
 
 def _item_arguments(item: Mapping[str, Any]) -> str:
@@ -200,7 +217,10 @@ def _to_items(parsed: ParsedRequest, reply: ModelReply) -> list[dict[str, Any]]:
     message, items = reply.message, list[dict[str, Any]]()
     if message.reasoning:
         summary = [{"type": "summary_text", "text": message.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.call_id}", "summary": summary})
+        item: dict[str, Any] = {"type": "reasoning", "id": f"rs_{reply.call_id}", "summary": summary}
+        if parsed.encrypts_reasoning:  # in our case only encoded: the client holds what the policy itself wrote
+            item["encrypted_content"] = base64.b64encode(message.reasoning.encode()).decode()
+        items.append(item)
     if message.text or not message.tool_calls:
         part: dict[str, Any] = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
         fields = {"type": "message", "id": f"msg_{reply.call_id}", "role": "assistant", "status": "completed"}

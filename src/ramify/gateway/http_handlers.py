@@ -144,9 +144,11 @@ class ReplyHandler(DialectHandler):
 async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
     """Parse a request, including the retry headers."""
     try:
-        parsed = dialect.parse_request(decode_body(await http.body(), dict[str, Any]))
+        body = decode_body(await http.body(), dict[str, Any])
+        parsed = dialect.parse_request(body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
+    session.record_ignored_fields(dialect.find_ignored_fields(body))
     retry_header = http.headers.get("x-stainless-retry-count", "0")
     request = replace(
         parsed.request,

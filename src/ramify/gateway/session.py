@@ -7,7 +7,7 @@ recorded before the reply is returned.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +32,7 @@ from ramify.trace import Media, ModelCall, Trace
 RETRY_BACKOFF = 0.25  # seconds before the first retry of a failed sample; doubled each time
 MAX_REFUSALS = 50  # distinct refusals that a trace keeps
 MAX_REFUSAL_CHARS = 1000  # of a refusal's message
+MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
 ABANDON_AFTER = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
@@ -133,6 +134,15 @@ class RolloutSession:
         else:
             same["count"] += 1
         self.trace.info["refusals"] = refusals[:MAX_REFUSALS]
+
+    def record_ignored_fields(self, names: Sequence[str]) -> None:
+        """Count in the trace how often a request had each of these fields, which have no effect."""
+        if names:
+            counts: dict[str, int] = dict(self.trace.info.get("ignored_fields", {}))
+            for name in names:
+                if name in counts or len(counts) < MAX_IGNORED_FIELDS:
+                    counts[name] = counts.get(name, 0) + 1
+            self.trace.info["ignored_fields"] = counts
 
     def close(self) -> None:
         """Cancel the calls that are still running for clients."""
