@@ -18,6 +18,10 @@ TRL_PYTHON ?=
 # SmolLM2-135M-Instruct as a Hugging Face directory, for the benchmarks that run it.
 SMOLLM2 ?=
 
+# The program that runs containers, and arguments of its command `run`, for `test-containers`.
+ENGINE ?= podman
+ENGINE_ARGS ?=
+
 COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) \
 	$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
 	$(if $(SMOLLM2),--smollm2 $(SMOLLM2))
@@ -35,7 +39,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-clients lint bench-check rl
+.PHONY: help env test test-full test-vllm test-containers test-clients lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -72,6 +76,10 @@ test-full: env lint  ## the same tests with full counts
 test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }
 	RAMIFY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pytest -v --timeout 900 tests/contract
+
+test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
+	$(BIN)/python -m tests.runtime.container_image $(ENGINE)
+	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/runtime -k container
 
 test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a server, in environments of their own
 	@mkdir -p .venvs

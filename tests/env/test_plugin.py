@@ -132,7 +132,7 @@ def test_unknown_id_is_refused_with_the_closest_known_id():
     assert build_error("taskset", {"id": "revers-text"}) == (
         "1 problem in the configuration:\n  taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
     )
-    assert "expected one of local" in build_error("runtime", {"id": "qqq"})
+    assert "expected one of container" in build_error("runtime", {"id": "qqq"})
     assert "taskset.id: required" in build_error("taskset", {})
 
 

@@ -2,16 +2,39 @@
 
 import asyncio
 import contextlib
+import functools
+import os
+import shlex
 
 import pytest
 
 from ramify.env import Runtime, Task
-from ramify.runtime import LocalRuntime, LocalRuntimeConfig, SandboxRuntime, SandboxRuntimeConfig
+from ramify.runtime import (
+    ContainerRuntime,
+    ContainerRuntimeConfig,
+    LocalRuntime,
+    LocalRuntimeConfig,
+    SandboxRuntime,
+    SandboxRuntimeConfig,
+)
 from ramify.runtime.bwrap import find_obstacle
+from tests.runtime.container_image import IMAGE
+
+CONTAINER_ENGINE = os.environ.get("RAMIFY_CONTAINER_ENGINE", "")
 
 RUNTIMES = {
     "local": (LocalRuntime, LocalRuntimeConfig),
     "sandbox": (SandboxRuntime, SandboxRuntimeConfig),
+    "container": (
+        ContainerRuntime,
+        functools.partial(
+            ContainerRuntimeConfig,
+            image=IMAGE,
+            engine=CONTAINER_ENGINE or "auto",
+            engine_args=shlex.split(os.environ.get("RAMIFY_CONTAINER_ARGS", "")),
+            pull="never",
+        ),
+    ),
 }
 
 
@@ -40,6 +63,8 @@ def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
 def skip_unless_available(kind: str) -> None:
     if kind == "sandbox" and (obstacle := find_obstacle()):
         pytest.skip(f"no sandbox here: {obstacle}")
+    if kind == "container" and not CONTAINER_ENGINE:
+        pytest.skip("no container engine is given; run `make test-containers`")
 
 
 @pytest.fixture(params=list(RUNTIMES))

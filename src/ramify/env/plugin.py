@@ -71,7 +71,11 @@ PLUGIN_KINDS = {
     "runtime": PluginKind(
         "ramify.runtimes",
         "ramify.env.runtime:Runtime",
-        {"local": "ramify.runtime.local:LocalRuntime", "sandbox": "ramify.runtime.sandbox:SandboxRuntime"},
+        {
+            "container": "ramify.runtime.container:ContainerRuntime",
+            "local": "ramify.runtime.local:LocalRuntime",
+            "sandbox": "ramify.runtime.sandbox:SandboxRuntime",
+        },
     ),
     "judge": PluginKind(
         "ramify.judges",

@@ -39,6 +39,7 @@ class Capability(StrEnum):
     - `PRIVATE_NETWORK`: programs reach nothing over the network but the gateway of their rollout.
     - `MEMORY_LIMIT`, `PROCESS_LIMIT`, `DISK_LIMIT`, `CPU_LIMIT`: the resource of the same name is limited.
     - `IMAGES`: a task may name a container image.
+    - `GATEWAY`: programs can reach the gateway of their rollout.
     """
 
     WALLS = "walls"
@@ -48,6 +49,7 @@ class Capability(StrEnum):
     DISK_LIMIT = "disk_limit"
     CPU_LIMIT = "cpu_limit"
     IMAGES = "images"
+    GATEWAY = "gateway"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
-from ramify.env.runtime import ExecResult
+from ramify.env.runtime import Capability, ExecResult
 from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
 from ramify.harness.base import Harness
 from ramify.harness.initial_messages import build_initial_messages
@@ -40,7 +40,7 @@ class ProgramHarness(Harness):
     program_files: ClassVar[Mapping[str, str]] = {}
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
-        """Raise ConfigInvalid for tools and users, which a program cannot use, and for missing variables."""
+        """Raise ConfigInvalid for tools and users, which a program cannot use, and for what the program lacks."""
         tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
         if tools:
             raise ConfigInvalid(
@@ -54,6 +54,7 @@ class ProgramHarness(Harness):
             )
         if missing := [name for name in self.config.pass_env if name not in os.environ]:
             raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
+        runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if the task has no prompt that is a text."""

@@ -1,4 +1,6 @@
+from .config import ContainerRuntimeConfig as ContainerRuntimeConfig
 from .config import LocalRuntimeConfig as LocalRuntimeConfig
 from .config import SandboxRuntimeConfig as SandboxRuntimeConfig
+from .container import ContainerRuntime as ContainerRuntime
 from .local import LocalRuntime as LocalRuntime
 from .sandbox import SandboxRuntime as SandboxRuntime

@@ -1,7 +1,7 @@
 """Configuration of the runtimes; importable without the runtimes themselves."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -61,3 +61,32 @@ class SandboxRuntimeConfig(RuntimeConfig):
         """The paths in the sandbox by the absolute paths of this machine."""
         pairs = (entry.partition(":") for entry in self.read_only)
         return {Path(source).resolve(): Path(target or Path(source).absolute()) for source, _, target in pairs}
+
+
+class ContainerRuntimeConfig(RuntimeConfig):
+    """Configuration of the container runtime.
+
+    Its limits are on by default. An engine that cannot enforce one refuses the run: set the limit to `"None"` to run
+    without it.
+    """
+
+    id: str = "container"
+    limits: ResourceLimits = ResourceLimits(memory_mb=4096, max_processes=512)
+    image: str = "python:3.12-slim"
+    """The image of tasks that name none."""
+    workdir: str = "/box/work"
+    """The work directory; that of a task is relative to it, or absolute."""
+    engine: Literal["auto", "docker", "podman"] = "auto"
+    """The program that runs containers. "auto": the first of docker and podman that is installed."""
+    engine_args: list[str] = []
+    """Further arguments of `docker run` or `podman run`, such as `["--runtime", "runc"]`."""
+    host: str | None = None
+    """The machine that runs the containers, such as `"ssh://user@machine"`. None: this one."""
+    network: str = "none"
+    """The network of the containers. "none": programs reach the gateway of their rollout and nothing else."""
+    gateway_url: str | None = None
+    """The address at which containers reach the gateway, where `network` or `host` is set; its path is not used."""
+    pull: Literal["missing", "never", "always"] = "missing"
+    """When images are fetched."""
+    user: str | None = None
+    """The user that programs run as. None: the user of the image."""

@@ -250,7 +250,7 @@ def _find_capabilities() -> Capabilities:
     reasons[Capability.DISK_LIMIT] = "its files are on the machine's disk; use the runtime 'sandbox'"
     for capability in (Capability.WALLS, Capability.PRIVATE_NETWORK):
         reasons[capability] = "its programs are not isolated; use the runtime 'sandbox' or 'container'"
-    return Capabilities(available, reasons)
+    return Capabilities(available | {Capability.GATEWAY}, reasons)
 
 
 async def _write_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,0 +1,187 @@
+"""The files of a box that has a shell: they are read and written by short shell scripts that run in the box.
+
+The rules are those of `box_files`: regular files only, no links anywhere in a path, limited sizes. Here they are not
+what keeps the machine safe, since the scripts run inside the walls: a link leads to a file of the box. What comes out
+is an archive that an agent may have forged, so only regular files with relative names are taken from it.
+"""
+
+import asyncio
+import errno
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Awaitable, Iterator
+from pathlib import Path, PurePath
+from typing import Protocol
+
+from ramify.env.runtime import ExecResult
+from ramify.errors import SandboxError
+from ramify.runtime.box_files import COPY_CHUNK, MAX_FILES
+
+NO_FILE_STATUS = 61
+WRITE_FAILED_STATUS = 62
+ARCHIVE_OVERHEAD = 64 << 20  # bytes of headers that an archive may have besides the content of its files
+CLOSED_DIRECTORIES = ("proc", "sys", "dev")  # of the kernel
+
+# `check PATH` exits if a part of an absolute path is a link.
+_CHECK = f"""
+check() {{
+    checked= rest=${{1#/}}
+    while [ -n "$rest" ]; do
+        checked=$checked/${{rest%%/*}}
+        case $rest in */*) rest=${{rest#*/}};; *) rest=;; esac
+        [ ! -L "$checked" ] || exit {NO_FILE_STATUS}
+    done
+}}
+check "$1"
+"""
+READ_SCRIPT = f'{_CHECK}[ -f "$1" ] || exit {NO_FILE_STATUS}; exec head -c "$2" "$1"'
+WRITE_SCRIPT = f"""{_CHECK}
+[ ! -e "$1" ] || [ -f "$1" ] || exit {NO_FILE_STATUS}
+mkdir -p "${{1%/*}}/" && cat > "$1" || exit {WRITE_FAILED_STATUS}
+"""
+UPLOAD_SCRIPT = f'{_CHECK}mkdir -p "$1" && tar -x -o -f - -C "$1" || exit {WRITE_FAILED_STATUS}'
+DOWNLOAD_SCRIPT = f'{_CHECK}[ -d "$1" ] || exit {NO_FILE_STATUS}; cd "$1" && exec tar -c -f - .'
+
+
+class ScriptRunner(Protocol):
+    """Runs a shell script in the box and keeps `max_output` bytes of its output."""
+
+    def __call__(self, script: str, *args: str, stdin: bytes | None, max_output: int) -> Awaitable[ExecResult]:
+        """Return the result of the script."""
+        ...
+
+
+class ShellFiles:
+    """The files of a box.
+
+    - `run_script`: runs a shell script in the box.
+    - `workdir`: the directory that relative paths refer to.
+    - `max_mb`: most mebibytes of a file, or of a directory, that are read.
+    """
+
+    def __init__(self, run_script: ScriptRunner, workdir: PurePath, max_mb: float) -> None:
+        self._run_script, self._workdir = run_script, workdir
+        self._max_bytes = int(max_mb * (1 << 20))
+
+    async def read(self, path: str | PurePath) -> bytes:
+        """Return the content of a regular file. Raises FileNotFoundError if there is none, ValueError if too large."""
+        limit = self._max_bytes + 1
+        result = await self._run_script(READ_SCRIPT, self._resolve(path), str(limit), stdin=None, max_output=2 * limit)
+        _raise_for_status(result, path)
+        if len(result.stdout) >= limit:
+            raise ValueError(f"{path} is larger than {self._max_bytes} bytes, the most that is read")
+        return result.stdout
+
+    async def write(self, path: str | PurePath, data: bytes) -> None:
+        """Write a regular file, and create its parent directories."""
+        result = await self._run_script(WRITE_SCRIPT, self._resolve(path), stdin=data, max_output=COPY_CHUNK)
+        _raise_for_status(result, path)
+
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy the regular files and directories of a host directory into a directory of the box."""
+        archive = await asyncio.to_thread(_pack, source)
+        result = await self._run_script(UPLOAD_SCRIPT, self._resolve(target), stdin=archive, max_output=COPY_CHUNK)
+        _raise_for_status(result, target)
+
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy the regular files of a directory of the box into a host directory; leave out links and special files.
+
+        Raises ValueError if the files are too large or too many.
+        """
+        limit = self._max_bytes + ARCHIVE_OVERHEAD
+        result = await self._run_script(DOWNLOAD_SCRIPT, self._resolve(source), stdin=None, max_output=2 * limit)
+        if result.returncode != 1:  # a file changed while it was read
+            _raise_for_status(result, source)
+        try:
+            if len(result.stdout) >= limit:
+                raise ArchiveTooLarge
+            await asyncio.to_thread(_unpack, result.stdout, target, self._max_bytes)
+        except ArchiveTooLarge as error:
+            most = f"{self._max_bytes} bytes or {MAX_FILES} files"
+            raise ValueError(f"{source} has more than {most}, the most that is read") from error
+        except tarfile.TarError as error:
+            raise OSError(errno.EIO, f"not an archive: {error}", str(source)) from error
+
+    def _resolve(self, path: str | PurePath) -> str:
+        """Return the absolute path. Raises FileNotFoundError for a path that climbs, or one of the kernel."""
+        absolute = self._workdir / path  # an absolute `path` replaces the work directory
+        parts = absolute.parts[1:]
+        if not parts or ".." in parts or "\0" in str(path) or parts[0] in CLOSED_DIRECTORIES:
+            raise FileNotFoundError(errno.ENOENT, "outside of the runtime", str(path))
+        return str(absolute)
+
+
+class ArchiveTooLarge(Exception):
+    """An archive has more files or bytes than are read."""
+
+
+def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
+    if result.returncode == NO_FILE_STATUS:
+        raise FileNotFoundError(errno.ENOENT, "not a file or directory", str(path))
+    if result.timed_out:
+        raise SandboxError(f"copying {path} did not end in time")
+    if result.returncode:
+        reason = result.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise OSError(_find_errno(reason), reason or f"status {result.returncode}", str(path))
+
+
+def _find_errno(reason: str) -> int:
+    """Return the error number whose text a program of the box wrote, or that of an input/output error."""
+    known = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
+    return next((number for number in known if os.strerror(number) in reason), errno.EIO)
+
+
+def _pack(source: Path) -> bytes:
+    """Return an archive of the regular files and directories beneath a directory."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for path in _iter_paths(source):
+            info = tarfile.TarInfo(str(path.relative_to(source)))
+            info.mode = stat.S_IMODE(path.stat().st_mode)
+            if path.is_dir():
+                info.type = tarfile.DIRTYPE
+                archive.addfile(info)
+            else:
+                data = path.read_bytes()
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _iter_paths(source: Path) -> Iterator[Path]:
+    for directory, directories, names in os.walk(source):
+        for name in sorted(directories):
+            yield Path(directory, name)
+        for name in sorted(names):
+            path = Path(directory, name)
+            if path.is_file():
+                yield path
+
+
+def _unpack(data: bytes, target: Path, max_bytes: int) -> None:
+    """Write the regular files of an archive beneath a directory."""
+    num_bytes = num_files = 0
+    written: dict[str, Path] = {}  # by the name in the archive, for hard links
+    target.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r|") as archive:
+        for member in archive:
+            relative = PurePath(member.name)
+            if not (member.isreg() or member.islnk()) or relative.is_absolute() or ".." in relative.parts:
+                continue
+            first = written.get(member.linkname)
+            stream = archive.extractfile(member) if member.isreg() else first and first.open("rb")
+            if stream is None or not relative.parts:
+                continue
+            file = target / relative
+            num_files += 1
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with stream, file.open("wb") as copy:
+                while chunk := stream.read(COPY_CHUNK):
+                    num_bytes += len(chunk)
+                    if num_bytes > max_bytes or num_files > MAX_FILES:
+                        raise ArchiveTooLarge
+                    copy.write(chunk)
+            file.chmod(member.mode & 0o777)
+            written[member.name] = file

@@ -1,0 +1,244 @@
+"""What is particular to containers: their walls, the way to the gateway, and what a killed worker leaves.
+
+Those that need an engine run with `make test-containers`; the others ask a stand-in for the engine's program.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from ramify.env import Task
+from ramify.env.runtime import Capability
+from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
+from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
+
+DOCKER_INFO = {"MemoryLimit": True, "PidsLimit": True, "CpuCfsQuota": False, "SecurityOptions": ["name=seccomp"]}
+
+
+@pytest.fixture
+def needs_engine():
+    skip_unless_available("container")
+
+
+@pytest.fixture
+def make_engine(tmp_path, monkeypatch):
+    """Make a program `docker` whose `info` is given, and which fails at everything else."""
+
+    def make(info):
+        folder = tmp_path / uuid.uuid4().hex
+        folder.mkdir()
+        (folder / "docker").write_text(
+            f"#!/bin/sh\ncase \"$*\" in *info*) echo '{json.dumps(info)}';; *) echo broken >&2; exit 1;; esac\n"
+        )
+        (folder / "docker").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.delenv("DOCKER_HOST", raising=False)
+
+    return make
+
+
+def run_in_container(command, *, timeout: float = 20, **settings):
+    async def test(runtime):
+        return await runtime.run(command, timeout=timeout)
+
+    return run_with_runtime("container", test, **settings)
+
+
+def test_missing_engine_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigInvalid, match="docker or podman is not installed"):
+        ContainerRuntime().check_task(Task())
+    with pytest.raises(ConfigInvalid, match="podman is not installed"):
+        ContainerRuntime(ContainerRuntimeConfig(engine="podman")).check_task(Task())
+
+
+def test_limit_that_the_engine_does_not_have_is_refused(make_engine):
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime()
+    runtime.check_task(Task(image="debian:12", requires=("walls", "private_network")))
+    with pytest.raises(ConfigInvalid, match=r"cpus in the task's resources needs cpu_limit .* docker info reports"):
+        runtime.check_task(Task(resources={"cpus": 1}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"host": "ssh://me@far"}, "a container on ssh://me@far without a network has no way to it"),
+        ({"network": "bridge"}, "set gateway_url"),
+    ],
+)
+def test_missing_way_to_the_gateway_is_refused(make_engine, settings, reason):
+    make_engine(DOCKER_INFO)
+    capabilities = ContainerRuntime(ContainerRuntimeConfig(**settings)).capabilities
+    with pytest.raises(ConfigInvalid, match=reason):
+        capabilities.check(Capability.GATEWAY, "the harness 'program'", "container")
+
+
+def test_open_network_is_not_called_private(make_engine):
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime(ContainerRuntimeConfig(network="bridge", gateway_url="http://gateway.example:80"))
+    assert Capability.GATEWAY in runtime.capabilities.available
+    with pytest.raises(ConfigInvalid, match="needs private_network"):
+        runtime.check_task(Task(requires=("private_network",)))
+
+
+def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
+    make_engine(DOCKER_INFO)
+
+    async def test():
+        runtime = ContainerRuntime()
+        with pytest.raises(SandboxError, match="broken"):
+            await runtime.start(Task())
+        with pytest.raises(SandboxError, match="broken"):
+            await runtime.run("true", timeout=5)
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        script = """
+import os, socket, sys
+for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254"):
+    try:
+        socket.create_connection((host, int(sys.argv[1])), 1)
+        print("reached", host)
+    except OSError as error:
+        print(error)
+print(len([name for name in os.listdir("/proc") if name.isdigit()]))
+"""
+        result = run_in_container(["python3", "-c", script, str(server.getsockname()[1])])
+        assert b"reached" not in result.stdout and int(result.text.split()[-1]) < 10
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch):
+    for name in ("SECRET_API_KEY", "http_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "sk-the-secret")
+    result = run_in_container("cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+    assert b"the-secret" not in result.stdout and b"PATH=" in result.stdout
+
+
+def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_engine(needs_engine):
+    async def test(runtime):
+        value = "a\nb 'c' \"$HOME\" `id` é"
+        process = await runtime.spawn('printf %s "$VALUE"; sleep 1', env={"VALUE": value, "PATH": "/bin"})
+        arguments = subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE, check=True).stdout.decode()
+        assert "`id` é" not in arguments
+        assert (await process.wait(10)).text == value
+        assert (await runtime.run("true", env={"not a name": "x"}, timeout=10)).returncode == 126
+
+    run_with_runtime("container", test)
+
+
+def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
+    async def test(runtime):
+        for _ in range(3):
+            result = await runtime.run("echo seen", stdin=b"x" * 100_000, timeout=20)
+            assert (result.returncode, result.stdout) == (0, b"seen\n")
+
+    run_with_runtime("container", test)
+
+
+def test_fork_bomb_and_allocation_are_contained(needs_engine):
+    async def test(runtime):
+        script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
+        result = await runtime.run(["python3", "-c", script], timeout=30)
+        assert result.returncode != 0 and b"allocated" not in result.stdout
+        try:
+            await runtime.run("f() { f | f & }; f; sleep 1000", timeout=2)
+            await runtime.run("true", timeout=10)
+        except AgentExit:
+            return  # a container that is too full to kill its programs is killed
+
+    run_with_runtime("container", test, limits={"max_processes": 64, "memory_mb": 256})
+
+
+def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
+    async def test(runtime):
+        with pytest.raises(AgentExit, match="the container has ended"):
+            for _ in range(3):
+                await runtime.run("kill -TERM 1; sleep 1", timeout=10)
+
+    run_with_runtime("container", test)
+
+
+def test_work_directory_of_the_image_and_its_user(needs_engine):
+    async def test(runtime):
+        assert str(runtime.workdir) == "/etc"
+        assert (await runtime.run("id -u; pwd", timeout=10)).text.split() == ["1000", "/etc"]
+        assert (await runtime.read("passwd")).startswith(b"root:")
+        with pytest.raises(PermissionError):
+            await runtime.write("passwd", "x")
+
+    run_with_runtime("container", test, Task(workdir="/etc"), user="1000")
+
+
+def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):
+    async def test():
+        runtime_class, make_config = RUNTIMES["container"]
+        runtime = runtime_class(make_config(limits={"memory_mb": 300}))
+        await runtime.prepare()
+        first = await runtime._inspect("{{.Id}}")
+        await runtime.start(Task())
+        assert await runtime._inspect("{{.Id}}") == first
+        await runtime.start(Task(resources={"memory_mb": 200}))
+        assert await runtime._inspect("{{.Id}} {{.HostConfig.Memory}}") != first
+        assert (await runtime._inspect("{{.HostConfig.Memory}}")) == str(200 << 20)
+        await runtime.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_container_of_a_killed_worker_is_cleaned_and_no_other(needs_engine):
+    config = RUNTIMES["container"][1]()
+    script = f"""
+import asyncio
+from ramify.env import Task
+from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
+async def main():
+    runtime = ContainerRuntime(ContainerRuntimeConfig.model_validate_json({config.model_dump_json()!r}))
+    await runtime.start(Task())
+    print(runtime._get_container().name, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    name = worker.stdout.readline().decode().strip()
+
+    async def test():
+        async with open_runtime("container") as runtime:
+            assert ContainerRuntime.clean(config) == []
+            worker.kill()
+            worker.wait(10)
+            assert ContainerRuntime.clean(config) == [f"container {name}"]
+            assert ContainerRuntime.clean(config) == []
+            assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_cancelled_start_leaves_no_container(needs_engine):
+    async def test():
+        runtime_class, make_config = RUNTIMES["container"]
+        runtime = runtime_class(make_config())
+        start = asyncio.create_task(runtime.start(Task()))
+        await asyncio.sleep(0.2)
+        name = runtime._get_container().name
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        listing = await runtime._get_engine().run("ps", "--all", "--format", "{{.Names}}")
+        assert name not in listing.stdout
+
+    asyncio.run(asyncio.wait_for(test(), 60))

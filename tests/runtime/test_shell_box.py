@@ -1,0 +1,93 @@
+"""The records of programs that a shell started, and the archives that come out of a box."""
+
+import io
+import subprocess
+import tarfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.runtime.record_filter import RecordFilter
+from ramify.runtime.shell_files import ArchiveTooLarge, _unpack
+from ramify.runtime.shell_process import SPAWN_SCRIPT
+
+MARKER = "0123456789abcdef"
+PART = st.sampled_from([b"\x1e", b"\x1e0123", MARKER.encode(), b"\n", b"text", b"\x1e" + MARKER.encode() + b"x"])
+
+
+@given(st.lists(PART), st.lists(PART), st.lists(st.integers(0, 60)))
+def test_record_is_found_however_the_stream_is_cut(before, after, cuts):
+    stream = b"".join(before) + f"\x1e{MARKER} exited 3\n".encode() + b"".join(after)
+    passed, records = bytearray(), []
+    record_filter = RecordFilter(MARKER, passed.extend, records.append)
+    position = 0
+    for cut in [*cuts, len(stream)]:
+        record_filter.write(stream[position : position + cut])
+        position += cut
+    record_filter.flush()
+    assert records == [["exited", "3"]]
+    assert bytes(passed) == b"".join(before) + b"".join(after)
+
+
+def test_complete_line_is_passed_on_at_once():
+    passed = bytearray()
+    RecordFilter(MARKER, passed.extend, lambda _: None).write(b"a line\n")
+    assert passed == b"a line\n"
+
+
+@pytest.mark.parametrize(
+    ("cwd", "argv", "record", "status"),
+    [
+        ("/", ["sh", "-c", "exit 5"], "exited 5", 5),
+        ("/nowhere", ["sh"], "failed 2 cwd", 127),
+        ("/", ["no-such-program"], "failed 2 program", 127),
+        ("/", ["/etc/passwd"], "failed 13 program", 127),
+    ],
+)
+def test_shell_reports_how_a_program_started_and_ended(cwd, argv, record, status):
+    command = ["sh", "-c", SPAWN_SCRIPT, "sh", MARKER, cwd, "yes", *argv]
+    result = subprocess.run(command, input="never read", capture_output=True, text=True, timeout=10)
+    assert result.returncode == status
+    assert result.stderr.endswith(f"\x1e{MARKER} {record}\n")
+
+
+def make_archive(*entries):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, kind, content in entries:
+            info = tarfile.TarInfo(name)
+            info.type = kind
+            if kind == tarfile.REGTYPE:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+            else:
+                info.linkname = content
+                archive.addfile(info)
+    return buffer.getvalue()
+
+
+def test_forged_archive_writes_only_regular_files_beneath_the_target(tmp_path):
+    target, outside = tmp_path / "target", tmp_path / "outside"
+    archive = make_archive(
+        ("../outside", tarfile.REGTYPE, b"x"),
+        (str(outside), tarfile.REGTYPE, b"x"),
+        ("link", tarfile.SYMTYPE, str(tmp_path)),
+        ("link/outside", tarfile.REGTYPE, b"x"),
+        ("passwd", tarfile.LNKTYPE, "/etc/passwd"),
+        ("pipe", tarfile.FIFOTYPE, ""),
+        ("device", tarfile.CHRTYPE, ""),
+        ("first", tarfile.REGTYPE, b"content"),
+        ("second", tarfile.LNKTYPE, "first"),
+    )
+    _unpack(archive, target, 1000)
+    assert not outside.exists()
+    files = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    assert files == {"link/outside": b"x", "first": b"content", "second": b"content"}
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+
+
+def test_archive_that_is_too_large_is_refused(tmp_path):
+    entries = [(f"file{number}", tarfile.REGTYPE, b"x" * 600) for number in range(2)]
+    with pytest.raises(ArchiveTooLarge):
+        _unpack(make_archive(*entries), tmp_path / "target", 1000)
