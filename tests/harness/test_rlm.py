@@ -1,14 +1,14 @@
 """The harness rlm: code in a REPL of the runtime, recursive calls as branches, and the faults of a policy's code."""
 
 import pytest
-from rich.console import Console
 
 import ramify as rf
+from ramify.cli.app import main
 from ramify.errors import ConfigInvalid, ProviderError
-from ramify.evals.trace_view import render_trace_tree
 from ramify.harness.rlm import extract_final
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import Environment, SourceConfig
+from ramify.store import RolloutRecord, RunStore
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one, tool_call
 from tests.runtime.conftest import RUNTIMES, skip_unless_available
 
@@ -109,7 +109,7 @@ def cut_expected(text: str) -> str:
 
 
 def test_long_prompt_is_cut_but_the_context_is_whole():
-    task = rf.Task(prompt="x" * 5000 + "END", answer="5003")
+    task = rf.Task(prompt="x" * 2_000_000 + "END", answer="2000003")
     trace = run_rlm([python("answer = len(context)")], task, harness={"max_prompt_chars": 100})
     assert trace.reward == 1.0
     shown = list_messages(trace)[1][1]
@@ -155,12 +155,15 @@ def test_calls_of_llm_are_branches_of_one_tree(runtime):
     assert len(trace.branches) == 6
 
 
-def test_the_trace_view_shows_calls_of_llm_with_their_caller():
+def test_show_prints_calls_of_llm_as_a_tree_with_their_caller(tmp_path, capsys):
     trace = run_rlm([python(RECURSIVE), "1", "2", "3", "4", "5"])
-    console = Console(width=160, no_color=True)
-    with console.capture() as captured:
-        console.print(render_trace_tree(trace))
-    assert captured.get().count("llm() of [2] at [0]") == 5
+    with RunStore.open(tmp_path / "run") as store:
+        store.submit_change(lambda *_: None, [(RolloutRecord("r1", "task", 0), [trace])]).result(60)
+    assert main(["show", str(tmp_path / "run"), "r1"]) == 0
+    shown = capsys.readouterr().out
+    assert "13 messages, 6 branches" in shown
+    assert shown.count("── llm() of [2] at [0]\n") == 5
+    assert "stop answer_is_set" in shown
 
 
 def test_calls_of_llm_are_trained_like_the_tasks_conversation():
@@ -198,7 +201,7 @@ def test_calls_deeper_than_the_limit_are_refused_in_the_code():
 def test_a_call_that_uses_all_its_turns_raises_in_the_code():
     script = [python("try:\n    llm('loop')\nexcept RuntimeError as error:\n    answer = error"), *[python("1")] * 2]
     trace = run_rlm(script, harness={"max_sub_turns": 2})
-    assert "ended without an answer: out_of_turns" in trace.last_reply
+    assert "ended without an answer: max_sub_turns" in trace.last_reply
 
 
 def test_max_turns_counts_all_calls_and_ends_the_rollout():
@@ -269,16 +272,30 @@ FORGED = """
 import os
 for fd in range(3, 30):
     try:
-        os.write(fd, b'={"op": "none"}\\n')
+        os.write(fd, MESSAGE)
     except OSError:
         pass
 """
 
 
-def test_an_invalid_message_on_the_channel_costs_the_repl():
-    trace = run_rlm([python(FORGED), "ok"])
-    assert "invalid message" in outputs(trace)[0]
+@pytest.mark.parametrize(
+    "message", [b'={"op": "none"}\n', b"=" + b"[" * 50_000 + b"\n", b'={"op": "\xff"}\n', b"\n", b'={"op": "ready"}\n']
+)
+def test_an_invalid_message_on_the_channel_costs_the_repl(message):
+    trace = run_rlm([python(FORGED.replace("MESSAGE", repr(message))), "ok"])
+    assert outputs(trace)[0].startswith("error: the REPL sent")
     assert trace.stop == "done"
+
+
+def test_a_failed_call_of_a_batch_does_not_cost_the_others():
+    script = [
+        python("try:\n    llm_batch(['a', 'b'])\nexcept RuntimeError as error:\n    answer = error"),
+        python("1"),
+        "fine",
+    ]
+    trace = run_rlm(script, harness={"max_sub_turns": 1})
+    assert "max_sub_turns" in trace.last_reply
+    assert ("assistant", "fine") in list_messages(trace)
 
 
 def test_forks_and_threads_of_the_code_do_not_disturb_the_repl():

@@ -200,7 +200,7 @@ class Repl:
                 break
         try:
             return msgspec.json.decode(b"".join(parts), type=ReplMessage)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the code may have written anything
             raise ReplLost(f"the REPL sent an invalid message: {error}") from None
 
 

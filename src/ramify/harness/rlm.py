@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.async_calls import cancel_all
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSet, User
-from ramify.errors import BudgetExceeded, MalformedCall
+from ramify.errors import BudgetExceeded, MalformedCall, RamifyError
 from ramify.harness.chat import ChatHarness, ChatLoop
 from ramify.harness.config import RlmHarnessConfig
 from ramify.harness.initial_messages import build_initial_messages
@@ -111,7 +111,7 @@ class RlmConversation:
         )
         self._repl = Repl(runtime, settings, self._handle_call)
         self._python = PythonTool(self._repl)
-        own_stops = [Hook(self.answer_is_set, "rlm"), *([Hook(self.out_of_turns, "rlm")] if depth else [])]
+        own_stops = [Hook(self.answer_is_set, "rlm"), *([Hook(self.max_sub_turns, "rlm")] if depth else [])]
         self._loop = ChatLoop(
             rollout.context,
             rollout.session,
@@ -140,7 +140,7 @@ class RlmConversation:
         """Stop when the code has set `answer`."""
         return self._python.answer is not None
 
-    async def out_of_turns(self) -> bool:
+    async def max_sub_turns(self) -> bool:
         """Stop after `max_sub_turns` replies, unless the last one is the answer."""
         reply = self._loop.last_reply
         is_unfinished = reply is not None and bool(reply.message.tool_calls)
@@ -163,15 +163,24 @@ class RlmConversation:
         """Ask the model every prompt, each in a conversation of its own, and return the answers in order."""
         semaphore = asyncio.Semaphore(self._rollout.config.max_concurrency)
 
-        async def ask(prompt: str) -> str:
+        async def ask(prompt: str) -> str | RamifyError:
             async with semaphore:
-                return await self._ask(prompt)
+                try:
+                    return await self._ask(prompt)
+                except RamifyError as error:  # the other prompts are answered and recorded before the code gets it
+                    if error.blame == "policy":
+                        return error
+                    raise
 
         tasks = [asyncio.create_task(ask(prompt), name="llm()") for prompt in prompts]
         try:
-            return await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
         finally:
             await cancel_all(task for task in tasks if not task.done())
+        answers = [result for result in results if isinstance(result, str)]
+        if len(answers) < len(results):
+            raise next(result for result in results if isinstance(result, RamifyError))
+        return answers
 
     async def _ask(self, prompt: str) -> str:
         conversation = RlmConversation(self._rollout, self._depth + 1, prompt)
