@@ -1,0 +1,166 @@
+"""`ramify rl` trains on compacted rollouts of the harness bash, in every runtime of this machine."""
+
+import contextlib
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ramify.launch.ports import PortReservation
+from ramify.runtime.bwrap import find_obstacle
+from ramify.store import RunStore
+from ramify.trace import Forest, Trace
+from ramify.train.batch_source import BatchRecording
+from tests.rl.note_taking import NUM_DIGITS
+from tests.rl.run_helpers import run_command
+
+RUNTIMES = ["local"] if find_obstacle() else ["local", "sandbox"]
+STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
+pytestmark = pytest.mark.timeout(300)
+START_TIMEOUT = 60.0  # seconds for the engine
+
+CONFIG = f"""
+name = "run"
+max_steps = {STEPS}
+seq_len = {SEQ_LEN}
+record_batches = true
+inference = {{ engine = "external", base_url = ["BASE_URL"] }}
+
+[orchestrator]
+batch_size = {GROUP_SIZE}
+group_size = {GROUP_SIZE}
+max_staleness = 0
+
+[trainer.optim]
+lr = 1e-4
+"""
+SOURCE = f"""
+[[train]]
+name = "RUNTIME"
+taskset = {{ id = "tests.rl.note_taking:NoteTaking" }}
+harness = {{ id = "bash", system_prompt = "", compact_at = {COMPACT_AT} }}
+runtime = {{ id = "RUNTIME" }}
+sampling = {{ max_tokens = 150 }}
+max_turns = 30
+"""
+
+
+@contextlib.contextmanager
+def run_scripted_server(directory: Path) -> Iterator[str]:
+    """Run the engine with the script of the agent; yield its address."""
+    url = PortReservation({"engine": "http://127.0.0.1:0"}).addresses["engine"]
+    arguments = [url.rpartition(":")[2], "tests.rl.note_taking:reply_to"]
+    with (directory / "engine.txt").open("w") as output:
+        command = [sys.executable, "-m", "tests.rl.scripted_server", *arguments]
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not is_healthy(url):
+            assert server.poll() is None and time.monotonic() < deadline, (directory / "engine.txt").read_text()
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def is_healthy(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """The directory of a finished run."""
+    home = tmp_path_factory.mktemp("compacted")
+    with run_scripted_server(home) as url:
+        sources = "".join(SOURCE.replace("RUNTIME", runtime) for runtime in RUNTIMES)
+        (home / "rl.toml").write_text(CONFIG.replace("BASE_URL", url) + sources)
+        result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())
+        assert result.returncode == 0, result.stdout + result.stderr + (home / "engine.txt").read_text()
+    return home
+
+
+@pytest.fixture(scope="module")
+def traces(home) -> dict[str, Trace]:
+    with RunStore.open(home / "outputs/run", write=False) as store:
+        episodes = [store.read_traces(record.id) for record in store.rollouts()]
+    return {trace.id: trace for episode in episodes for trace in episode}
+
+
+@pytest.fixture(scope="module")
+def batches(home) -> list[list[Forest]]:
+    """The packs of every step."""
+    recording = BatchRecording(home / "outputs/run/batches")
+    return [[pack for share in recording.read_shares(step) for pack in share.packs] for step in recording.list_steps()]
+
+
+def test_rollouts_are_compacted_and_work_on_in_the_same_box(traces):
+    assert {trace.env for trace in traces.values()} == set(RUNTIMES)  # one after another, a group each
+    for trace in traces.values():
+        assert not trace.errors and trace.stop == "done"
+        assert trace.metrics["compactions"] == 2
+        assert len(trace.leaves) == 3
+        assert trace.metrics["num_digits"] == NUM_DIGITS  # of all branches
+        assert all(trace.graph.path_length(leaf) <= SEQ_LEN for leaf in trace.leaves)
+    assert any(trace.graph.tokens.size > SEQ_LEN for trace in traces.values())
+
+
+def test_every_reply_of_a_batch_is_trained_and_also_the_summaries(traces, batches):
+    assert len(batches) == STEPS
+    for packs in batches:
+        trained = {
+            (pack.traces[trace], node) for pack in packs for trace, node in zip(pack.calls["trace"], pack.calls["node"])
+        }
+        used = {trace for trace, _ in trained}
+        assert trained == {(trace, node) for trace in used for node in traces[trace].sampled_nodes}
+        summaries = [traces[trace].nodes[node].message.text for trace, node in trained]
+        assert sum(text.startswith("I wrote") and text.endswith("digits.") for text in summaries) >= 2 * len(used)
+        num_sampled = sum(traces[trace].graph.logprobs.size for trace in used)
+        assert sum(len(pack.targets.token) for pack in packs) == num_sampled
+
+
+def test_packs_have_few_tokens_beyond_unique_prompts_and_replies(home, traces, batches):
+    pack_tokens = read_metric(home, "forest/tokens")
+    for packs, num_tokens in zip(batches, pack_tokens, strict=True):
+        assert sum(pack.num_tokens for pack in packs) == num_tokens
+        used = [traces[trace] for trace in {trace for pack in packs for trace in pack.traces}]
+        assert num_tokens <= 1.1 * sum(map(count_group_tokens, group_traces(used)))
+    assert all(ratio > 2 for ratio in read_metric(home, "forest/token_ratio"))
+
+
+def test_trainer_agrees_with_the_logprobs_of_the_engine(home):
+    assert all(kl < 1e-3 for kl in read_metric(home, "mismatch_kl"))
+    assert all(norm > 0 for norm in read_metric(home, "train/grad_norm"))
+
+
+def read_metric(home: Path, name: str) -> list[float]:
+    with RunStore.open(home / "outputs/run", write=False) as store:
+        rows = store.select("SELECT value FROM metrics WHERE name = ? ORDER BY step", (name,))
+    assert len(rows) == STEPS, name
+    return [value for (value,) in rows]
+
+
+def group_traces(traces: list[Trace]) -> list[list[Trace]]:
+    groups = {trace.group for trace in traces}
+    return [[trace for trace in traces if trace.group == group] for group in groups]
+
+
+def count_group_tokens(traces: list[Trace]) -> int:
+    """Count the distinct prompt tokens of a group, each with the path before it, and all sampled tokens."""
+    prompts: set[bytes] = set()
+    for trace in traces:
+        for node in trace.nodes:
+            path = trace.graph.path_tokens(node.index)
+            start = len(path) - len(node.token_ids)
+            sampled = range(start + node.sampled_span[0], start + node.sampled_span[1])
+            for stop in range(start, len(path)):
+                if stop not in sampled:
+                    prompts.add(np.ascontiguousarray(path[: stop + 1]).tobytes())
+    return len(prompts) + sum(trace.graph.logprobs.size for trace in traces)
