@@ -149,7 +149,9 @@ def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
     run_with_runtime("container", test)
 
 
-def test_fork_bomb_and_allocation_are_contained(needs_engine):
+def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     async def test(runtime):
         script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
         result = await runtime.run(["python3", "-c", script], timeout=30)
@@ -161,6 +163,7 @@ def test_fork_bomb_and_allocation_are_contained(needs_engine):
             return  # a container that is too full to kill its programs is killed
 
     run_with_runtime("container", test, limits={"max_processes": 64, "memory_mb": 256})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):

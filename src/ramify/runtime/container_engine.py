@@ -23,6 +23,8 @@ NAME_PREFIX = "ramify-"
 MACHINE_LABEL = "ramify.machine"
 INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
+# When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
+ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
 HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
 
 
@@ -56,6 +58,7 @@ class ContainerEngine:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            cwd=ENGINE_CWD,
             start_new_session=True,
         )
         try:
