@@ -28,6 +28,8 @@ class Task(BaseModel):
     - `key`: the task's identity. None: a digest of all fields.
     - `image`: the container image of the sandbox, for runtimes that support images.
     - `workdir`: the directory in which programs start, relative to the rollout's work directory.
+    - `setup`: shell command lines that prepare a runtime for the task, that of the agent and that of the rewards.
+    - `pre_run`: shell command lines that run right before the agent starts, in its runtime only.
     - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
     - `requires`: what the runtime must enforce or support, such as "walls"; see `Capability`.
     - `outputs`: paths in the work directory, or "." for all of it. If given, rewards and metrics get a fresh runtime,
@@ -43,6 +45,8 @@ class Task(BaseModel):
     key: str | None = None
     image: str | None = None
     workdir: str | None = None
+    setup: tuple[str, ...] = ()
+    pre_run: tuple[str, ...] = ()
     resources: dict[str, float] = Field(default_factory=dict)
     requires: tuple[Literal["walls", "private_network"], ...] = ()
     outputs: tuple[str, ...] | None = None

@@ -30,6 +30,7 @@ from ramify.rollout.outputs import collect_outputs
 from ramify.rollout.retrying_runtime import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, score_trace
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
+from ramify.rollout.task_commands import run_task_commands
 from ramify.seeds import derive_seed
 from ramify.trace import Episode, Trace
 from ramify.trace.plain_data import to_plain
@@ -183,13 +184,20 @@ class AttemptRunner:
                 await self.runtime.stop()
                 self.runtime = self.context.runtime = RetryingRuntime(self.env.runtime_pool.take())
                 await self.runtime.start(self.task)
+                await self._run_task_commands("setup", self.task.setup)
                 await self.runtime.upload(Path(directory), ".")
 
     async def _setup(self) -> tuple[ToolSet, User | None]:
         hooks = self.env.hooks
+        await self._run_task_commands("setup", self.task.setup)
         if hooks.setup is not None:
             await hooks.setup(self.context)
-        return await hooks.build_toolset(self.context), await hooks.build_user(self.context)
+        tools, user = await hooks.build_toolset(self.context), await hooks.build_user(self.context)
+        await self._run_task_commands("pre_run", self.task.pre_run)
+        return tools, user
+
+    async def _run_task_commands(self, field: str, commands: Sequence[str]) -> None:
+        await run_task_commands(self.runtime, field, commands, self.env.source.timeouts.setup)
 
     async def run_harness(self, tools: ToolSet, user: User | None) -> str:
         """Run the agent and return its stop reason."""

@@ -1,0 +1,42 @@
+"""`task.setup` prepares the runtimes of the agent and of the rewards, `task.pre_run` only that of the agent."""
+
+import ramify as rf
+from tests.rollout.helpers import OneTask, error_names, load_env, run_one
+
+
+class CommandTaskset(OneTask):
+    async def setup(self, runtime: rf.Runtime) -> None:
+        await runtime.run("echo hook >> order", timeout=10)
+
+    async def finalize(self, runtime: rf.Runtime, trace: rf.Trace) -> None:
+        trace.info["agent"] = (await runtime.read("order")).decode().split()
+
+    @rf.reward
+    async def sees(self, runtime: rf.Runtime, trace: rf.Trace) -> float:
+        trace.info["rewards"] = (await runtime.read("order")).decode().split()
+        return 1.0
+
+
+def test_commands_run_in_order_before_the_agent_and_setup_also_for_the_rewards():
+    task = rf.Task(prompt="go", setup=("echo setup >> order",), pre_run=("echo first >> order", "echo second >> order"))
+    trace = run_one(load_env(CommandTaskset), ["done"], task.model_copy(update={"outputs": ()}))
+    assert error_names(trace) == []
+    assert trace.info["agent"] == ["setup", "hook", "first", "second"]
+    assert trace.info["rewards"] == ["setup"]
+
+
+def test_failed_command_ends_the_attempt_and_is_named():
+    task = rf.Task(prompt="go", setup=("true", "echo no such package; exit 7"))
+    trace = run_one(load_env(CommandTaskset), ["done"], task)
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert "task.setup[1] exited with 7" in trace.errors[0].message and "no such package" in trace.errors[0].message
+
+
+def test_command_that_does_not_end_is_stopped():
+    env = load_env(CommandTaskset, timeouts={"setup": 0.5})
+    trace = run_one(env, ["done"], rf.Task(prompt="go", pre_run=("sleep 100",)))
+    assert error_names(trace) in (["EnvironmentFault"], ["DeadlineExceeded"])
+
+
+def test_tasks_without_commands_keep_their_identity():
+    assert rf.Task(prompt="go").to_wire() == {"prompt": "go"}
