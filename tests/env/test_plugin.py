@@ -51,6 +51,7 @@ def test_builtin_names():
             "dataset",
             "general-agent",
             "harbor",
+            "swe",
             "repair",
         )
     }

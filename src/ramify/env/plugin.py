@@ -49,6 +49,7 @@ PLUGIN_KINDS = {
             "harbor": "ramify.tasksets.harbor:Harbor",
             "repair": "ramify.tasksets.repair:Repair",
             "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
+            "swe": "ramify.tasksets.swe:Swe",
             "wikispeedia": "ramify.tasksets.wikispeedia:Wikispeedia",
             "wordle": "ramify.tasksets.wordle:Wordle",
         },

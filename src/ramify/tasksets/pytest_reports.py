@@ -7,6 +7,7 @@ process, and code that searches this process can find the nonce. `repair` shows 
 
 import json
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -37,10 +38,11 @@ async def run_pytest(
     """
     nonce = secrets.token_hex(16)
     await runtime.write(plugin_dir / f"{PLUGIN_MODULE}.py", PLUGIN.read_text("utf-8"))
+    search_path = f'export PYTHONPATH={shlex.quote(str(plugin_dir))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     try:
         result = await runtime.run(
-            command.replace("{plugin}", f"-p {PLUGIN_MODULE}"),
-            env={**(env or {}), "PYTHONPATH": str(plugin_dir), REPORTS_VARIABLE: "1"},
+            f"{search_path}; {command.replace('{plugin}', f'-p {PLUGIN_MODULE}')}",
+            env={**(env or {}), REPORTS_VARIABLE: "1"},
             stdin=f"{nonce}\n".encode(),
             timeout=timeout,
         )
