@@ -9,8 +9,9 @@ from ramify.harness.rlm import extract_final
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import Environment, SourceConfig
 from ramify.store import RolloutRecord, RunStore
+from ramify.trace import AnnotatedTrace, Annotation, build_forest
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one, tool_call
-from tests.runtime.conftest import RUNTIMES, skip_unless_available
+from tests.runtime.conftest import skip_unless_available
 
 
 def python(code: str) -> str:
@@ -48,7 +49,7 @@ def outputs(trace) -> list[str]:
     return [text for role, text in list_messages(trace) if role == "tool"]
 
 
-@pytest.fixture(params=list(RUNTIMES))
+@pytest.fixture(params=["local", "sandbox"])
 def runtime(request) -> str:
     skip_unless_available(request.param)
     return request.param
@@ -170,6 +171,14 @@ def test_calls_of_llm_are_trained_like_the_tasks_conversation():
     trace = run_rlm([python(RECURSIVE), "1", "2", "3", "4", "5"])
     assert get_trainable_nodes(trace) == trace.sampled_nodes
     assert len(trace.sampled_nodes) == 6
+
+
+def test_a_forest_holds_the_prompt_that_the_calls_share_once():
+    trace = run_rlm([python(RECURSIVE), "1", "2", "3", "4", "5"])
+    annotations = tuple(Annotation(trace.id, node, advantage=1.0) for node in get_trainable_nodes(trace))
+    forest = build_forest([AnnotatedTrace(trace, annotations)])
+    assert len(forest.token_ids) <= trace.total_tokens < forest.flat_tokens / 4
+    assert len(forest.targets) == trace.completion_len
 
 
 def test_equal_prompts_are_samples_of_one_prompt():
