@@ -309,7 +309,8 @@ def test_a_failed_call_of_a_batch_does_not_cost_the_others():
 
 def test_forks_and_threads_of_the_code_do_not_disturb_the_repl():
     code = (
-        "import os, threading, concurrent.futures as futures\n"
+        "import os, threading, warnings, concurrent.futures as futures\n"
+        "warnings.simplefilter('ignore')  # Python 3.12 warns of a fork beside threads\n"
         "if os.fork() == 0:\n    print('child')\nelse:\n    os.wait()\n"
         "    with futures.ThreadPoolExecutor(4) as pool:\n"
         "        print(sorted(pool.map(llm, ['a', 'b', 'c'])))\n"
