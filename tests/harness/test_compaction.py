@@ -16,6 +16,7 @@ from ramify.rollout import run_attempt
 from ramify.trace import Trace, decode_trace, encode_trace
 from tests.gateway.fake_client import FakeTokenClient
 from tests.gateway.fake_engine import check_tokens
+from tests.render.models import renderer
 from tests.rollout.helpers import TASK, OneTask, list_messages, load_env, tool_call
 
 EXAMPLES = max(6, settings.default.max_examples // 6) if settings.default else 6
@@ -156,6 +157,34 @@ def test_tool_results_without_room_are_left_out_of_the_summary():
     assert trace.stop == "done" and client.num_summaries == 1
     messages = branch_messages(trace, min(trace.leaves))
     assert messages[-3:] == [("tool", OMITTED_RESULT), ("user", SUMMARY_REQUEST.text), ("assistant", "summary 1")]
+
+
+class Reasoning(FakeTokenClient):
+    """A policy that reasons before each of five calls of `echo`, in the format of its model."""
+
+    def __init__(self, model: str) -> None:
+        self.num_calls, self.model = 0, model
+        super().__init__(self.reply_to, renderer(model))
+
+    def reply_to(self, prompt: str) -> str:
+        if SUMMARY_REQUEST.text in prompt:
+            return "a summary"
+        self.num_calls += 1
+        if self.num_calls > 5:
+            return "done"
+        if self.model.startswith("mistral"):
+            return f'[TOOL_CALLS][{{"name": "echo", "arguments": {{"length": 60}}, "id": "call{self.num_calls:05}"}}]'
+        return f"<think>\nstep {self.num_calls}\n</think>\n\n{tool_call('echo', length=60)}"
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen2.5", "glm-4", "granite", "mistral-v11"])
+def test_a_summary_continues_the_tokens_of_its_conversation(model):
+    """A template may drop reasoning at a message of the user, or refuse one after a tool result."""
+    trace = run_agent(Reasoning(model), harness={"id": "chat", "compact_at": 600})
+    assert trace.stop == "done", trace.errors
+    assert trace.metrics["compactions"] >= 1
+    assert {fork["reason"] for fork in trace.info["forks"]} == {"compacted"}
+    assert len(trace.leaves) == 1 + trace.metrics["compactions"]
 
 
 def test_summary_with_a_tool_call_only_runs_no_tool():

@@ -16,7 +16,7 @@ from ramify.async_calls import fail_after, retry
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
-from ramify.errors import ProviderError, RequestInvalid, TokensRequired
+from ramify.errors import ProviderError, RequestInvalid, TemplateRefused, TokensRequired
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
@@ -117,6 +117,16 @@ class RolloutSession:
             return prepared.prompt_len
         num_chars = sum(len(message.text) for message in prepared.messages)
         return (num_chars + len(encode_canonical(request.tools))) // 4 + 4 * len(prepared.messages)
+
+    def keeps_history(self, request: ModelRequest) -> bool:
+        """Return whether a request continues the tokens of its history.
+
+        A chat template may rewrite earlier messages, or refuse the order of the new ones.
+        """
+        try:
+            return self._prepare(*self._find_or_insert_position(request), request).prefix_break is None
+        except TemplateRefused:
+            return False
 
     def get_node(self, call_id: str) -> int:
         """Return the node of an earlier reply by the id of its call."""

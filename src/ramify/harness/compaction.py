@@ -56,10 +56,10 @@ class Compactor:
         """
         results = [message for message in request.messages if message.role != "user"]
         questions = [message for message in request.messages if message.role == "user"]
-        summary_request = replace(request, messages=(*results, SUMMARY_REQUEST))
+        summary_request = self._ask_for_summary(request, results)
         if results and not self._has_room(summary_request):
-            notes = [Message(result.role, OMITTED_RESULT, tool_call_id=result.tool_call_id) for result in results]
-            summary_request = replace(request, messages=(*notes, SUMMARY_REQUEST))
+            notes = [_replace_content(result, OMITTED_RESULT) for result in results]
+            summary_request = self._ask_for_summary(request, notes)
         reply = await self._session.generate(summary_request)
         metrics = self._session.trace.metrics
         metrics[METRIC] = metrics.get(METRIC, 0.0) + 1.0
@@ -67,6 +67,22 @@ class Compactor:
         messages = (*self._initial_messages, summary, *(questions or [CONTINUE_REQUEST]))
         return ModelRequest(messages, request.tools, fork_reason=FORK_REASON)
 
+    def _ask_for_summary(self, request: ModelRequest, results: Sequence[Message]) -> ModelRequest:
+        """Return the request for a summary after these tool results.
+
+        It is a message of the user. Some chat templates drop earlier reasoning at such a message, so that the whole
+        conversation would be rendered again, or refuse it after tool results; then it is a part of the last result.
+        """
+        summary_request = replace(request, messages=(*results, SUMMARY_REQUEST))
+        if not results or self._session.keeps_history(summary_request):
+            return summary_request
+        last = _replace_content(results[-1], f"{results[-1].text}\n\n{SUMMARY_REQUEST.text}")
+        return replace(request, messages=(*results[:-1], last))
+
     def _has_room(self, request: ModelRequest) -> bool:
         limit = self._session.max_path_tokens
         return limit is None or self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
+
+
+def _replace_content(result: Message, content: str) -> Message:
+    return Message(result.role, content, tool_call_id=result.tool_call_id)
