@@ -60,7 +60,7 @@ def test_without_outputs_rewards_see_the_agents_runtime():
     assert "./other.txt" in trace.info["seen"]
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", "."])
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ""])
 def test_outputs_outside_of_the_work_directory_are_refused(path):
     with pytest.raises(ValidationError, match="not a path in the work directory"):
         rf.Task(prompt="go", outputs=(path,))
