@@ -70,6 +70,13 @@ def test_the_program_gets_the_prompt_and_its_call_is_recorded(runtime, prompt, c
     assert trace.info["program"]["stdout"] == "the model said forty-two\n"
 
 
+def test_a_title_is_not_the_last_reply_about_the_task():
+    calls = "python3 agent.py openai 'Be brief.\n\ngo'; python3 agent.py openai 'Write a title.'"
+    trace = run_program(["forty-two", "A title"], command=["sh", "-c", calls], prompt="stdin")
+    assert trace.last_reply == "A title"
+    assert trace.info["program"]["reply"] == "forty-two"
+
+
 def test_the_program_may_use_anthropics_variables():
     trace = run_program(["forty-two"], command=["python3", "agent.py", "anthropic"])
     assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]

@@ -27,10 +27,18 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
     return messages, parser.media
 
 
+def join_prompt_text(task: Task) -> str:
+    """Return the initial messages of a task as one text, for a program that takes one."""
+    return "\n\n".join(message.text for message in build_initial_messages(task)[0])
+
+
 def get_user_prompt_texts(task: Task) -> list[str]:
-    """Return the texts of the user messages in the task's prompt, without messages of several parts."""
+    """Return the texts by which a conversation about the task is recognized.
+
+    They are the user messages in its prompt, without messages of several parts, and the whole prompt as one text.
+    """
     if isinstance(task.prompt, str):
-        return [task.prompt]
+        return [task.prompt, join_prompt_text(task)]
     contents = [message.get("content") for message in task.prompt or () if message.get("role") == "user"]
     return [content for content in contents if isinstance(content, str)]
 

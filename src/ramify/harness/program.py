@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
 from ramify.env.runtime import Capability, ExecResult
 from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
+from ramify.gateway.main_calls import find_side_calls
 from ramify.harness.base import Harness
-from ramify.harness.initial_messages import build_initial_messages
+from ramify.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.harness.program_config import ProgramHarnessConfig, fill_placeholders, find_placeholders
 from ramify.runtime.bounded_output import BoundedOutput
 
@@ -125,9 +126,8 @@ class ProgramHarness(Harness):
         base_url = await runtime.expose(context.endpoint.base_url)
         needs_home = self.config.prompt == "file" or any("{home}" in text or text.startswith("~/") for text in texts)
         home = await _find_home(runtime) if needs_home else ""
-        messages, _ = build_initial_messages(context.task)
         return {
-            "prompt": "\n\n".join(message.text for message in messages),
+            "prompt": join_prompt_text(context.task),
             "prompt_file": PROMPT_FILE.replace("~", home),
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),  # its clients append /v1
@@ -139,8 +139,9 @@ class ProgramHarness(Harness):
         }
 
     def _record(self, context: RolloutContext, result: ExecResult, session: "RolloutSession") -> None:
-        """Store the exit code and the bounded output for rewards and for whoever reads the trace."""
+        """Store the result of the program for rewards and for whoever reads the trace."""
         context.trace.info["program"] = {
+            "reply": _find_last_reply(session, context),
             "exit_code": None if result.timed_out else result.returncode,  # None: it was killed
             "stdout": _bound(result.stdout, self.config.max_output_chars),
             "stderr": _bound(result.stderr, self.config.max_output_chars),
@@ -233,6 +234,13 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
         output = _bound(result.stderr or result.stdout, EXCERPT_CHARS)
         raise AgentExit(f"the program exited with code {result.returncode} before the first reply: {output}")
     return "exit"
+
+
+def _find_last_reply(session: "RolloutSession", context: RolloutContext) -> str:
+    """Return the last reply of the conversation about the task; a program may ask for a title after it."""
+    side_calls = find_side_calls(session.recorded_calls, get_user_prompt_texts(context.task))
+    nodes = [call.node for call in session.recorded_calls if call.node not in side_calls]
+    return context.trace.nodes[nodes[-1]].message.text if nodes else context.trace.last_reply
 
 
 def _bound(output: bytes, max_chars: int) -> str:
