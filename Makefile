@@ -12,6 +12,9 @@ VERIFIERS_PYTHON ?=
 # A second interpreter with vLLM installed, for `test-vllm` and benchmarks; docs/inference.md says how to make one.
 VLLM_PYTHON ?=
 
+# Where `test-agents` installs the agent programs; by default ~/.cache/ramify/agents.
+AGENTS_DIR ?=
+
 # A second interpreter with `trl` installed, for the benchmarks that compare against it.
 TRL_PYTHON ?=
 
@@ -39,7 +42,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-containers test-clients lint bench-check rl
+.PHONY: help env test test-full test-vllm test-containers test-clients test-agents lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -84,6 +87,9 @@ test-containers: env  ## the container runtime with an engine: make test-contain
 test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a server, in environments of their own
 	@mkdir -p .venvs
 	$(BIN)/python -m tests.clients.run --folder .venvs $(if $(UV),--uv $(UV)) $(CLIENTS)
+
+test-agents: env  ## five agent programs in a sandbox, and training on their rollouts; needs npm, and bubblewrap from apt
+	$(BIN)/python -m tests.agents.run $(if $(AGENTS_DIR),--folder $(AGENTS_DIR)) $(AGENTS)
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets

@@ -1,0 +1,84 @@
+"""Rollouts of a program with the scripted server, and the checks of their traces."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ramify.client import ClientConfig, InferenceClient
+from ramify.gateway import Gateway, TokenPolicy
+from ramify.render import load_renderer
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from ramify.trace import Trace
+from tests.agents.scripts import build_script
+from tests.clients.run import wait_for_address
+
+TASKSET = "tests.agents.coding_task:CodingTask"
+STOP_DEADLINE = 60  # seconds
+
+
+def build_source(program: str, programs: Path) -> dict[str, Any]:
+    """Return the tables of a source that runs a program, installed beneath `programs`, in a sandbox."""
+    path = [str(programs / "node_modules" / ".bin"), str(programs / "python" / "bin")]
+    return {
+        "taskset": {"id": TASKSET},
+        "harness": {"id": program, "timeout": 400},
+        "runtime": {"id": "sandbox", "read_only": [str(programs)], "path": path},
+        "sampling": {"temperature": 1.0, "max_tokens": 512},
+    }
+
+
+@contextlib.contextmanager
+def serve_script(program: str, model: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Run the scripted server for a program; yield its address and the file in which it logs its calls."""
+    script, log, calls = (folder / f"{program}.{suffix}" for suffix in ("script.json", "server.log", "calls.jsonl"))
+    script.write_text(json.dumps(build_script(program)))
+    calls.write_text("")
+    command = [sys.executable, "-m", "tests.agents.scripted_server", str(model), str(script), str(calls)]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            yield wait_for_address(process, log), calls
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_DEADLINE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+async def run_rollout(source: dict[str, Any], url: str, model: Path) -> Trace:
+    """Run one rollout of the first task against a server."""
+    env = Environment.load(SourceConfig(**source))
+    try:
+        async with InferenceClient(url, ClientConfig()) as client, Gateway() as gateway:
+            policy = TokenPolicy(client, load_renderer(model), "scripted", max_model_len=65536)
+            task = next(env.iter_tasks())
+            episode = await run_attempt(env, task, policy=policy, gateway=gateway, id="r1", train=True)
+            return episode.traces[0]
+    finally:
+        await env.close()
+
+
+def check_trace(trace: Trace, calls: Path) -> None:
+    """Check that the trace has every call of the server with its tokens, and one unbroken main conversation."""
+    assert not trace.errors, trace.errors
+    assert "refusals" not in trace.info, trace.info["refusals"]
+    assert not [name for name in trace.metrics if name.startswith("render/breaks")], trace.metrics
+    logged = [json.loads(line) for line in calls.read_text().splitlines()]
+    nodes = [trace.nodes[index] for index in trace.sampled_nodes]
+    assert len(nodes) == len(logged)
+    for node, call in zip(nodes, logged):
+        path_ids = trace.graph.path_tokens(node.index)
+        assert path_ids.tolist() == call["prompt"] + call["tokens"]
+        assert np.allclose(node.logprobs, call["logprobs"], atol=1e-6)
+    trained = [node for node in nodes if node.is_trainable]
+    assert [len(node.message.tool_calls) for node in trained[:2]] == [2, 1]
+    assert len(trained) == 3
+    assert trace.info["program"]["exit_code"] == 0
+    main_leaves = [leaf for leaf in trace.leaves if trace.nodes[leaf].is_trainable]
+    assert len(main_leaves) == 1, f"{len(main_leaves)} branches: {trace.info.get('forks')}"

@@ -1,0 +1,37 @@
+"""What the model says to each program, so that it solves the task in two steps.
+
+The first reply makes two calls at once: one looks at the file, the other repairs it, or one time in two breaks it in
+another way, so that the rollouts of a group differ in their rewards. The second reply runs the check, the third one
+ends the conversation.
+"""
+
+import json
+from typing import Any
+
+LOOK = "wc -l check.py"
+RIGHT = r"printf 'def add(a, b):\n    return a + b\n' > calc.py"
+WRONG = r"printf 'def add(a, b):\n    return a * b\n' > calc.py"
+CHECK = "python3 check.py"
+LAST = "I repaired `add` in calc.py, and ran the check."
+
+
+def call_tool(name: str, **arguments: Any) -> str:
+    """Return a tool call as models of the Qwen family write it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def build_script(program: str) -> dict[str, list[str]]:
+    """Return the replies for a program."""
+    call = CALLS[program]
+    last = LAST if program != "mini-swe-agent" else call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    first = [f"I repair the function.\n{call(LOOK)}\n{call(command)}" for command in (RIGHT, WRONG)]
+    return {"first_replies": first, "later_replies": [f"Now the check.\n{call(CHECK)}", last]}
+
+
+CALLS = {
+    "codex": lambda command: call_tool("exec_command", cmd=command),
+    "claude-code": lambda command: call_tool("Bash", command=command, description="Run a command"),
+    "opencode": lambda command: call_tool("bash", command=command, description="Run a command"),
+    "pi": lambda command: call_tool("bash", command=command),
+    "mini-swe-agent": lambda command: call_tool("bash", command=command),
+}
