@@ -12,6 +12,8 @@ from ramify.env import Runtime, Task
 from ramify.runtime import (
     ContainerRuntime,
     ContainerRuntimeConfig,
+    HostedRuntime,
+    HostedRuntimeConfig,
     LocalRuntime,
     LocalRuntimeConfig,
     SandboxRuntime,
@@ -19,6 +21,7 @@ from ramify.runtime import (
 )
 from ramify.runtime.bwrap import find_obstacle
 from tests.runtime.container_image import IMAGE
+from tests.runtime.prime_fake import PrimeFake
 
 CONTAINER_ENGINE = os.environ.get("RAMIFY_CONTAINER_ENGINE", "")
 
@@ -35,6 +38,7 @@ RUNTIMES = {
             pull="never",
         ),
     ),
+    "hosted": (HostedRuntime, HostedRuntimeConfig),
 }
 
 
@@ -67,7 +71,27 @@ def skip_unless_available(kind: str) -> None:
         pytest.skip("no container engine is given; run `make test-containers`")
 
 
+@pytest.fixture(scope="session")
+def prime_server(tmp_path_factory):
+    """A stand-in for the provider of hosted sandboxes."""
+    pytest.importorskip("prime_sandboxes", reason="the extra `prime` is not installed")
+    with PrimeFake(tmp_path_factory.mktemp("prime")) as server:
+        yield server
+
+
+@pytest.fixture
+def prime_fake(prime_server, monkeypatch, tmp_path):
+    """The same, as the provider that the SDK calls."""
+    monkeypatch.setenv("PRIME_API_BASE_URL", prime_server.url)
+    monkeypatch.setenv("PRIME_API_KEY", "key")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the SDK keeps its files
+    monkeypatch.delenv("PRIME_CONTEXT", raising=False)
+    return prime_server
+
+
 @pytest.fixture(params=list(RUNTIMES))
 def kind(request) -> str:
+    if request.param == "hosted":
+        request.getfixturevalue("prime_fake")
     skip_unless_available(request.param)
     return request.param

@@ -228,7 +228,10 @@ asyncio.run(main())
             assert ContainerRuntime.clean(config) == []
             assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    try:
+        asyncio.run(asyncio.wait_for(test(), 60))
+    finally:
+        worker.kill()
 
 
 def test_cancelled_start_leaves_no_container(needs_engine):

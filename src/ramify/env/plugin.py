@@ -74,6 +74,7 @@ PLUGIN_KINDS = {
         "ramify.env.runtime:Runtime",
         {
             "container": "ramify.runtime.container:ContainerRuntime",
+            "hosted": "ramify.runtime.hosted:HostedRuntime",
             "local": "ramify.runtime.local:LocalRuntime",
             "sandbox": "ramify.runtime.sandbox:SandboxRuntime",
         },

@@ -90,3 +90,22 @@ class ContainerRuntimeConfig(RuntimeConfig):
     """When images are fetched."""
     user: str | None = None
     """The user that programs run as. None: the user of the image."""
+
+
+class HostedRuntimeConfig(RuntimeConfig):
+    """Configuration of the hosted runtime: sandboxes of Prime Intellect. The API key is read from `PRIME_API_KEY`."""
+
+    id: str = "hosted"
+    limits: ResourceLimits = ResourceLimits(memory_mb=2048, disk_mb=5120, cpus=1)
+    image: str = "python:3.12-slim"
+    """The image of tasks that name none."""
+    workdir: str = "/box/work"
+    """The work directory; that of a task is relative to it, or absolute."""
+    gateway_url: str | None = None
+    """The public address of the gateway, such as that of a tunnel; its path is not used."""
+    lifetime: float = Field(default=3600.0, ge=60, le=86400)
+    """Seconds after which the provider ends a sandbox that was not stopped."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds for a sandbox to start."""
+    allow_hosts: list[str] | None = None
+    """The only hosts that programs can reach. None: no restriction."""

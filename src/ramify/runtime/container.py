@@ -41,7 +41,7 @@ from ramify.runtime.container_process import ContainerProcess
 from ramify.runtime.owner import make_owner_name
 from ramify.runtime.port_forward import PortForward
 from ramify.runtime.shell_process import KillFunction, ShellProcess
-from ramify.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime
+from ramify.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
 
 START_TIMEOUT = 600.0  # seconds for a container to start, its image being fetched first
 IDLE_SCRIPT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
@@ -239,9 +239,3 @@ class ContainerRuntime(ShellRuntime):
         if self._container is None:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         return self._container
-
-
-def replace_address(base_url: str, gateway_url: str) -> str:
-    """Return a URL with the scheme, host and port of another."""
-    address = urlsplit(gateway_url)
-    return urlsplit(base_url)._replace(scheme=address.scheme, netloc=address.netloc).geturl()

@@ -18,6 +18,7 @@ import secrets
 import signal
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
 
 from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
 from ramify.errors import SandboxError
@@ -72,7 +73,10 @@ class ShellProcess(RuntimeProcess):
     """A program that `SPAWN_SCRIPT` started. A subclass connects its streams and calls `feed` and `set_exit_code`.
 
     - `kill_marked`: kills the processes of the box with a marker. None: `kill` closes the streams only.
+    - `can_end_input`: whether the host can end the standard input of an interactive program.
     """
+
+    can_end_input: ClassVar[bool] = True
 
     def __init__(self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool) -> None:
         self._kill_marked = kill_marked

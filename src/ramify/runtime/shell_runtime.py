@@ -9,6 +9,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
+from urllib.parse import urlsplit
 
 from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig
 from ramify.env.task import Task
@@ -147,7 +148,8 @@ class ShellRuntime(Runtime):
         cwd: str,
         stdin: bytes | None,
     ) -> None:
-        args = process.build_arguments(argv, cwd, has_stdin=stdin is not None or process.is_interactive)
+        has_stdin = process.can_end_input if process.is_interactive else stdin is not None
+        args = process.build_arguments(argv, cwd, has_stdin=has_stdin)
         self._processes = [other for other in self._processes if not other.is_closed] + [process]
         variables = {} if env is None else {**env, **process.marker_variable}
         try:
@@ -170,3 +172,9 @@ def check_variables(variables: Mapping[str, str]) -> None:
     for name in variables:
         if not (name.isascii() and name.isidentifier()):
             raise ValueError(f"{name!r} is not the name of an environment variable")
+
+
+def replace_address(base_url: str, gateway_url: str) -> str:
+    """Return a URL with the scheme, host and port of another."""
+    address = urlsplit(gateway_url)
+    return urlsplit(base_url)._replace(scheme=address.scheme, netloc=address.netloc).geturl()
