@@ -1,28 +1,20 @@
 """`ramify rl` trains on compacted rollouts of the harness bash, in every runtime of this machine."""
 
-import contextlib
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ramify.launch.ports import PortReservation
 from ramify.runtime.bwrap import find_obstacle
 from ramify.store import RunStore
 from ramify.trace import Forest, Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rl.note_taking import NUM_DIGITS
-from tests.rl.run_helpers import run_command
+from tests.rl.run_helpers import run_command, run_scripted_server
 
 RUNTIMES = ["local"] if find_obstacle() else ["local", "sandbox"]
 STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
 pytestmark = pytest.mark.timeout(300)
-START_TIMEOUT = 60.0  # seconds for the engine
 
 CONFIG = f"""
 name = "run"
@@ -50,36 +42,11 @@ max_turns = 30
 """
 
 
-@contextlib.contextmanager
-def run_scripted_server(directory: Path) -> Iterator[str]:
-    """Run the engine with the script of the agent; yield its address."""
-    url = PortReservation({"engine": "http://127.0.0.1:0"}).addresses["engine"]
-    arguments = [url.rpartition(":")[2], "tests.rl.note_taking:reply_to"]
-    with (directory / "engine.txt").open("w") as output:
-        command = [sys.executable, "-m", "tests.rl.scripted_server", *arguments]
-        server = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not is_healthy(url):
-            assert server.poll() is None and time.monotonic() < deadline, (directory / "engine.txt").read_text()
-            time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
-
-
-def is_healthy(url: str) -> bool:
-    with contextlib.suppress(OSError):
-        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
-    return False
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("compacted")
-    with run_scripted_server(home) as url:
+    with run_scripted_server(home, "tests.rl.note_taking:reply_to") as url:
         sources = "".join(SOURCE.replace("RUNTIME", runtime) for runtime in RUNTIMES)
         (home / "rl.toml").write_text(CONFIG.replace("BASE_URL", url) + sources)
         result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())
