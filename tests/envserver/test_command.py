@@ -98,7 +98,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
                 assert re.fullmatch(r"serving \S+ at \S+", restarted.log.tail())
         log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
         assert "Traceback" not in log
-        assert re.search(r"broker closing, 2 attempts are cancelled\n(.* rollout stopped .*\n)*.*broker closed\n", log)
+        assert re.search(r"broker closing cancelled_attempts=2\n(.* rollout stopped .*\n)*.*broker closed\n", log)
         await wait_until(lambda: not list(temp_dir.iterdir()), "the temporary directories to be gone", 5)
 
     asyncio.run(main())

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import traceback
 from collections import deque
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +13,18 @@ from ramify.errors import StorageFailed
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
 TAIL_LINES = 20  # lines of a worker's output in an error message
+
+
+def format_event(event: str, **fields: object) -> str:
+    """Return an event and its fields on one line. A text with spaces or control characters is quoted as JSON."""
+    return " ".join([event, *(f"{name}={_format_value(value)}" for name, value in fields.items())])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else json.dumps(text, ensure_ascii=False)
 
 
 class EnvServerLog:
@@ -29,9 +43,13 @@ class EnvServerLog:
             with contextlib.suppress(OSError):
                 self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {line}\n")
 
-    def log_event(self, text: str) -> None:
-        """Append lines of the broker."""
-        for line in text.splitlines():
+    def log_event(self, event: str, **fields: object) -> None:
+        """Append a line of the broker: an event and its fields."""
+        self.write("broker", format_event(event, **fields))
+
+    def log_exception(self, error: BaseException) -> None:
+        """Append the traceback of an error that the broker did not expect."""
+        for line in "".join(traceback.format_exception(error)).splitlines():
             self.write("broker", line)
 
     def close(self) -> None:

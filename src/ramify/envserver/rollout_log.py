@@ -4,13 +4,13 @@ A line is an event with fields. The output of an agent program is among them, cu
 why an agent failed without a debugger.
 """
 
-import json
 import logging
 import time
 from types import TracebackType
 from typing import Self
 
 from ramify.config.schema import is_dict
+from ramify.envserver.log import format_event
 from ramify.envserver.messages import RolloutRequest
 from ramify.trace import Episode, Trace
 
@@ -28,7 +28,7 @@ class RolloutLog:
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
-        _logger.info("rollout started id=%s attempt=%d", self._rollout_id, self._attempt)
+        _logger.info(format_event("rollout started", id=self._rollout_id, attempt=self._attempt))
         return self
 
     def __exit__(
@@ -37,9 +37,7 @@ class RolloutLog:
         seconds = time.monotonic() - self._start
         if self.episode is None:
             reason = "" if exc is None else f"{type(exc).__name__}: {exc}".removesuffix(": ")
-            _logger.warning(
-                "rollout stopped id=%s seconds=%.2f reason=%s", self._rollout_id, seconds, json.dumps(reason)
-            )
+            _logger.warning(format_event("rollout stopped", id=self._rollout_id, seconds=seconds, reason=reason))
             return
         for trace in self.episode.traces:
             _log_trace(self._rollout_id, trace, seconds)
@@ -47,27 +45,16 @@ class RolloutLog:
 
 def _log_trace(rollout_id: str, trace: Trace, seconds: float) -> None:
     for failure in trace.errors:
-        _logger.warning(
-            "rollout failed id=%s error=%s message=%s%s",
-            rollout_id,
-            failure.name,
-            json.dumps(failure.message),
-            _format_output(trace),
-        )
-    _logger.info(
-        "rollout ended id=%s stop=%s reward=%s turns=%d seconds=%.2f",
-        rollout_id,
-        trace.stop,
-        "none" if trace.reward is None else format(trace.reward, ".4g"),
-        trace.num_turns,
-        seconds,
-    )
+        fields = {"id": rollout_id, "error": failure.name, "message": failure.message}
+        _logger.warning(format_event("rollout failed", **fields, **_get_output(trace)))
+    ending = {"stop": trace.stop, "reward": trace.reward, "turns": trace.num_turns, "seconds": seconds}
+    _logger.info(format_event("rollout ended", id=rollout_id, **ending))
 
 
-def _format_output(trace: Trace) -> str:
+def _get_output(trace: Trace) -> dict[str, str]:
     """Return the field `output` with the end of what the agent program wrote, if the harness stored it."""
     program = trace.info.get("program")
     if not is_dict(program):
-        return ""
+        return {}
     output = f"{program.get('stdout', '')}{program.get('stderr', '')}".strip()
-    return f" output={json.dumps(output[-MAX_OUTPUT_CHARS:])}" if output else ""
+    return {"output": output[-MAX_OUTPUT_CHARS:]} if output else {}

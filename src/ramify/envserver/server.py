@@ -89,7 +89,7 @@ class EnvServer(AsyncService):
         """
         self._loop_monitor = LoopMonitor()
         self.log = EnvServerLog(self.log_path)
-        self.log.log_event(f"serving {self.selected.key}, pool {self.selected.config.pool}")
+        self.log.log_event("serving", source=self.selected.key, pool=self.selected.config.pool)
         self.pool = WorkerPool(self.config, self.selected, self.log, self._loop_monitor)
         self._server.loop_monitor = self._loop_monitor
         try:
@@ -103,7 +103,7 @@ class EnvServer(AsyncService):
         except BaseException:
             await self.close(grace=0)
             raise
-        self.log.log_event(f"listening at {self.address}")
+        self.log.log_event("listening", address=self.address)
         return self
 
     async def close(self, grace: float | None = None) -> None:
@@ -112,7 +112,7 @@ class EnvServer(AsyncService):
         self._closing = True
         while self.pool.num_running + self.pool.num_waiting and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
-        self.log.log_event(f"closing, {self.pool.num_running + self.pool.num_waiting} attempts are cancelled")
+        self.log.log_event("closing", cancelled_attempts=self.pool.num_running + self.pool.num_waiting)
         await self._server.close()
         await self.pool.close()
         self._loop_monitor.stop()

@@ -10,7 +10,6 @@ import math
 import shutil
 import tempfile
 import time
-import traceback
 from collections import deque
 from collections.abc import Coroutine
 from itertools import count
@@ -186,11 +185,11 @@ class WorkerPool:
 
     def _record_decision(self, before: int, after: int, reason: str) -> None:
         self.decisions.append(ScalingDecision(time.monotonic() - self.started_at, before, after, reason))
-        self.log.log_event(f"workers {before} -> {after}, {reason}")
+        self.log.log_event("pool scaled", workers_before=before, workers_after=after, reason=reason)
 
     def _retire_worker(self, worker: WorkerProcess, reason: str) -> None:
         worker.retire(reason)
-        self.log.log_event(f"{worker.id} retires: {reason}")
+        self.log.log_event("worker retires", worker=worker.id, reason=reason)
         if worker.load == 0:
             self._create_task(self._stop_worker(worker), "end")
 
@@ -201,8 +200,8 @@ class WorkerPool:
             await asyncio.sleep(self.config.heartbeat_interval / 2)
             try:
                 self._check_workers()
-            except Exception:  # noqa: BLE001 - the loop must go on: nothing else detects hangs
-                self.log.log_event(traceback.format_exc())
+            except Exception as error:  # noqa: BLE001 - the loop must go on: nothing else detects hangs
+                self.log.log_exception(error)
 
     def _check_workers(self) -> None:
         for worker in list(self.workers.values()):
@@ -250,7 +249,7 @@ class WorkerPool:
         self.counts["booted"] += 1
         self._boot_failures_in_a_row, self.boot_error = 0, None
         self.info = worker.info
-        self.log.log_event(f"{worker.id} is ready, process {worker.pid}, after {worker.age:.1f} s")
+        self.log.log_event("worker ready", worker=worker.id, pid=worker.pid, seconds=worker.age)
         self._first_boot_done.set()
         self._assign_waiters()
 
@@ -272,7 +271,7 @@ class WorkerPool:
         now, backoff = time.monotonic(), INITIAL_BACKOFF * 2 ** (self._boot_failures_in_a_row - 1)
         self._next_boot_at = now + min(backoff, MAX_BACKOFF)
         self.losses.append(WorkerLoss(worker.id, now - self.started_at, f"did not boot: {error.message}", 0))
-        self.log.log_event(f"{worker.id} did not boot: {error.name}: {error.message}")
+        self.log.log_event("worker failed to boot", worker=worker.id, error=error.name, message=error.message)
         if self._boot_failures_in_a_row < self.config.max_startup_failures and error.retryable:
             return
         if error.retryable:
@@ -288,7 +287,7 @@ class WorkerPool:
         self.workers.pop(worker.id, None)
         self.counts["lost"] += 1
         self.losses.append(WorkerLoss(worker.id, time.monotonic() - self.started_at, worker.reason, worker.load))
-        self.log.log_event(f"{worker.id} was lost while it ran {worker.load} attempts: {worker.reason}")
+        self.log.log_event("worker lost", worker=worker.id, attempts=worker.load, reason=worker.reason)
         self._create_task(worker.reap(), "end")
         if not self._closed:
             self._scale_up("replace")
@@ -296,7 +295,7 @@ class WorkerPool:
     async def _stop_worker(self, worker: WorkerProcess) -> None:
         await worker.stop()
         if self.workers.pop(worker.id, None) is not None:
-            self.log.log_event(f"{worker.id} has stopped: {worker.reason}")
+            self.log.log_event("worker stopped", worker=worker.id, reason=worker.reason)
             self._assign_waiters()
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None], name: str = "pool") -> None:
@@ -307,7 +306,7 @@ class WorkerPool:
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.log.log_event("".join(traceback.format_exception(error)))
+            self.log.log_exception(error)
 
 
 def _attempt_error(boot_error: RamifyError) -> RamifyError:
