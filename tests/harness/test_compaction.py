@@ -13,7 +13,8 @@ from ramify.gateway import TokenPolicy
 from ramify.harness.compaction import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT, SUMMARY_REQUEST
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import run_attempt
-from ramify.trace import Trace, decode_trace, encode_trace
+from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.trace import Message, ToolCall, Trace, decode_trace, encode_trace
 from tests.gateway.fake_client import FakeTokenClient
 from tests.gateway.fake_engine import check_tokens
 from tests.render.models import renderer
@@ -236,6 +237,15 @@ def test_a_message_of_the_user_follows_the_summary():
     old = branch_messages(trace, min(trace.leaves))
     assert messages[3] not in old and old[-2:] == [("user", SUMMARY_REQUEST.text), ("assistant", "summary 1")]
     assert TASK.prompt == messages[1][1]
+
+
+def test_a_policy_without_tokens_is_compacted_by_an_estimate():
+    calls = [Message("assistant", tool_calls=(ToolCall(f"c{n}", "echo", '{"length": 2000}'),)) for n in range(2)]
+    policy = ScriptedPolicy([calls[0], "summary 1", calls[1], "summary 2", "done"])
+    env = load_env(Printing, harness={"id": "chat", "compact_at": 400})
+    (trace,) = asyncio.run(run_attempt(env, TASK, policy=policy, id="r1")).traces
+    assert trace.stop == "done" and trace.metrics["compactions"] == 2
+    assert [(fork["at"], fork["reason"]) for fork in trace.info["forks"]] == [(TASK_NODE, "compacted")] * 2
 
 
 def test_compact_at_beyond_seq_len_is_refused():
