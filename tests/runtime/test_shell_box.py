@@ -52,6 +52,15 @@ def test_shell_reports_how_a_program_started_and_ended(cwd, argv, record, status
     assert result.stderr.endswith(f"\x1e{MARKER} {record}\n")
 
 
+def test_shell_changes_no_variable_of_the_program():
+    names = ("marker", "cwd", "program", "file", "directory", "status", "line", "round")
+    command = ["sh", "-c", SPAWN_SCRIPT, "sh", MARKER, "/", "", "env"]
+    env = {"PATH": "/usr/bin:/bin", **dict.fromkeys(names, "mine")}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=10)
+    assert {f"{name}=mine" for name in names} <= set(result.stdout.splitlines())
+    assert "PATH=/usr/bin:/bin" in result.stdout.splitlines()
+
+
 def make_archive(*entries):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:

@@ -31,21 +31,30 @@ KILL_TIMEOUT = 30.0  # seconds for a box to kill a program and all it started
 MAX_ARGUMENT_BYTES = 1 << 17  # of Linux
 SIGNAL_STATUS = 128
 
-# It reads its input to the end: podman loses the output of a command that leaves some.
+# It reads its input to the end: podman loses the output of a command that leaves some. It searches the program itself,
+# since the shell of busybox prefers its own programs to those in PATH. No variable of the program begins with `r_`.
 SPAWN_SCRIPT = r"""
-marker=$1 cwd=$2 has_stdin=$3; shift 3
-finish() { [ -z "$has_stdin" ] || cat >/dev/null; exit "$1"; }
-fail() { printf '\036%s failed %s %s\n' "$marker" "$1" "$2" >&2; finish 127; }
-cd "$cwd" 2>/dev/null || fail 2 cwd
+r_marker=$1 r_cwd=$2 r_stdin=$3; shift 3
+finish() { [ -z "$r_stdin" ] || PATH=$PATH:/usr/bin:/bin cat >/dev/null; exit "$1"; }
+fail() { printf '\036%s failed %s %s\n' "$r_marker" "$1" "$2" >&2; finish 127; }
+cd "$r_cwd" 2>/dev/null || fail 2 cwd
 case $1 in
 */*) [ -e "$1" ] || fail 2 program; { [ -f "$1" ] && [ -x "$1" ]; } || fail 13 program;;
-*) command -v "$1" >/dev/null 2>&1 || fail 2 program;;
+*)
+    r_program= IFS=:; set -f
+    for r_directory in $PATH; do
+        r_file=${r_directory:-.}/$1
+        if [ -f "$r_file" ] && [ -x "$r_file" ]; then r_program=$r_file; break; fi
+    done
+    unset IFS; set +f
+    [ -n "$r_program" ] || fail 2 program
+    shift; set -- "$r_program" "$@";;
 esac
-sh -c 'printf "\036%s started %s\n" "$0" "$$" >&2; exec "$@"' "$marker" "$@"
-status=$?
-printf '\036%s exited %s\n' "$marker" "$status"
-printf '\036%s exited %s\n' "$marker" "$status" >&2
-finish "$status"
+/bin/sh -c 'printf "\036%s started %s\n" "$0" "$$" >&2; exec "$@"' "$r_marker" "$@"
+r_status=$?
+printf '\036%s exited %s\n' "$r_marker" "$r_status"
+printf '\036%s exited %s\n' "$r_marker" "$r_status" >&2
+finish "$r_status"
 """
 
 # It starts no program but `sleep`: a box may be too full for more. `read` leaves out the null bytes between variables.
