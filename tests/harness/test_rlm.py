@@ -96,6 +96,15 @@ def test_errors_are_shown_with_the_line_of_the_code():
     assert kept == "1\n"
 
 
+def test_tracebacks_have_no_frames_of_the_repl_itself():
+    code = "try:\n    llm('x')\nexcept RuntimeError:\n    1 / 0"
+    trace = run_rlm([python(code), "done"], harness={"max_depth": 0})
+    (output,) = outputs(trace)
+    assert output.count('File "') == output.count('File "<run 1>"') == 2
+    assert "RuntimeError: BudgetExceeded: llm: calls may be nested 0 deep" in output
+    assert output.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_long_output_is_cut_to_the_budget():
     code = "print('a' * 300_000 + 'b' * 300_000)"
     trace = run_rlm([python(code), python("print('é' * 200)"), "done"], harness={"max_output_chars": 200})

@@ -228,14 +228,31 @@ def _to_text(answer: Any) -> str | None:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print a traceback without the frames of this script."""
-    frames = error.__traceback__
-    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith("<run "):
-        frames = frames.tb_next
+    """Print a traceback without the frames of this script, also of the errors that it follows from."""
+    pending: list[BaseException] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = _drop_own_frames(current.__traceback__)
+            pending += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
     try:
-        traceback.print_exception(type(error), error, frames)
+        traceback.print_exception(type(error), error, error.__traceback__)
     except Exception:  # noqa: BLE001 - the code may have replaced sys.stderr, or raised an error that cannot be shown
         os.write(2, type(error).__name__.encode("utf-8", "replace"))
+
+
+def _drop_own_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
+    kept: list[types.TracebackType] = []
+    while frames is not None:
+        if frames.tb_frame.f_globals is not globals():
+            kept.append(frames)
+        frames = frames.tb_next
+    rebuilt: types.TracebackType | None = None
+    for frame in reversed(kept):
+        rebuilt = types.TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return rebuilt
 
 
 def _write_all(fd: int, data: bytes) -> None:
