@@ -312,3 +312,24 @@ def test_filter_is_a_valid_program(machine):
             assert index + 1 + max(if_true, if_false) < len(instructions)
     assert instructions[-1][0] == 6
     assert build_seccomp_filter("riscv64") is None
+
+
+def test_first_sandbox_of_a_process_removes_groups_of_killed_ones():
+    requires(Capability.MEMORY_LIMIT)
+    parent = cgroup.find_cgroup_parents().directories["memory"]
+    abandoned = parent / f"{cgroup.GROUP_PREFIX}4194300-1-0"
+    abandoned.mkdir(exist_ok=True)
+    script = """
+import asyncio
+from ramify.env import Task
+from ramify.runtime import SandboxRuntime
+
+async def main():
+    runtime = SandboxRuntime()
+    await runtime.start(Task())
+    await runtime.stop()
+
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert not abandoned.exists()

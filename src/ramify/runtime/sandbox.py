@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
@@ -226,6 +227,7 @@ class _Box:
 
     async def _start(self, config: SandboxRuntimeConfig) -> None:
         if find_cgroup_parents().directories:
+            await asyncio.to_thread(_sweep_groups_once)
             self._cgroup = await asyncio.to_thread(Cgroup)
             self._cgroup.set_limits(config.limits)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -308,3 +310,10 @@ class _Box:
         if self._cgroup is not None:
             cgroup, self._cgroup = self._cgroup, None
             await asyncio.to_thread(cgroup.remove)
+
+
+@cache
+def _sweep_groups_once() -> None:
+    """Remove the control groups of killed processes. Once per process: they cost nothing but a place in a list."""
+    with contextlib.suppress(SandboxError):
+        remove_abandoned_groups()
