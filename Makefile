@@ -82,7 +82,7 @@ test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_P
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.runtime.container_image $(ENGINE)
-	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/runtime -k container
+	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/runtime tests/harness/test_program.py -k container
 
 test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a server, in environments of their own
 	@mkdir -p .venvs

@@ -9,18 +9,17 @@ import pytest
 import ramify as rf
 from ramify.errors import ConfigInvalid, ProviderError
 from ramify.gateway import Gateway
-from ramify.runtime.bwrap import find_obstacle
 from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one_async
+from tests.runtime.conftest import build_runtime_table, skip_unless_available
 
 AGENT = (Path(__file__).parent / "script_agent.py").read_text()
 COMMAND = ["python3", "agent.py", "openai"]
 
 
-@pytest.fixture(params=["local", "sandbox"])
+@pytest.fixture(params=["local", "sandbox", "container"])
 def runtime(request) -> str:
-    if request.param == "sandbox" and (obstacle := find_obstacle()):
-        pytest.skip(f"no sandbox here: {obstacle}")
+    skip_unless_available(request.param)
     return request.param
 
 
@@ -36,7 +35,7 @@ def run_program(
 ) -> Trace:
     async def run() -> Trace:
         table = {"id": "program", "command": COMMAND, "files": {"agent.py": AGENT, **(files or {})}, **harness}
-        env = load_env(taskset, harness=table, runtime={"id": runtime}, model_retries=model_retries)
+        env = load_env(taskset, harness=table, runtime=build_runtime_table(runtime), model_retries=model_retries)
         try:
             async with Gateway() as gateway:
                 return await run_one_async(env, script, gateway=gateway)
@@ -137,7 +136,8 @@ def test_an_exhausted_budget_is_the_stop_reason():
 
 
 def test_a_program_that_takes_too_long_is_killed_and_its_output_kept(runtime):
-    trace = run_program([], runtime=runtime, command=["sh", "-c", "echo started; sleep 1000"], timeout=0.5)
+    timeout = 8.0 if runtime == "container" else 0.5  # an engine takes a second for a command
+    trace = run_program([], runtime=runtime, command=["sh", "-c", "echo started; sleep 1000"], timeout=timeout)
     assert error_names(trace) == ["RolloutDeadline"]
     assert trace.info["program"]["exit_code"] is None
     assert trace.info["program"]["stdout"] == "started\n"

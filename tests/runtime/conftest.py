@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from ramify.env import Runtime, Task
+from ramify.env import Runtime, RuntimeConfig, Task
 from ramify.runtime import (
     ContainerRuntime,
     ContainerRuntimeConfig,
@@ -62,6 +62,12 @@ def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
             return await test(runtime)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def build_runtime_table(kind: str) -> dict:
+    """The table of a config that selects a runtime."""
+    config: RuntimeConfig = RUNTIMES[kind][1]()
+    return config.model_dump(mode="json", exclude_defaults=True) | {"id": kind}
 
 
 def skip_unless_available(kind: str) -> None:
