@@ -102,9 +102,9 @@ class Harbor(rf.Taskset):
             return None
         root = _get_root(task, runtime)
         await _upload(runtime, folder.path / "solution", root / "solution", root)
-        script = shlex.quote(str(root / "solution" / "solve.sh"))
+        script = root / "solution" / "solve.sh"
         env = resolve_variables(folder.settings.get("solution", {}).get("env", {}))
-        result = await runtime.run(f"bash {script}", env=env, timeout=task.timeout or DEFAULT_TIMEOUT)
+        result = await runtime.run(_build_command(script), env=env, timeout=task.timeout or DEFAULT_TIMEOUT)
         if result.returncode:
             raise EnvironmentFault(
                 f"solve.sh exited with {result.returncode}: {result.stderr.decode(errors='replace')[-500:]}"
@@ -160,10 +160,10 @@ class Harbor(rf.Taskset):
         logs = root / "logs" / "verifier"
         await _upload(runtime, folder.path / "tests", root / "tests", root)
         await runtime.write(logs / ".created", "")
-        script = shlex.quote(str(root / "tests" / "test.sh"))
+        command = _build_command(root / "tests" / "test.sh")
         env = resolve_variables(folder.verifier.get("env", {}))
         try:
-            result = await runtime.run(f"bash {script} 2>&1", env=env, timeout=task.verifier_timeout)
+            result = await runtime.run(f"{command} 2>&1", env=env, timeout=task.verifier_timeout)
             rewards = await _read_rewards(runtime, logs, _find_reward_files(folder))
         except AgentExit as error:
             trace.info[VERIFIER_KEY] = {"ended": error.message}
@@ -182,6 +182,12 @@ class Harbor(rf.Taskset):
 def _get_root(task: HarborTask, runtime: rf.Runtime) -> PurePosixPath:
     """Return the parent of tests, logs and solution: `/` in an image, else the parent of the work directory."""
     return PurePosixPath("/") if task.image is not None else PurePosixPath(runtime.workdir.parent)
+
+
+def _build_command(script: PurePosixPath) -> str:
+    """Return the shell command that runs a script with the interpreter that its first line names."""
+    quoted = shlex.quote(str(script))
+    return f"chmod +x {quoted} && {quoted}"
 
 
 async def _upload(runtime: rf.Runtime, source: Path, target: PurePosixPath, root: PurePosixPath) -> None:

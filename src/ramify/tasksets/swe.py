@@ -99,13 +99,13 @@ class Swe(rf.Taskset):
                 digest=row.digest,
                 image=row.image,
                 workdir=row.workdir,
+                setup=row.commands,
                 outputs=(PATCH_FILE,),
             )
 
     async def setup(self, task: SweTask, runtime: rf.Runtime, state: SimpleNamespace) -> None:
         """Remove the tests and the history from the agent's box."""
         row = self._rows[task.instance]
-        await _run_all(runtime, row.commands)
         if row.hidden_paths:
             await _run_all(runtime, [f"rm -rf -- {shlex.join(row.hidden_paths)}"])
         output = await _run_all(runtime, [SCRUB_SCRIPT.format(ignored=shlex.join(IGNORED_FILES))])
@@ -133,7 +133,6 @@ class Swe(rf.Taskset):
         if not patch:
             trace.info[TESTS_KEY] = {"problem": "there is no change", "removed": removed}
             return 0.0
-        await _run_all(runtime, row.commands)
         if problem := await _apply_patch(runtime, patch):
             trace.info[TESTS_KEY] = {"problem": f"the patch cannot be applied: {problem}", "removed": removed}
             return 0.0

@@ -1,0 +1,70 @@
+"""The example configs of tasks that need a box: each passes its dry run, with small files in place of datasets."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ramify.cli import main
+from ramify.env.plugin import resolve_plugin
+from tests.runtime.conftest import skip_unless_available
+from tests.tasksets.test_swe import R2E_GYM, SCALE_SWE, SWE_BENCH
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = [file for name in ("repair", "swe", "harbor") for file in sorted((EXAMPLES / name).glob("*.toml"))]
+ROWS = {
+    "R2E-Gym/R2E-Gym-Subset": [R2E_GYM],
+    "princeton-nlp/SWE-bench_Verified": [SWE_BENCH],
+    "AweAI-Team/Scale-SWE": [SCALE_SWE | {"instance_id": f"me_calc_pr{number}"} for number in range(200)],
+}
+CONTAINER = re.compile(r'runtime = \{ id = "container".*\}')
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """What stands in for the datasets and programs that the configs name."""
+    (tmp_path / "agents" / "node_modules" / ".bin").mkdir(parents=True)
+    replacements = {"/opt/agents": str(tmp_path / "agents"), "examples/harbor": str(EXAMPLES / "harbor")}
+    for name, rows in ROWS.items():
+        folder = tmp_path / name.replace("/", "-")
+        folder.mkdir()
+        for part in ("train", "test"):
+            (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        if name.startswith("AweAI"):
+            (folder / "test.jsonl").unlink()
+        replacements[name] = str(folder)
+    return replacements
+
+
+def test_there_is_a_config_for_every_agent_and_dataset():
+    names = {"bash_gpu", "codex_gpu", "claude_code_gpu", "r2e_gym_gpu", "scaleswe_gpu", "rlm_swe_gpu", "harbor_gpu"}
+    assert names <= {file.stem for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_config_passes_its_dry_run(file, files, tmp_path, capsys):
+    text = file.read_text()
+    if 'id = "sandbox"' in text:
+        skip_unless_available("sandbox")
+    for name, replacement in files.items():
+        text = text.replace(name, replacement)
+    text = CONTAINER.sub('runtime = { id = "tests.tasksets.test_swe:LocalImages" }', text)  # no engine is needed
+    (tmp_path / file.name).write_text(text)
+    code = main(["rl", "@", str(tmp_path / file.name), "-o", str(tmp_path / "out"), "--dry-run"])
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if CONTAINER.search(file.read_text())], ids=lambda file: file.name
+)
+def test_keys_of_the_container_exist(file):
+    for table in CONTAINER.findall(file.read_text()):
+        resolve_plugin("runtime", tomllib.loads(table)["runtime"])
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "repair"], ids=lambda file: file.name)
+def test_shipped_repair_configs_use_the_sandbox(file):
+    text = file.read_text()
+    assert text.count('runtime = { id = "sandbox"') == text.count('requires = ["walls"]') == 2
