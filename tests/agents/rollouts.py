@@ -27,7 +27,7 @@ def build_source(program: str, programs: Path) -> dict[str, Any]:
     path = [str(programs / "node_modules" / ".bin"), str(programs / "python" / "bin")]
     return {
         "taskset": {"id": TASKSET},
-        "harness": {"id": program, "timeout": 400},
+        "harness": {"id": program, "timeout": 900},
         "runtime": {"id": "sandbox", "read_only": [str(programs)], "path": path},
         "sampling": {"temperature": 1.0, "max_tokens": 512},
     }

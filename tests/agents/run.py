@@ -18,7 +18,7 @@ from tests.agents.programs import PROGRAMS, install
 from tests.agents.rollouts import build_source, check_trace, run_rollout, serve_script
 from tests.agents.training import MAX_TOKEN_RATIO, train
 
-ROLLOUT_DEADLINE = 900  # seconds
+ROLLOUT_DEADLINE = 1000  # seconds
 
 
 def main() -> int:
