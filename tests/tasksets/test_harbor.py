@@ -13,7 +13,6 @@ from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.validation import validate_task
 from ramify.tasksets.harbor import Harbor, HarborConfig
 from ramify.tasksets.pytest_reports import find_unpassed, parse_outcomes
-from tests.runtime.conftest import kind  # noqa: F401 - a fixture
 from tests.tasksets.box_agent import work
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "harbor" / "tasks"
@@ -37,16 +36,16 @@ def append(file: Path, text: str) -> None:
     file.write_text(file.read_text() + text)
 
 
-def test_folder_without_an_image_runs_end_to_end(kind):  # noqa: F811 - the fixture
-    solved = work(TASKSET, kind=kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
+def test_folder_without_an_image_runs_end_to_end(box_kind):
+    solved = work(TASKSET, kind=box_kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
     assert (solved.reward, solved.errors) == (1.0, [])
     output = solved.info["command"][1]
     assert output.startswith("a\nb\nc\n") and "tests" not in output.replace("_tests", "") and "solution" not in output
-    assert work(TASKSET, kind=kind).reward == 0.0
+    assert work(TASKSET, kind=box_kind).reward == 0.0
 
 
-def test_solution_is_the_gold(kind):  # noqa: F811 - the fixture
-    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": kind, "warm": 0}))
+def test_solution_is_the_gold(box_kind):
+    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm": 0}))
     result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
     assert (result.problem, result.reward, result.has_gold) == (None, 1.0, True)
 

@@ -1,5 +1,6 @@
 """repair: real bugs, and tests in a fresh box that no trick passes."""
 
+import asyncio
 import json
 from collections import Counter
 from functools import cache
@@ -8,11 +9,15 @@ import pytest
 
 from ramify.env.plugin import build_plugin
 from ramify.errors import ConfigInvalid
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.tasksets.repair import Repair, RepairConfig, load_bugs, load_cases, read_source
 from ramify.tasksets.repair.case_caller import call_case
 from ramify.tasksets.repair.verification import find_failed_cases, parse_reports
-from tests.runtime.conftest import kind, skip_unless_available  # noqa: F401 - a fixture
+from ramify.tasksets.splits import assign_split
+from tests.runtime.conftest import skip_unless_available
 from tests.tasksets.box_agent import work
+from tests.tasksets.scripted_agent import get_texts, make_tool_call
 from tools.repair.__main__ import load_source
 
 TASK = next(iter(Repair().load()))
@@ -72,10 +77,10 @@ def test_tasks_survive_serialization():
     assert [Repair.task_type.from_wire(task.to_wire()) for task in ALL_TASKS] == ALL_TASKS
 
 
-def test_gold_file_scores_one_and_empty_change_zero(kind):  # noqa: F811 - the fixture
-    solved = work(TASKSET, kind=kind, files={FILE: GOLD})
+def test_gold_file_scores_one_and_empty_change_zero(box_kind):
+    solved = work(TASKSET, kind=box_kind, files={FILE: GOLD})
     assert (solved.reward, solved.metrics["passed_tests"], solved.errors) == (1.0, 1.0, [])
-    unchanged = work(TASKSET, kind=kind)
+    unchanged = work(TASKSET, kind=box_kind)
     assert unchanged.reward == 0.0 and 0 < unchanged.metrics["passed_tests"] < 1
 
 
@@ -198,3 +203,21 @@ def test_walls_are_required_on_request():
     assert task.requires == ("walls",)
     with pytest.raises(ConfigInvalid, match="walls"):
         work(TASKSET | {"requires": ["walls"]})
+
+
+def test_agent_with_a_shell_repairs_the_module():
+    """The harness `bash` with scripted replies: the model reads the file, edits it and says so."""
+    skip_unless_available("sandbox")
+    bug = next(bug for bug in load_bugs() if bug["text"] == "<" and bug["operator"] == "comparison")
+    taskset = {"id": "repair", "split": assign_split(bug["module"]), "timeout": 3}
+    source = SourceConfig(taskset=taskset, harness={"id": "bash"}, runtime={"id": "sandbox", "warm": 0})
+    env, gold = Environment.load(source), read_source(bug["module"])
+    buggy = gold[: bug["start"]] + bug["text"] + gold[bug["stop"] :]
+    task = next(task for task in env.iter_tasks() if task.source == buggy)
+    line = bug["line"] - 1
+    edit = {"path": task.file, "old": buggy.splitlines()[line], "new": gold.splitlines()[line]}
+    replies = [make_tool_call("bash", command=f"cat {task.file}"), make_tool_call("edit_file", **edit), "Fixed."]
+    policy = ScriptedPolicy(replies)
+    (trace,) = asyncio.run(asyncio.wait_for(run_attempt(env, task, policy=policy, id="r1"), 60)).traces
+    assert (trace.reward, trace.errors) == (1.0, [])
+    assert buggy.splitlines()[line] in get_texts(trace, "tool")[0]
