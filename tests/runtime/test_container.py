@@ -19,7 +19,13 @@ from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
 
-DOCKER_INFO = {"MemoryLimit": True, "PidsLimit": True, "CpuCfsQuota": False, "SecurityOptions": ["name=seccomp"]}
+DOCKER_INFO = {
+    "ServerVersion": "27.1.0",
+    "MemoryLimit": True,
+    "PidsLimit": True,
+    "CpuCfsQuota": False,
+    "SecurityOptions": ["name=seccomp"],
+}
 
 
 @pytest.fixture
@@ -89,6 +95,19 @@ def test_open_network_is_not_called_private(make_engine):
         runtime.check_task(Task(requires=("private_network",)))
 
 
+def test_engine_that_lets_sockets_to_the_host_pass_has_no_private_network(make_engine):
+    make_engine({**DOCKER_INFO, "ServerVersion": "20.10.5"})
+    with pytest.raises(ConfigInvalid, match=r"needs private_network .*AF_VSOCK"):
+        ContainerRuntime().check_task(Task(requires=("private_network",)))
+
+
+def test_engine_of_another_user_has_no_way_to_the_gateway(make_engine, monkeypatch):
+    make_engine(DOCKER_INFO)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reasons = ContainerRuntime().capabilities.reasons
+    assert "only root may enter the networks of this docker" in reasons[Capability.GATEWAY]
+
+
 def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
     make_engine(DOCKER_INFO)
 
@@ -119,6 +138,21 @@ print(len([name for name in os.listdir("/proc") if name.isdigit()]))
         assert b"reached" not in result.stdout and int(result.text.split()[-1]) < 10
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+def test_only_ordinary_sockets_can_be_opened(needs_engine):
+    script = """
+import ctypes, os, socket
+for family in (1, 2, 10, 16, 17, 38, 40, 44):
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+        print(family)
+    except OSError:
+        pass
+libc = ctypes.CDLL(None, use_errno=True)
+print("io_uring", libc.syscall(425, 8, ctypes.create_string_buffer(120)))
+"""
+    assert run_in_container(["python3", "-c", script]).text.split() == ["1", "2", "10", "io_uring", "-1"]
 
 
 def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch):

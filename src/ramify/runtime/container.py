@@ -28,6 +28,7 @@ from ramify.runtime.container_engine import (
     MACHINE_LABEL,
     NAME_PREFIX,
     ContainerEngine,
+    EngineResult,
     build_limit_options,
     find_capabilities,
     find_engine,
@@ -38,6 +39,7 @@ from ramify.runtime.container_engine import (
 )
 from ramify.runtime.container_network import open_listener
 from ramify.runtime.container_process import ContainerProcess
+from ramify.runtime.container_seccomp import build_seccomp_profile
 from ramify.runtime.owner import make_owner_name
 from ramify.runtime.port_forward import PortForward
 from ramify.runtime.shell_process import KillFunction, ShellProcess
@@ -191,9 +193,9 @@ class ContainerRuntime(ShellRuntime):
         command += ["--pull", self.config.pull, "--workdir", "/", *build_limit_options(limits)]
         if engine.name == "podman":
             command.append("--http-proxy=false")  # their addresses may hold a password
-        command += [*self.config.engine_args, image, "-c", IDLE_SCRIPT, container.name]
+        command_end = [*self.config.engine_args, image, "-c", IDLE_SCRIPT, container.name]
         self._container = container
-        start = asyncio.create_task(engine.run(*command, timeout=START_TIMEOUT))
+        start = asyncio.create_task(_run_with_profile(engine, command, command_end))
         try:
             result = await asyncio.shield(start)
             if result.returncode:
@@ -239,3 +241,14 @@ class ContainerRuntime(ShellRuntime):
         if self._container is None:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         return self._container
+
+
+async def _run_with_profile(engine: ContainerEngine, command: list[str], command_end: list[str]) -> EngineResult:
+    """Run a command that starts a container, with the seccomp profile of containers."""
+    profile = await asyncio.to_thread(build_seccomp_profile, engine)
+    with tempfile.NamedTemporaryFile("w", prefix="ramify-seccomp-", suffix=".json") as file:
+        if profile is not None:
+            file.write(profile)
+            file.flush()
+            command = [*command, "--security-opt", f"seccomp={file.name}"]
+        return await engine.run(*command, *command_end, timeout=START_TIMEOUT)

@@ -20,6 +20,7 @@ from ramify.runtime.config import ContainerRuntimeConfig
 from ramify.runtime.owner import is_owner_alive
 
 NAME_PREFIX = "ramify-"
+SAFE_DOCKER_VERSION = 23
 MACHINE_LABEL = "ramify.machine"
 INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
@@ -126,10 +127,10 @@ def find_capabilities(engine: ContainerEngine, config: ContainerRuntimeConfig) -
     info = get_engine_info(engine)
     available = {Capability.WALLS, Capability.IMAGES}
     reasons = {Capability.DISK_LIMIT: f"{engine.name} does not limit files on most disks; use the runtime 'sandbox'"}
-    if config.network == "none":
-        available.add(Capability.PRIVATE_NETWORK)
+    if obstacle := _find_network_obstacle(engine, config, info):
+        reasons[Capability.PRIVATE_NETWORK] = obstacle
     else:
-        reasons[Capability.PRIVATE_NETWORK] = f"network is {config.network!r}; set it to 'none'"
+        available.add(Capability.PRIVATE_NETWORK)
     for capability, is_supported in _find_limits(engine, info).items():
         if is_supported:
             available.add(capability)
@@ -185,6 +186,23 @@ def get_machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _find_network_obstacle(engine: ContainerEngine, config: ContainerRuntimeConfig, info: dict[str, Any]) -> str | None:
+    """Return why programs may reach more than the gateway, None if they cannot."""
+    if config.network != "none":
+        return f"network is {config.network!r}; set it to 'none'"
+    if any("seccomp" in argument for argument in config.engine_args):
+        return "engine_args replace the seccomp profile, which refuses sockets to the host"
+    if engine.name == "docker":
+        major = str(info.get("ServerVersion", "")).split(".")[0]
+        is_new = major.isdigit() and int(major) >= SAFE_DOCKER_VERSION
+        return None if is_new else f"docker before {SAFE_DOCKER_VERSION} does not refuse sockets to the host (AF_VSOCK)"
+    if not engine.is_local:
+        return f"podman on {engine.host} does not refuse sockets to the host (AF_VSOCK)"
+    security = info.get("host", {}).get("security", {})
+    has_profile = security.get("seccompEnabled") and Path(security.get("seccompProfilePath", "")).is_file()
+    return None if has_profile else "this podman has no seccomp profile"
 
 
 def _find_limits(engine: ContainerEngine, info: dict[str, Any]) -> dict[Capability, bool]:
