@@ -44,6 +44,13 @@ def test_folder_without_an_image_runs_end_to_end(box_kind):
     assert work(TASKSET, kind=box_kind).reward == 0.0
 
 
+def test_programs_of_the_environment_can_be_run(folder):
+    program = folder / "environment" / "hello.sh"
+    program.write_text("#!/bin/sh\necho hello\n")
+    program.chmod(0o755)
+    assert work({"id": "harbor", "path": str(folder)}, command="./hello.sh").info["command"] == [0, "hello\n"]
+
+
 def test_solution_is_the_gold(box_kind):
     env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm": 0}))
     result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))

@@ -83,9 +83,9 @@ class Harbor(rf.Taskset):
 
     async def setup(self, task: HarborTask, runtime: rf.Runtime) -> None:
         """Write the files of `environment/`. An image already holds them."""
-        if task.image is None:
-            for path, file in self._get_folder(task).iter_environment_files():
-                await runtime.write(path, file.read_bytes())
+        source = self._get_folder(task).path / "environment"
+        if task.image is None and source.is_dir():
+            await runtime.upload(source, ".")
 
     @rf.reward
     async def verified(self, task: HarborTask, trace: rf.Trace, runtime: rf.Runtime) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ramify.errors import ConfigInvalid
 
-BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore")
+COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml")
 DEFAULT_WORKDIR = "/app"  # of an image whose Dockerfile has no WORKDIR
 # environment.KEY -> the key of `task.resources`
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb"}
@@ -134,16 +134,9 @@ class HarborFolder:
             problems.append('environment.network_mode = "allowlist"')
         if self.verifier.get("environment") or self.verifier.get("collect"):
             problems.append("verifier.environment" if self.verifier.get("environment") else "verifier.collect")
-        problems += [f"environment/{name}" for name in BUILD_FILES[1:3] if (self.path / "environment" / name).exists()]
+        problems += [f"environment/{name}" for name in COMPOSE_FILES if (self.path / "environment" / name).exists()]
         if problems:
             raise ConfigInvalid(f"harbor: {self.name} uses {', '.join(problems)}, which Ramify does not support")
-
-    def iter_environment_files(self) -> Iterator[tuple[PurePosixPath, Path]]:
-        """Yield the files that the agent starts with, with their paths in the work directory."""
-        source = self.path / "environment"
-        for file in sorted(_iter_files(source)):
-            if file.name not in BUILD_FILES or file.parent != source:
-                yield PurePosixPath(file.relative_to(source).as_posix()), file
 
     def find_pytest_ids(self) -> list[str]:
         """Return the ids of the test functions in tests/, without parameters, as pytest names them there."""
