@@ -60,7 +60,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "action",
         choices=("list", "clean"),
-        help="list: what each runtime enforces here; clean: kill and remove what processes that have ended left",
+        help="list: show what each runtime enforces here; clean: kill and remove what ended processes left behind",
     )
     parser.add_argument("id", nargs="*", metavar="ID", help="ids of runtimes (default: all built-in ones)")
     return parser

@@ -24,8 +24,8 @@ from ramify.env.task import Task
 from ramify.errors import ConfigInvalid
 from ramify.names import find_similar
 
-TIMEOUT_EXIT_CODE = 124  # as of `timeout(1)`
-NOT_EXECUTABLE_EXIT_CODE = 126  # as of a shell
+TIMEOUT_EXIT_CODE = 124  # as `timeout(1)` returns
+NOT_EXECUTABLE_EXIT_CODE = 126  # as a shell returns
 NOT_FOUND_EXIT_CODE = 127
 
 CommandLine = Sequence[str] | str

@@ -76,6 +76,6 @@ class RlmHarnessConfig(ChatHarnessConfig):
     max_output_chars: int = Field(default=4_000, ge=100)
     """Characters of the output of code, or of a tool, that the model is shown."""
     run_timeout: float = Field(default=120.0, gt=0)
-    """Seconds that code may run, not counting its calls of `llm`."""
+    """Seconds that code may run. Time in tools counts, time in calls of `llm` does not."""
     max_restarts: int = Field(default=2, ge=0)
     """How often a REPL that exited or hung is replaced by a new one before the rollout ends."""

@@ -134,7 +134,7 @@ class MiniSweAgentHarnessConfig(ProgramHarnessConfig):
 
 
 class MiniSweAgentHarness(ProgramHarness):
-    """mini-swe-agent 2.4.6: `python3 -m venv DIR && DIR/bin/pip install mini-swe-agent==2.4.6 mcp`."""
+    """mini-swe-agent 2.4.6: `python3 -m venv DIR/python && DIR/python/bin/pip install mini-swe-agent==2.4.6 mcp`."""
 
     config: MiniSweAgentHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     program_env: ClassVar[Mapping[str, str]] = {

@@ -71,7 +71,7 @@ class ReplSettings:
 
 
 class ReplLost(Exception):
-    """The interpreter ended or cannot be used any more; the message says why."""
+    """The interpreter ended or is unusable; the message says why."""
 
 
 class Repl:

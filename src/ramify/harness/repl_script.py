@@ -6,8 +6,9 @@ It uses only the standard library, because a runtime has no ramify. The host and
     REPL -> host   ready, call (of `llm` or of a tool), done (with the output and the answer)
 
 A message of the REPL may be longer than the line that the host reads, so it is sent in parts: `+` starts a line that
-another one continues, `=` the last one. The messages use copies of the standard files that only this script knows;
-file descriptors 1 and 2 lead into a pipe, which collects what the code prints, also from the programs it starts.
+another one continues, `=` the last one. The messages use copies of standard input and output.
+The code runs in this process and could write to them, so the host checks every message. File descriptors 1 and 2 lead
+into a pipe, which collects what the code prints, also from the programs it starts.
 """
 
 from __future__ import annotations

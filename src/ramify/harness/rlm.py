@@ -228,7 +228,7 @@ def get_task_context(task: Task) -> Any:
 
 
 def extract_final(text: str) -> str:
-    """Return what stands in the last `FINAL(...)` of a text, or the whole text if there is none."""
+    """Return the text in the last `FINAL(...)`, or the whole text if there is none."""
     start = text.rfind(FINAL_MARK)
     if start < 0:
         return text

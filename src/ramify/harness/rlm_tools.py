@@ -1,7 +1,7 @@
 """The tools of the harness `rlm`: `python`, which runs code in the REPL, and the tools of the taskset.
 
-The model calls a tool of the taskset directly or as a function in its code. Both ways lead here, and as the code of
-several conversations may run at the same time, the calls of a rollout wait for each other.
+The model calls a tool of the taskset directly or as a function in its code. The code of several
+conversations may run at the same time, so a lock lets the calls of a rollout run one after the other.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class PythonTool(Tool):
         self.answer: str | None = None
 
     async def call(self, context: RolloutContext, arguments: Mapping[str, Any] | str) -> ToolContent:
-        """Run the code. A failure of the system is raised: it does not concern the model."""
+        """Run the code. A failure of the system is raised, not shown to the model."""
         try:
             if isinstance(arguments, str):
                 code = msgspec.json.decode(arguments, type=PythonArguments).code

@@ -45,7 +45,7 @@ class CgroupParents:
 
 @cache
 def find_cgroup_parents() -> CgroupParents:
-    """Return where groups can be created. It is found out once, by creating a group in each place."""
+    """Return where groups can be created. Creates and removes a group in each place; the result is cached."""
     directories: dict[str, Path] = {}
     reasons: dict[str, str] = {}
     places = dict(_iter_places())
@@ -179,7 +179,7 @@ def _iter_settings(controller: str, limits: ResourceLimits) -> Iterator[tuple[st
 
 
 def _iter_places() -> Iterator[tuple[str, Path]]:
-    """Yield each controller with the directory of the group that this process is in, or of one that can have children.
+    """Yield each controller with the directory for new groups: the group of this process, or else the parent of it.
 
     In the second version, a group that has processes cannot pass controllers on to groups in it; its parent can.
     """

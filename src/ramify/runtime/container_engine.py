@@ -102,7 +102,7 @@ def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
 
 @cache
 def find_obstacle(engine: ContainerEngine | None, wanted: str) -> str | None:
-    """Return why there are no containers here, None if there are. It is found out once."""
+    """Return why containers cannot be run here, None if they can. The result is cached."""
     if engine is None:
         name = "docker or podman" if wanted == "auto" else wanted
         return f"{name} is not installed, or not in PATH"
@@ -179,7 +179,7 @@ def remove_abandoned_containers(engine: ContainerEngine) -> list[str]:
 
 
 def get_machine_id() -> str:
-    """Return an id of this machine, or of the container that this process runs in: other process ids count there."""
+    """Return an id of this machine, or of the container that this process runs in: process ids are unique only there."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text())

@@ -19,7 +19,7 @@ async def open_listener(pid: int, first_process_name: str) -> socket.socket:
     """Return a socket that listens in the network of a container.
 
     - `pid`: the container's first process.
-    - `first_process_name`: a text in the arguments of that process, by which it is recognized.
+    - `first_process_name`: one of the arguments of that process; a process without it is refused.
 
     Raises OSError if the process is not visible here, or if its network may not be entered.
     """
@@ -48,7 +48,7 @@ async def open_listener(pid: int, first_process_name: str) -> socket.socket:
                 helper.kill()
                 await helper.wait()
         if helper.returncode:
-            raise PermissionError(stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+            raise PermissionError("".join(stderr.decode("utf-8", "replace").strip().splitlines()[-1:]))
         _, fds, _, _ = socket.recv_fds(ours, 16, 1)
     listener = socket.socket(fileno=fds[0])
     listener.setblocking(False)

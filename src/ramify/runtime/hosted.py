@@ -8,7 +8,7 @@ The sandbox is on the internet, so its programs reach the gateway only if `gatew
 Sandboxes of a killed process end after `lifetime`, or by `clean`, which finds them by their labels.
 
 The SDK is an extra (`pip install 'ramify[prime]'`) and is imported when a sandbox is needed. This runtime passes the
-contract of runtimes against a local stand-in for the provider; it has not been run with the provider itself.
+tests that all runtimes share against a local stand-in for the provider; it was not tested with the provider itself.
 """
 
 import asyncio

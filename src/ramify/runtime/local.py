@@ -196,7 +196,7 @@ class LocalProcess(PipedProcess):
         self._creation_time = time.time()
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: bytes | None) -> None:
-        """Start the program. Raises OSError if it cannot be run, ValueError if a text cannot be passed to one."""
+        """Start the program. Raises OSError if it cannot be run, ValueError if an argument or variable is invalid."""
         try:
             await self.open_pipes(stdin)
             transport, _ = await asyncio.get_running_loop().subprocess_exec(

@@ -1,4 +1,4 @@
-"""Records between the output of a program: a marker that nothing else contains, then words, in one line."""
+"""Records inside the output of a program. A record is one line: the random marker of the program, then words."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ RECORD_LIMIT = 200  # bytes of a record at most
 
 
 class RecordFilter:
-    """Passes a stream on without its records, which it hands to a function as lists of words."""
+    """Removes the records from a stream: `write` gets the rest, `handle` gets each record as a list of words."""
 
     def __init__(self, marker: str, write: Callable[[bytes], None], handle: Callable[[list[str]], None]) -> None:
         self._start = f"\x1e{marker} ".encode()

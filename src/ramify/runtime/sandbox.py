@@ -45,7 +45,7 @@ from ramify.runtime.sandbox_process import SandboxProcess
 from ramify.runtime.seccomp import build_seccomp_filter
 
 BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
-MAX_REASON_BYTES = 2000  # of what bwrap writes if it fails
+MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
 STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
 
 
@@ -314,6 +314,6 @@ class _Box:
 
 @cache
 def _sweep_groups_once() -> None:
-    """Remove the control groups of killed processes. Once per process: they cost nothing but a place in a list."""
+    """Remove the control groups of killed processes. Once per process is enough: an empty group uses no resources."""
     with contextlib.suppress(SandboxError):
         remove_abandoned_groups()

@@ -20,7 +20,7 @@ ReplyHandlerFunction = Callable[["InitReply | None"], None]
 
 
 class InitReply(msgspec.Struct):
-    """A message of `sandbox_init`. Programs of the box could forge it, so nothing depends on its being true."""
+    """A message of `sandbox_init`. Programs of the box could forge it, so the host must not trust it."""
 
     id: int
     pid: int | None = None

@@ -24,7 +24,7 @@ class SandboxProcess(PipedProcess):
         self._killed = asyncio.Event()
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: bytes | None) -> None:
-        """Start the program. Raises OSError if it cannot be run, ValueError if a text cannot be passed to one."""
+        """Start the program. Raises OSError if it cannot be run, ValueError if an argument or variable is invalid."""
         variables = {**env, MARKER_VARIABLE: str(self._id)}
         for text in (*argv, *variables, *variables.values(), cwd):
             if b"\0" in os.fsencode(text):

@@ -22,7 +22,7 @@ from ramify.runtime.box_files import COPY_CHUNK, MAX_FILES
 NO_FILE_STATUS = 61
 WRITE_FAILED_STATUS = 62
 ARCHIVE_OVERHEAD = 64 << 20  # bytes of headers that an archive may have besides the content of its files
-CLOSED_DIRECTORIES = ("proc", "sys", "dev")  # of the kernel
+CLOSED_DIRECTORIES = ("proc", "sys", "dev")  # file systems of the kernel; their files are not copied
 
 # `check PATH` exits if a part of an absolute path is a link.
 _CHECK = f"""

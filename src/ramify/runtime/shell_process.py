@@ -7,7 +7,7 @@ how it ended. So the result does not wait for a background program that keeps th
     stderr   MARKER started PID | MARKER failed ERRNO (cwd|program)     then the program's output
     both     MARKER exited STATUS                                       at the end
 
-A shell reports a program that signal n killed as status 128 + n, and so does this module's caller: it returns -n.
+A shell reports a program that signal n killed as status 128 + n; `wait` returns -n for it.
 The marker is also an environment variable of the program, so that `KILL_SCRIPT` finds all processes it started.
 """
 
@@ -28,10 +28,10 @@ from ramify.runtime.record_filter import RecordFilter
 
 START_TIMEOUT = 60.0  # seconds for a box to start a program
 KILL_TIMEOUT = 30.0  # seconds for a box to kill a program and all it started
-MAX_ARGUMENT_BYTES = 1 << 17  # of Linux
+MAX_ARGUMENT_BYTES = 1 << 17  # of one argument or variable, on Linux
 SIGNAL_STATUS = 128
 
-# It reads its input to the end: podman loses the output of a command that leaves some. It searches the program itself,
+# It reads its input to the end: podman loses the output of a command that leaves some. It searches PATH itself,
 # since the shell of busybox prefers its own programs to those in PATH. No variable of the program begins with `r_`.
 SPAWN_SCRIPT = r"""
 r_marker=$1 r_cwd=$2 r_stdin=$3; shift 3
@@ -113,7 +113,7 @@ class ShellProcess(RuntimeProcess):
         return {MARKER_VARIABLE: self.marker}
 
     def build_arguments(self, argv: Sequence[str], cwd: str, *, has_stdin: bool) -> list[str]:
-        """Return the arguments of `sh` that start a program. Raises ValueError if a text cannot be passed to one."""
+        """Return the arguments of `sh` that start a program. Raises ValueError or OSError if an argument is invalid."""
         check_arguments([*argv, cwd])
         self._program, self._cwd = argv[0], cwd
         return ["-c", SPAWN_SCRIPT, "sh", self.marker, cwd, "yes" if has_stdin else "", *argv]

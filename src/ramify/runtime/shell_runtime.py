@@ -1,8 +1,7 @@
-"""The part that runtimes share whose box has a shell and nothing of ours: programs and files by way of that shell.
+"""The common part of runtimes whose box has a shell and no code of Ramify: the shell runs programs and copies files.
 
-A subclass starts the box, and `_open_shell` runs `sh` in it with given arguments, environment and input. All else is
-done by scripts in the box (`shell_process`, `shell_files`), so any image with `sh`, `cat`, `head` and `tar`
-will do.
+A subclass starts the box, and `_open_shell` runs `sh` in it with given arguments, environment and input. Scripts in
+the box do the rest (`shell_process`, `shell_files`), so any image with `sh`, `cat`, `head` and `tar` works.
 """
 
 import asyncio

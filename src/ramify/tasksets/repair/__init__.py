@@ -39,7 +39,7 @@ class RepairConfig(rf.TasksetConfig):
 
 
 class RepairTask(rf.Task):
-    """A module with a bug: `source` is the text of `module`, `operator` the kind of the bug."""
+    """A module with a bug: `source` is the text of `module`, `operator` the kind of edit that made the bug."""
 
     module: str
     source: str
@@ -90,7 +90,7 @@ class Repair(rf.Taskset):
         return None if failed else "the tests pass without a change"
 
     async def gold(self, task: RepairTask, runtime: rf.Runtime) -> str:
-        """Write the correct file, then say so."""
+        """Write the correct file and return the reply of the agent."""
         await runtime.write(task.file, read_source(task.module))
         return "Fixed."
 
