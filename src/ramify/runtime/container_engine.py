@@ -179,7 +179,7 @@ def remove_abandoned_containers(engine: ContainerEngine) -> list[str]:
 
 
 def get_machine_id() -> str:
-    """Return an id of this machine, or of the container that this process runs in: process ids are unique only there."""
+    """Return an id of this machine, or of the container that this process runs in: process ids are unique in it."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text())
