@@ -55,8 +55,8 @@ class _LoopThread(Generic[T]):
         self._thread = threading.Thread(target=self._run_loop, name="ramify", daemon=True)
 
     def run(self) -> T:
-        self._thread.start()
         try:
+            self._thread.start()
             while not self._done.done():
                 wait([self._done], POLL_INTERVAL)
         except BaseException:  # this thread was interrupted
