@@ -38,6 +38,7 @@ EXTRA_PURPOSES = {
     "mcp": "tools of MCP servers",
     "parquet": "exports to parquet, and datasets in parquet or arrow files",
     "plot": "ramify plot",
+    "prime": "the runtime hosted, with sandboxes of Prime Intellect",
     "tensorboard": "metrics in TensorBoard",
     "trackio": "metrics in Trackio",
     "wandb": "metrics in Weights & Biases",
