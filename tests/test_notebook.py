@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
+@pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="half a minute of two cores")
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_in_a_running_event_loop_and_shows_progress(tmp_path):
     command = [sys.executable, "-m", "tests.notebook_runner", str(NOTEBOOK)]
