@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
+import ramify as rf
 from ramify.env import plugin
 from ramify.env.runtime import Capabilities, Capability
 from ramify.errors import ConfigInvalid
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.validation import validate_task
 from ramify.runtime import LocalRuntime
+from ramify.tasksets.swe import _list_protected_files
 from ramify.tasksets.swe_patch import filter_patch
 from ramify.tasksets.swe_rows import find_changed_files, parse_row
 from tests.tasksets.box_agent import work
@@ -248,3 +250,34 @@ def test_patches_of_these_tests_apply(tmp_path):
     for patch in (GOLD_PATCH, TEST_PATCH):
         subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True)
     assert (tmp_path / "calc.py").read_text() == FIXED
+
+
+CONFTEST_HUNK = "--- a/conftest.py\n+++ b/conftest.py\n@@ -1 +1 @@\n-fine\n+evil\n"
+NEW_CONFTEST = "--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+evil\n"
+DISGUISED_PATCHES = {
+    "another name in the header": f"diff --git a/x.py b/x.py\n{CONFTEST_HUNK}",
+    "a second change without a header": "diff --git a/x.py b/x.py\nnew file mode 100644\n--- /dev/null\n+++ b/x.py\n"
+    f"@@ -0,0 +1 @@\n+x\n{NEW_CONFTEST}",
+}
+
+
+@pytest.mark.parametrize("name", DISGUISED_PATCHES)
+def test_patch_that_changes_a_protected_file_under_another_name_is_detected(name):
+    async def test():
+        runtime = LocalRuntime()
+        await runtime.start(rf.Task())
+        try:
+            await runtime.run("git init -q .", timeout=20)
+            patch, _ = filter_patch(DISGUISED_PATCHES[name], ())
+            assert "conftest" in patch  # the headers do not show it
+            return await _list_protected_files(runtime, patch, parse_row(SWE_BENCH))
+        finally:
+            await runtime.stop()
+
+    assert asyncio.run(test()) == ["conftest.py"]
+
+
+def test_change_with_a_quoted_name_is_removed():
+    change = 'diff --git "a/conf\\164est.py" "b/conf\\164est.py"\n' + CONFTEST_HUNK
+    patch, removed = filter_patch(change, ())
+    assert patch == "" and len(removed) == 1

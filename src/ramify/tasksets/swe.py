@@ -19,7 +19,7 @@ from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault
 from ramify.tasksets.data_files import read_rows
 from ramify.tasksets.pytest_reports import find_unpassed, run_pytest
 from ramify.tasksets.splits import assign_split
-from ramify.tasksets.swe_patch import filter_patch
+from ramify.tasksets.swe_patch import filter_patch, is_protected
 from ramify.tasksets.swe_rows import RowShape, SweRow, parse_row
 
 PATCH_FILE = ".git/ramify.patch"  # the agent's changes; no file of the repository
@@ -133,6 +133,9 @@ class Swe(rf.Taskset):
         if not patch:
             trace.info[TESTS_KEY] = {"problem": "there is no change", "removed": removed}
             return 0.0
+        if disguised := await _list_protected_files(runtime, patch, row):
+            trace.info[TESTS_KEY] = {"problem": f"the patch changes {', '.join(disguised)} under another name"}
+            return 0.0
         if problem := await _apply_patch(runtime, patch):
             trace.info[TESTS_KEY] = {"problem": f"the patch cannot be applied: {problem}", "removed": removed}
             return 0.0
@@ -187,6 +190,13 @@ class Swe(rf.Taskset):
         named = {row.name_test(id): outcome for id, outcome in outcomes.items()}
         unreported = {id: "not reported" for id in row.other_tests if id not in named}
         return find_unpassed(row.expected_tests, named) | unreported
+
+
+async def _list_protected_files(runtime: rf.Runtime, patch: str, row: SweRow) -> list[str]:
+    """Return the protected files that `git apply` would change: it reads other headers than `filter_patch` does."""
+    result = await runtime.run("git apply --numstat -z -", stdin=patch.encode(), timeout=COMMAND_TIMEOUT)
+    names = (line.split("\t", 2)[-1] for line in result.text.split("\0") if line)
+    return sorted(name for name in names if is_protected(name, row.protected_files))
 
 
 async def _apply_patch(runtime: rf.Runtime, patch: str) -> str | None:

@@ -19,6 +19,8 @@ PROTECTED_DIRECTORIES = frozenset({"pytest", "_pytest", "pluggy", "r2e_tests", "
 _FILE_HEADER = re.compile(r"^diff --git ", re.MULTILINE)
 _PATHS = re.compile(r'^diff --git "?a/(.+?)"? "?b/(.+?)"?$', re.MULTILINE)
 
+_QUOTED_NAME = re.compile(r'^(?:diff --git|---|\+\+\+|rename from|rename to|copy from|copy to) .*"', re.MULTILINE)
+
 
 def filter_patch(patch: str, protected_files: Container[str]) -> tuple[str, list[str]]:
     """Return the patch without changes to protected files, and the names of these files."""
@@ -30,7 +32,8 @@ def filter_patch(patch: str, protected_files: Container[str]) -> tuple[str, list
         paths = _PATHS.match(change)
         names = set(paths.groups()) if paths else set[str]()
         names |= set(re.findall(r"^(?:rename|copy) (?:from|to) (.+)$", change, re.MULTILINE))
-        if names and not any(is_protected(name, protected_files) for name in names):
+        is_quoted = _QUOTED_NAME.search(change) is not None  # `git` reads escapes in it, so it may be any name
+        if names and not is_quoted and not any(is_protected(name, protected_files) for name in names):
             kept.append(change)
         else:
             removed += sorted(names) or ["a change without a name"]
