@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ramify.cli.app import main
 
 LEAVE_A_BOX = """
@@ -40,6 +42,20 @@ def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path)
     assert not directory.exists()
     assert main(["runtime", "clean", "local"]) == 0
     assert "removed directory" not in capsys.readouterr().out
+
+
+def test_clean_ignores_names_that_no_runtime_made(capsys, monkeypatch, tmp_path):
+    """An empty marker would be the beginning of every process's marker."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("ramify.runtime.local.kill_marked_processes", lambda marker: pytest.fail(f"kills {marker!r}"))
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / "ramify-99999-1-").mkdir()
+    (tmp_path / "ramify-99999-1-abc").mkdir()
+    (tmp_path / f"ramify-99999-1-{'0' * 32}").symlink_to(target)
+    assert main(["runtime", "clean", "local"]) == 0
+    assert "removed directory" not in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_unknown_runtime_is_refused(capsys):

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -32,6 +34,7 @@ from ramify.runtime.piped_process import PipedProcess
 P = ParamSpec("P")
 T = TypeVar("T")
 DIRECTORY_PREFIX = "ramify-"
+MARKER_PATTERN = re.compile("[0-9a-f]{32}")  # of a uuid; an empty marker would match every process
 REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove
 # errors caused by the machine, not by the command
 RESOURCE_ERRNOS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
@@ -148,8 +151,10 @@ class LocalRuntime(Runtime):
         parent = Path(getattr(config, "workdir_root", None) or tempfile.gettempdir())
         removed = [f"control group {directory}" for directory in remove_abandoned_groups()]
         for directory in parent.glob(f"{DIRECTORY_PREFIX}*-*-*"):
-            if not is_owner_alive(directory.name.removeprefix(DIRECTORY_PREFIX)):
-                kill_marked_processes(directory.name.rsplit("-", 1)[-1])
+            owner_name = directory.name.removeprefix(DIRECTORY_PREFIX)
+            marker = owner_name.rpartition("-")[2]
+            if MARKER_PATTERN.fullmatch(marker) and _is_own_directory(directory) and not is_owner_alive(owner_name):
+                kill_marked_processes(marker)
                 _remove_sandbox(directory)
                 removed.append(f"directory {directory}")
         return removed
@@ -251,6 +256,12 @@ def _find_capabilities() -> Capabilities:
     for capability in (Capability.WALLS, Capability.PRIVATE_NETWORK):
         reasons[capability] = "its programs are not isolated; use the runtime 'sandbox' or 'container'"
     return Capabilities(available | {Capability.GATEWAY}, reasons)
+
+
+def _is_own_directory(path: Path) -> bool:
+    """Return whether a path is a directory of this user; in a shared directory, anybody can create a name or a link."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 async def _write_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
