@@ -147,6 +147,8 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
         sandbox_init.__file__,
         INIT_FILE,
         "--remount-ro",
+        "/proc",  # root of the machine owns /proc/sys, and a box of a root process has its user id
+        "--remount-ro",
         "/dev",
         "--remount-ro",
         "/",
