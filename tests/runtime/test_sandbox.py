@@ -190,6 +190,29 @@ print({CALLS[call]}, os.strerror(ctypes.get_errno()))
     assert run_in_sandbox(["python3", "-c", script]).text == "-1 Operation not permitted\n"
 
 
+def test_settings_of_the_kernel_cannot_be_written():
+    for file in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches"):
+        result = run_in_sandbox(["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
+        assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
+
+
+def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
+    requires(Capability.MEMORY_LIMIT)
+    script = "data = bytearray(300 << 20); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
+
+    async def test(memory_mb):
+        runtime = SandboxRuntime(SandboxRuntimeConfig(limits={"memory_mb": 512}))
+        await runtime.prepare()
+        try:
+            await runtime.start(Task(resources={"memory_mb": memory_mb}))
+            return (await runtime.run(["python3", "-c", script], timeout=30)).stdout
+        finally:
+            await runtime.stop()
+
+    assert asyncio.run(test(1024)) == b"allocated\n"
+    assert asyncio.run(test(128)) == b""
+
+
 def test_program_gains_no_privileges():
     script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status"
     fields = dict(line.split(":\t") for line in run_in_sandbox(script).text.splitlines())

@@ -166,6 +166,7 @@ def _iter_settings(controller: str, limits: ResourceLimits) -> Iterator[tuple[st
     """Yield the files of a controller in both versions, with the values to write."""
     if controller == "memory":
         num_bytes = None if limits.memory_mb is None else limits.memory_mb << 20
+        yield "memory.memsw.limit_in_bytes", "-1"  # it must never be below the other, which may be raised or lowered
         yield "memory.limit_in_bytes", "-1" if num_bytes is None else str(num_bytes)
         yield "memory.memsw.limit_in_bytes", "-1" if num_bytes is None else str(num_bytes)
         yield "memory.max", "max" if num_bytes is None else str(num_bytes)
