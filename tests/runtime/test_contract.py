@@ -31,6 +31,7 @@ def test_command_that_cannot_run_returns_an_exit_code(kind):
         await runtime.write("data", "x")
         assert (await runtime.run(["./data"], timeout=10)).returncode == 126
         assert (await runtime.run(["sh", "-c", "kill -9 $$"], timeout=10)).returncode == -9
+        assert (await runtime.run([], timeout=10)).returncode == 126
         for line in ("echo a\0b", "echo \ud800"):
             assert (await runtime.run(line, timeout=10)).returncode == 126
 

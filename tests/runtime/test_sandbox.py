@@ -260,6 +260,30 @@ def test_allocation_of_four_gigabytes_is_killed():
     assert result.returncode != 0 and b"allocated" not in result.stdout
 
 
+def test_variable_with_an_invalid_name_does_not_end_the_sandbox():
+    async def test(runtime):
+        assert (await runtime.run("true", env={"a=b": "c"}, timeout=10)).returncode == 126
+        assert (await runtime.run("echo fine", timeout=10)).stdout == b"fine\n"
+
+    run_with_runtime("sandbox", test)
+
+
+def test_prepared_sandbox_that_was_killed_is_replaced():
+    async def test():
+        runtime = SandboxRuntime()
+        await runtime.prepare()
+        os.kill(runtime._box._bwrap.pid, 9)
+        while not runtime._box.channel.is_closed:
+            await asyncio.sleep(0.01)
+        await runtime.start(Task())
+        try:
+            return (await runtime.run("echo fine", timeout=10)).stdout
+        finally:
+            await runtime.stop()
+
+    assert asyncio.run(asyncio.wait_for(test(), 30)) == b"fine\n"
+
+
 def test_agent_that_kills_its_sandbox_is_blamed_for_it():
     async def test(runtime):
         with pytest.raises(AgentExit, match="the sandbox has ended"):

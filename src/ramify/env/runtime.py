@@ -126,6 +126,14 @@ class ExecResult:
         return self.stdout.decode("utf-8", "replace")
 
 
+def build_argv(command: CommandLine) -> list[str]:
+    """Return a program and its arguments; a text is a line for `sh -c`. Raises ValueError if there is no program."""
+    argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    if not argv:
+        raise ValueError("the command line is empty")
+    return argv
+
+
 class RuntimeProcess(ABC):
     """A running program and all processes it started. `pid` is its id inside the runtime."""
 

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import ParamSpec, TypeVar
 
-from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig
+from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
@@ -108,7 +108,7 @@ class LocalRuntime(Runtime):
         interactive: bool = False,
     ) -> "LocalProcess":
         """Start a program in a process group of its own, with the configured environment variables only."""
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        argv = build_argv(command)
         if self._cgroup is not None:
             argv = self._cgroup.build_join_command(argv)
         workdir = self.workdir

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
-from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig
+from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime.box_files import BoxFiles
@@ -91,7 +91,8 @@ class SandboxRuntime(Runtime):
         """Take the prepared box, or start one, and apply the task's limits."""
         self.check_task(task)
         limits = self.get_limits(task)
-        if self._box is not None and limits.disk_mb != self._box.disk_mb:  # the size of its files is fixed
+        # the size of a box's files is fixed, and a prepared box may have been killed meanwhile
+        if self._box is not None and (limits.disk_mb != self._box.disk_mb or self._box.channel.is_closed):
             await self._box.stop()
             self._box = None
         if self._box is None:
@@ -135,7 +136,7 @@ class SandboxRuntime(Runtime):
     ) -> SandboxProcess:
         """Start a program in the box, with the configured environment variables only."""
         box = self._get_box()
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        argv = build_argv(command)
         process = SandboxProcess(box.channel, self.config.max_output_bytes, interactive=interactive)
         await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
         return process

@@ -12,6 +12,7 @@ and could interfere with it; the host therefore trusts nothing that it says beyo
 """
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -90,6 +91,8 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
     except OSError as error:
         file_name = error.filename if isinstance(error.filename, str) else request["argv"][0]
         _send(control, {"id": request["id"], "errno": error.errno, "file": file_name})
+    except ValueError:  # such as a variable whose name contains "="
+        _send(control, {"id": request["id"], "errno": errno.EINVAL, "file": request["argv"][0]})
     else:
         ids[pid] = request["id"]
         _send(control, {"id": request["id"], "pid": pid})

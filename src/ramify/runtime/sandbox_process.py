@@ -1,6 +1,7 @@
 """A program in a sandbox."""
 
 import asyncio
+import errno
 import os
 from collections.abc import Mapping, Sequence
 
@@ -37,8 +38,6 @@ class SandboxProcess(PipedProcess):
                 reply = await self._started
             if reply is None:
                 raise BrokenPipeError("the sandbox has ended")
-            if reply.pid is None:
-                raise OSError(reply.errno or 0, os.strerror(reply.errno or 0), reply.file)
         except BaseException as error:
             self.close_pipes()
             self._channel.remove_handler(self._id)
@@ -47,6 +46,11 @@ class SandboxProcess(PipedProcess):
             if isinstance(error, BrokenPipeError):
                 raise AgentExit("the sandbox has ended: a program in it killed its processes") from error
             raise
+        if reply.pid is None:
+            self.close_pipes()
+            self._channel.remove_handler(self._id)
+            code = reply.errno if reply.errno is not None and reply.errno in errno.errorcode else errno.EIO  # forged
+            raise OSError(code, os.strerror(code), reply.file)
         self.close_program_fds()
         self.pid = reply.pid
 

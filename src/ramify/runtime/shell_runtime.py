@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import urlsplit
 
-from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig
+from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime.shell_files import ShellFiles
@@ -59,7 +59,7 @@ class ShellRuntime(Runtime):
         interactive: bool = False,
     ) -> ShellProcess:
         """Start a program in the box, with the environment of its image and the configured variables."""
-        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+        argv = build_argv(command)
         variables = {"TMPDIR": "/tmp", **self.config.env, **(env or {})}
         check_variables(variables)
         process = self._make_process(self.config.max_output_bytes, self._kill_marked, interactive=interactive)
