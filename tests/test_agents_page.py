@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ramify.launch.run_queries import read_metrics
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.skipif(find_obstacle() is not None, reason=f"no sandbox here: {find_obstacle()}")
+@pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}")
 @pytest.mark.skipif(find_spec("openai") is None, reason="openai is not installed")
 def test_ten_lines_train_an_agent_program_in_a_sandbox(tmp_path):
     page = (ROOT / "docs" / "agents.md").read_text()

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from tests.agents.model import write_model
 from tests.agents.programs import PROGRAMS, install
 from tests.agents.rollouts import build_source, check_trace, run_rollout, serve_script
@@ -32,8 +32,8 @@ def main() -> int:
     names: list[str] = options.programs or list(PROGRAMS)
     if unknown := [name for name in names if name not in PROGRAMS]:
         flags.error(f"unknown programs: {', '.join(unknown)}; expected {', '.join(PROGRAMS)}")
-    if obstacle := find_obstacle():
-        raise SystemExit(f"no sandbox here, nothing was tested: {obstacle}")
+    if reason := find_unsupported_reason():
+        raise SystemExit(f"no sandbox here, nothing was tested: {reason}")
     folder, output = options.folder.expanduser().resolve(), options.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
     output.mkdir(parents=True)
     install(names, folder)

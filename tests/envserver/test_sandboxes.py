@@ -14,7 +14,7 @@ import pytest
 
 from ramify.envserver import EnvClient, EnvServer
 from ramify.errors import RamifyError
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
 from tests.envserver.helpers import QUICK, make_config, task, wait_until
 
@@ -22,7 +22,9 @@ NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 48
 CONCURRENCY = 32
 DEADLINE = 60.0
 
-pytestmark = pytest.mark.skipif(find_obstacle() is not None, reason=f"no sandbox here: {find_obstacle()}")
+pytestmark = pytest.mark.skipif(
+    find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"
+)
 
 
 def list_boxes(nap: str) -> list[str]:
@@ -65,7 +67,7 @@ def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
                 answers["done"] += 1
 
     async def main():
-        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm": 4}, max_tries=3)
+        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm_pool_size": 4}, max_tries=3)
         async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
             await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             slots = asyncio.Semaphore(CONCURRENCY)

@@ -7,10 +7,12 @@ import pytest
 
 import ramify as rf
 from ramify.gateway import Gateway
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from tests.rollout.helpers import OneTask, load_env, run_one_async
 
-pytestmark = pytest.mark.skipif(find_obstacle() is not None, reason=f"no sandbox here: {find_obstacle()}")
+pytestmark = pytest.mark.skipif(
+    find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"
+)
 
 # Asks the model once with its own key, then tries other keys, and prints what happened.
 AGENT = """

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.store import RunStore
 from ramify.trace import Forest, Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rl.note_taking import NUM_DIGITS
 from tests.rl.run_helpers import run_command, run_scripted_server
 
-RUNTIMES = ["local"] if find_obstacle() else ["local", "sandbox"]
+RUNTIMES = ["local"] if find_unsupported_reason() else ["local", "sandbox"]
 STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
 pytestmark = [
     pytest.mark.timeout(300),

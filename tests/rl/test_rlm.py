@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.store import RunStore
 from ramify.trace import Trace
 from ramify.train.batch_source import BatchRecording
@@ -39,7 +39,7 @@ def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("recursive")
     with run_scripted_server(home, "tests.rl.recursion:reply_to") as url:
-        config = CONFIG.replace("BASE_URL", url).replace("RUNTIME", "local" if find_obstacle() else "sandbox")
+        config = CONFIG.replace("BASE_URL", url).replace("RUNTIME", "local" if find_unsupported_reason() else "sandbox")
         (home / "rl.toml").write_text(config)
         result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())
         assert result.returncode == 0, result.stdout + result.stderr + (home / "engine.txt").read_text()

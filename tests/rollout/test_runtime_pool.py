@@ -64,7 +64,7 @@ def test_pool_of_size_zero_prepares_nothing():
         await settle()
 
     assert run_pool(test, 0) == []
-    assert RuntimeConfig().warm == 0
+    assert RuntimeConfig().warm_pool_size == 0
 
 
 def test_failure_to_prepare_leaves_it_to_the_rollout():

@@ -19,7 +19,7 @@ from ramify.runtime import (
     SandboxRuntime,
     SandboxRuntimeConfig,
 )
-from ramify.runtime.bwrap import find_obstacle
+from ramify.runtime.bwrap import find_unsupported_reason
 from tests.runtime.container_image import IMAGE
 from tests.runtime.prime_fake import PrimeFake
 
@@ -71,8 +71,8 @@ def build_runtime_table(kind: str) -> dict:
 
 
 def skip_unless_available(kind: str) -> None:
-    if kind == "sandbox" and (obstacle := find_obstacle()):
-        pytest.skip(f"no sandbox here: {obstacle}")
+    if kind == "sandbox" and (reason := find_unsupported_reason()):
+        pytest.skip(f"no sandbox here: {reason}")
     if kind == "container" and not CONTAINER_ENGINE:
         pytest.skip("no container engine is given; run `make test-containers`")
 

@@ -16,7 +16,17 @@ from pathlib import Path
 
 IMAGE = "localhost/ramify-test:latest"
 IMPORT_TIMEOUT = 300.0  # seconds
-LEFT_OUT = ("site-packages", "test", "tests", "idlelib", "tkinter", "lib2to3", "ensurepip", "__pycache__", "turtledemo")
+REMOVED_CALLS = (
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "lib2to3",
+    "ensurepip",
+    "__pycache__",
+    "turtledemo",
+)
 
 
 def main(engine: str) -> None:
@@ -72,7 +82,7 @@ def _add_entry(archive: tarfile.TarFile, name: str, kind: bytes, mode: int, targ
 
 def _leave_out(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     parts = Path(info.name).parts
-    return None if any(part in LEFT_OUT or part.startswith("config-") for part in parts) else info
+    return None if any(part in REMOVED_CALLS or part.startswith("config-") for part in parts) else info
 
 
 if __name__ == "__main__":

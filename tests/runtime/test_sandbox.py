@@ -93,7 +93,7 @@ def test_programs_are_found_in_the_configured_path():
         await runtime.run("chmod +x bin/hello", timeout=20)
         return await runtime.run(["hello"], timeout=20)
 
-    result = run_with_runtime("sandbox", test, path=["/box/work/bin"])
+    result = run_with_runtime("sandbox", test, path=[f"{bwrap.WORK_DIR}/bin"])
     assert (result.returncode, result.text) == (0, "hello\n")
 
 
@@ -337,12 +337,12 @@ def test_run_is_refused_where_a_limit_cannot_be_enforced(monkeypatch):
 
 def test_missing_program_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    bwrap.find_obstacle.cache_clear()
+    bwrap.find_unsupported_reason.cache_clear()
     try:
         with pytest.raises(ConfigInvalid, match="bwrap is missing; install the package bubblewrap"):
             SandboxRuntime().check_task(Task())
     finally:
-        bwrap.find_obstacle.cache_clear()
+        bwrap.find_unsupported_reason.cache_clear()
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

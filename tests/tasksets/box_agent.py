@@ -28,7 +28,11 @@ class BoxAgent(Harness):
 def work(taskset, *, kind="local", files=None, command="", index=0, **source):
     """Return the trace of an agent that writes these files and runs this command on one task."""
     agent = {"id": "tests.tasksets.box_agent:BoxAgent", "files": files or {}, "command": command}
-    runtime = {"id": kind, "warm": 0, "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}  # plugins are slow to import
+    runtime = {
+        "id": kind,
+        "warm_pool_size": 0,
+        "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    }  # plugins are slow to import
     env = Environment.load(SourceConfig(taskset=taskset, harness=agent, runtime=runtime, **source))
     task = next(islice(env.iter_tasks(), index, None))
 

@@ -12,7 +12,7 @@ from ramify.errors import ConfigInvalid
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.validation import validate_task
 from ramify.tasksets.harbor import Harbor, HarborConfig
-from ramify.tasksets.pytest_reports import find_unpassed, parse_outcomes
+from ramify.tasksets.pytest_reports import find_not_passed, parse_outcomes
 from tests.tasksets.box_agent import work
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "harbor" / "tasks"
@@ -52,7 +52,7 @@ def test_programs_of_the_environment_can_be_run(folder):
 
 
 def test_solution_is_the_gold(box_kind):
-    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm": 0}))
+    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm_pool_size": 0}))
     result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
     assert (result.problem, result.reward, result.has_gold) == (None, 1.0, True)
 
@@ -214,4 +214,4 @@ def test_only_reports_with_the_nonce_count():
     ],
 )
 def test_expected_test_must_be_reported(expected, outcomes, unpassed):
-    assert find_unpassed([expected], outcomes).get(expected) == unpassed
+    assert find_not_passed([expected], outcomes).get(expected) == unpassed

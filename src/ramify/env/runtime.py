@@ -97,7 +97,7 @@ class RuntimeConfig(Config):
     - `max_file_mb`: mebibytes of the largest file, and of the largest directory, that is read out of the runtime.
     - `env`: environment variables for every program.
     - `limits`: resources of one rollout; `task.resources` overrides them.
-    - `warm`: runtimes that are prepared before a rollout needs them. 0: none.
+    - `warm_pool_size`: runtimes that are prepared before a rollout needs them. 0: none.
     """
 
     renamed_keys: ClassVar = {"keep": "keep_workdir", "max_output": "max_output_bytes"}
@@ -108,7 +108,7 @@ class RuntimeConfig(Config):
     max_file_mb: float = Field(default=64.0, gt=0)
     env: dict[str, str] = {}
     limits: ResourceLimits = ResourceLimits()
-    warm: int = Field(default=0, ge=0)
+    warm_pool_size: int = Field(default=0, ge=0)
 
 
 @dataclass(frozen=True, slots=True)

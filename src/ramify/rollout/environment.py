@@ -65,7 +65,7 @@ class Environment:
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
             runtime_metadata=runtime_class(runtime_config).trace_metadata,
-            runtime_pool=RuntimePool(lambda: runtime_class(runtime_config), runtime_config.warm),
+            runtime_pool=RuntimePool(lambda: runtime_class(runtime_config), runtime_config.warm_pool_size),
         )
         env.make_runtime().check_task(Task())
         harness.check_compatibility(env.hooks, env.make_runtime())

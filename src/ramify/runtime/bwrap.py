@@ -37,11 +37,11 @@ CONFIG_FILES = (
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
 )
-GENERATED_DIR = Path(__file__).parent / "box_etc"  # users, groups and host names of a box
+ETC_DIR = Path(__file__).parent / "box_etc"  # users, groups and host names of a box
 
 
 @cache
-def find_obstacle() -> str | None:
+def find_unsupported_reason() -> str | None:
     """Return why bubblewrap cannot make a sandbox on this machine; None if it can. It is tried once."""
     if sys.platform != "linux":
         return "a sandbox needs Linux"
@@ -127,7 +127,7 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
             yield from ("--ro-bind", str(directory), str(directory))
     for file in CONFIG_FILES:
         yield from ("--ro-bind-try", file, file)
-    for file in sorted(GENERATED_DIR.iterdir()):
+    for file in sorted(ETC_DIR.iterdir()):
         yield from ("--ro-bind", str(file), f"/etc/{file.name}")
     interpreter = Path(sys.base_prefix)
     bound = {directory: directory for directory in SYSTEM_DIRS}

@@ -48,11 +48,11 @@ def find_cgroup_parents() -> CgroupParents:
     """Return where groups can be created. Creates and removes a group in each place; the result is cached."""
     directories: dict[str, Path] = {}
     reasons: dict[str, str] = {}
-    places = dict(_iter_places())
+    places = dict(_iter_parent_directories())
     for controller in CONTROLLER_OF_CAPABILITY.values():
         if controller not in places:
             reasons[controller] = f"this machine has no control groups for {controller}"
-        elif reason := _find_obstacle(places[controller], controller):
+        elif reason := _find_creation_problem(places[controller], controller):
             reasons[controller] = reason
         else:
             directories[controller] = places[controller]
@@ -179,7 +179,7 @@ def _iter_settings(controller: str, limits: ResourceLimits) -> Iterator[tuple[st
         yield "cpu.max", f"{'max' if quota is None else quota} {CPU_PERIOD}"
 
 
-def _iter_places() -> Iterator[tuple[str, Path]]:
+def _iter_parent_directories() -> Iterator[tuple[str, Path]]:
     """Yield each controller with the directory for new groups: the group of this process, or else the parent of it.
 
     In the second version, a group that has processes cannot pass controllers on to groups in it; its parent can.
@@ -231,7 +231,7 @@ def _read_words(file: Path) -> set[str]:
     return set()
 
 
-def _find_obstacle(place: Path, controller: str) -> str | None:
+def _find_creation_problem(place: Path, controller: str) -> str | None:
     """Return why no group can be created in `place`; None if one can."""
     directory = place / (GROUP_PREFIX + make_owner_name(next(_numbers)))
     try:

@@ -32,8 +32,8 @@ from ramify.runtime.container_engine import (
     build_limit_options,
     find_capabilities,
     find_engine,
-    find_gateway_obstacle,
-    find_obstacle,
+    find_gateway_problem,
+    find_unsupported_reason,
     get_machine_id,
     remove_abandoned_containers,
 )
@@ -83,8 +83,8 @@ class ContainerRuntime(ShellRuntime):
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if there are no containers here, or if they lack what the task needs."""
-        if obstacle := find_obstacle(find_engine(self.config), self.config.engine):
-            raise ConfigInvalid(f"the runtime 'container' does not work here: {obstacle}")
+        if reason := find_unsupported_reason(find_engine(self.config), self.config.engine):
+            raise ConfigInvalid(f"the runtime 'container' does not work here: {reason}")
         super().check_task(task)
 
     async def prepare(self) -> None:
@@ -122,8 +122,8 @@ class ContainerRuntime(ShellRuntime):
         """Forward a socket in the container's network to the server of `base_url`; return the URL that reaches it."""
         container = self._get_container()
         engine, url = self._get_engine(), urlsplit(base_url)
-        if obstacle := find_gateway_obstacle(engine, self.config):
-            raise ConfigInvalid(f"programs of a container cannot reach the gateway: {obstacle}")
+        if reason := find_gateway_problem(engine, self.config):
+            raise ConfigInvalid(f"programs of a container cannot reach the gateway: {reason}")
         if self.config.network != "none" and self.config.gateway_url is not None:
             return replace_address(base_url, self.config.gateway_url)
         if self._forward is not None or url.hostname is None or url.port is None:
@@ -145,7 +145,7 @@ class ContainerRuntime(ShellRuntime):
         """Remove the containers of processes of this machine that have ended."""
         assert isinstance(config, ContainerRuntimeConfig)
         engine = find_engine(config)
-        if engine is None or find_obstacle(engine, config.engine):
+        if engine is None or find_unsupported_reason(engine, config.engine):
             return []
         return [f"container {name}" for name in remove_abandoned_containers(engine)]
 

@@ -101,7 +101,7 @@ def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
 
 
 @cache
-def find_obstacle(engine: ContainerEngine | None, wanted: str) -> str | None:
+def find_unsupported_reason(engine: ContainerEngine | None, wanted: str) -> str | None:
     """Return why containers cannot be run here, None if they can. The result is cached."""
     if engine is None:
         name = "docker or podman" if wanted == "auto" else wanted
@@ -127,8 +127,8 @@ def find_capabilities(engine: ContainerEngine, config: ContainerRuntimeConfig) -
     info = get_engine_info(engine)
     available = {Capability.WALLS, Capability.IMAGES}
     reasons = {Capability.DISK_LIMIT: f"{engine.name} does not limit files on most disks; use the runtime 'sandbox'"}
-    if obstacle := _find_network_obstacle(engine, config, info):
-        reasons[Capability.PRIVATE_NETWORK] = obstacle
+    if reason := _find_network_problem(engine, config, info):
+        reasons[Capability.PRIVATE_NETWORK] = reason
     else:
         available.add(Capability.PRIVATE_NETWORK)
     for capability, is_supported in _find_limits(engine, info).items():
@@ -136,14 +136,14 @@ def find_capabilities(engine: ContainerEngine, config: ContainerRuntimeConfig) -
             available.add(capability)
         else:
             reasons[capability] = f"{engine.name} info reports that it is not supported on its machine"
-    if obstacle := find_gateway_obstacle(engine, config):
-        reasons[Capability.GATEWAY] = obstacle
+    if reason := find_gateway_problem(engine, config):
+        reasons[Capability.GATEWAY] = reason
     else:
         available.add(Capability.GATEWAY)
     return Capabilities(frozenset(available), reasons)
 
 
-def find_gateway_obstacle(engine: ContainerEngine, config: ContainerRuntimeConfig) -> str | None:
+def find_gateway_problem(engine: ContainerEngine, config: ContainerRuntimeConfig) -> str | None:
     """Return why programs of a container cannot reach the gateway, None if they can."""
     if config.network != "none":
         return None if config.gateway_url else "set gateway_url to the gateway's address in the containers' network"
@@ -188,7 +188,7 @@ def get_machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _find_network_obstacle(engine: ContainerEngine, config: ContainerRuntimeConfig, info: dict[str, Any]) -> str | None:
+def _find_network_problem(engine: ContainerEngine, config: ContainerRuntimeConfig, info: dict[str, Any]) -> str | None:
     """Return why programs may reach more than the gateway, None if they cannot."""
     if config.network != "none":
         return f"network is {config.network!r}; set it to 'none'"

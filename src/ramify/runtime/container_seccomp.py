@@ -12,7 +12,7 @@ from typing import Any
 from ramify.runtime.container_engine import ContainerEngine, get_engine_info
 
 ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
-LEFT_OUT = ("socket", "socketcall", "io_uring_setup", "io_uring_enter", "io_uring_register")
+REMOVED_CALLS = ("socket", "socketcall", "io_uring_setup", "io_uring_enter", "io_uring_register")
 
 
 def build_seccomp_profile(engine: ContainerEngine) -> str | None:
@@ -23,7 +23,7 @@ def build_seccomp_profile(engine: ContainerEngine) -> str | None:
     profile: dict[str, Any] = json.loads(path.read_text())
     rules: list[dict[str, Any]] = []
     for rule in profile["syscalls"]:
-        names = [name for name in rule["names"] if name not in LEFT_OUT]
+        names = [name for name in rule["names"] if name not in REMOVED_CALLS]
         if names:
             rules.append({**rule, "names": names})
     for family in ALLOWED_FAMILIES:

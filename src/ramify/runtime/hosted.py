@@ -70,8 +70,8 @@ class HostedRuntime(ShellRuntime):
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if the SDK or the API key is missing, or if the runtime lacks what the task needs."""
-        if obstacle := find_obstacle():
-            raise ConfigInvalid(f"the runtime 'hosted' does not work here: {obstacle}")
+        if reason := find_unsupported_reason():
+            raise ConfigInvalid(f"the runtime 'hosted' does not work here: {reason}")
         super().check_task(task)
 
     async def start(self, task: Task) -> None:
@@ -114,7 +114,7 @@ class HostedRuntime(ShellRuntime):
     @classmethod
     def clean(cls, config: RuntimeConfig) -> list[str]:
         """Delete the sandboxes of processes of this machine that have ended."""
-        if find_obstacle():
+        if find_unsupported_reason():
             return []
         sdk = _load_sdk()
         with _translate_clean_errors():
@@ -177,7 +177,7 @@ class HostedRuntime(ShellRuntime):
         raise SandboxError(f"the sandbox is {sandbox.status} and does not run programs: {reason[-500:]}")
 
 
-def find_obstacle() -> str | None:
+def find_unsupported_reason() -> str | None:
     """Return why there are no hosted sandboxes here, None if there are."""
     if importlib.util.find_spec(SDK) is None:
         return "the package prime-sandboxes is missing: pip install 'ramify[prime]'"

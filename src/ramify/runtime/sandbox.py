@@ -34,7 +34,7 @@ from ramify.runtime.bwrap import (
     WORK_DIR,
     build_bwrap_command,
     find_capabilities,
-    find_obstacle,
+    find_unsupported_reason,
     parse_child_pid,
 )
 from ramify.runtime.cgroup import Cgroup, find_cgroup_parents, remove_abandoned_groups
@@ -74,8 +74,8 @@ class SandboxRuntime(Runtime):
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if there is no sandbox on this machine, or if it lacks what the task needs."""
-        if obstacle := find_obstacle():
-            raise ConfigInvalid(f"the runtime 'sandbox' does not work on this machine: {obstacle}")
+        if reason := find_unsupported_reason():
+            raise ConfigInvalid(f"the runtime 'sandbox' does not work on this machine: {reason}")
         super().check_task(task)
         if task.workdir is not None and ".." in PurePath(task.workdir).parts:
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
@@ -178,7 +178,7 @@ class SandboxRuntime(Runtime):
         if self._box is None:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         if self._box.channel.is_closed:
-            raise AgentExit(f"the sandbox has ended: {self._box.describe_end()}")
+            raise AgentExit(f"the sandbox has ended: {self._box.describe_exit()}")
         return self._box
 
     def _get_files(self) -> BoxFiles:
@@ -281,7 +281,7 @@ class _Box:
         assert listener is not None
         return listener
 
-    def describe_end(self) -> str:
+    def describe_exit(self) -> str:
         """Return why the box has ended although it was not stopped."""
         if self._cgroup is not None and self._cgroup.num_oom_kills():
             return "its programs used more memory than the limit"

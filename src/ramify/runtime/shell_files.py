@@ -22,7 +22,7 @@ from ramify.runtime.box_files import COPY_CHUNK, MAX_FILES
 NO_FILE_STATUS = 61
 WRITE_FAILED_STATUS = 62
 ARCHIVE_OVERHEAD = 64 << 20  # bytes of headers that an archive may have besides the content of its files
-CLOSED_DIRECTORIES = ("proc", "sys", "dev")  # file systems of the kernel; their files are not copied
+KERNEL_DIRECTORIES = ("proc", "sys", "dev")  # file systems of the kernel; their files are not copied
 
 # `check PATH` exits if a part of an absolute path is a link.
 _CHECK = f"""
@@ -108,7 +108,7 @@ class ShellFiles:
         """Return the absolute path. Raises FileNotFoundError for a path that climbs, or one of the kernel."""
         absolute = self._workdir / path  # an absolute `path` replaces the work directory
         parts = absolute.parts[1:]
-        if not parts or ".." in parts or "\0" in str(path) or parts[0] in CLOSED_DIRECTORIES:
+        if not parts or ".." in parts or "\0" in str(path) or parts[0] in KERNEL_DIRECTORIES:
             raise FileNotFoundError(errno.ENOENT, "outside of the runtime", str(path))
         return str(absolute)
 

@@ -23,7 +23,7 @@ from pydantic import Field
 import ramify as rf
 from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault
 from ramify.tasksets.harbor_folder import HarborFolder, find_folders, resolve_variables
-from ramify.tasksets.pytest_reports import PYTEST_PROGRAM, find_unpassed, run_pytest
+from ramify.tasksets.pytest_reports import PYTEST_PROGRAM, find_not_passed, run_pytest
 
 DIRECTORIES = ("tests", "logs", "solution")  # at the root of an image
 REWARD_FILES = ("reward.json", "reward.txt")  # in this order, as the format says
@@ -150,7 +150,7 @@ class Harbor(rf.Taskset):
         env = resolve_variables(folder.verifier.get("env", {}))
         plugin_dir = root / "logs" / "verifier"
         outcomes = await run_pytest(runtime, command, plugin_dir=plugin_dir, timeout=task.verifier_timeout, env=env)
-        unpassed = find_unpassed(expected, outcomes)
+        unpassed = find_not_passed(expected, outcomes)
         trace.info[VERIFIER_KEY] = {"unpassed": unpassed, "count": len(expected)}
         return float(bool(expected) and not unpassed)
 

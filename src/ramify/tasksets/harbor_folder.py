@@ -116,8 +116,8 @@ class HarborFolder:
         if workdir := self.environment.get("workdir"):
             return workdir
         dockerfile = self.path / "environment" / "Dockerfile"
-        found = _WORKDIR.findall(dockerfile.read_text("utf-8")) if dockerfile.is_file() else []
-        return found[-1] if found else DEFAULT_WORKDIR
+        workdirs = _WORKDIR.findall(dockerfile.read_text("utf-8")) if dockerfile.is_file() else []
+        return workdirs[-1] if workdirs else DEFAULT_WORKDIR
 
     def check(self) -> None:
         """Raise ConfigInvalid for what Ramify does not support."""

@@ -68,7 +68,7 @@ def parse_outcomes(output: str, nonce: str) -> dict[str, str]:
     return outcomes
 
 
-def find_unpassed(expected: Sequence[str], outcomes: Mapping[str, str]) -> dict[str, str]:
+def find_not_passed(expected: Sequence[str], outcomes: Mapping[str, str]) -> dict[str, str]:
     """Return the expected tests that did not pass, with the outcome, or "not reported".
 
     An expected id may be that of a function, which stands for all its parameters, or an id that was cut at a space.

@@ -17,7 +17,7 @@ from pydantic import Field
 import ramify as rf
 from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault
 from ramify.tasksets.data_files import read_rows
-from ramify.tasksets.pytest_reports import find_unpassed, run_pytest
+from ramify.tasksets.pytest_reports import find_not_passed, run_pytest
 from ramify.tasksets.splits import assign_split
 from ramify.tasksets.swe_patch import filter_patch, is_protected
 from ramify.tasksets.swe_rows import RowShape, SweRow, parse_row
@@ -189,7 +189,7 @@ class Swe(rf.Taskset):
         )
         named = {row.name_test(id): outcome for id, outcome in outcomes.items()}
         unreported = {id: "not reported" for id in row.other_tests if id not in named}
-        return find_unpassed(row.expected_tests, named) | unreported
+        return find_not_passed(row.expected_tests, named) | unreported
 
 
 async def _list_protected_files(runtime: rf.Runtime, patch: str, row: SweRow) -> list[str]:
