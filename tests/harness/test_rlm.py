@@ -316,6 +316,12 @@ def test_a_failed_call_of_a_batch_does_not_cost_the_others():
     assert ("assistant", "fine") in list_messages(trace)
 
 
+def test_batch_of_too_many_prompts_is_refused_in_the_code():
+    trace = run_rlm([python("llm_batch(['x'] * 1001)"), "ok"])
+    assert "MalformedCall" in outputs(trace)[0] and "length <= 1000" in outputs(trace)[0]
+    assert trace.num_turns == 2
+
+
 def test_forks_and_threads_of_the_code_do_not_disturb_the_repl():
     code = (
         "import os, threading, warnings, concurrent.futures as futures\n"

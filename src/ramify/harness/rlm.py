@@ -13,7 +13,7 @@ its calls to this process, and the session of the rollout makes them: the runtim
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ramify.gateway import RolloutSession
 
 FINAL_MARK = "FINAL("
+MAX_PROMPTS = 1000  # of one `llm_batch`: each is a task of the worker
 CUT_NOTE = "; `context` holds all"
 
 
@@ -85,7 +86,7 @@ class RlmRollout:
 class LlmArguments(msgspec.Struct):
     """The arguments of a call of `llm` or `llm_batch` in the REPL."""
 
-    prompts: list[str]
+    prompts: Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)]
 
 
 class ToolArguments(msgspec.Struct):
