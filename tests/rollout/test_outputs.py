@@ -64,3 +64,32 @@ def test_without_outputs_rewards_see_the_agents_runtime():
 def test_outputs_outside_of_the_work_directory_are_refused(path):
     with pytest.raises(ValidationError, match="not a path in the work directory"):
         rf.Task(prompt="go", outputs=(path,))
+
+
+@pytest.mark.parametrize("runtime", ["local", "sandbox"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mkdir pkg; cd pkg; for i in $(seq 1500); do mkdir d && cd d || break; done",
+        "mkdir pkg; cd pkg; for i in 1 2 3 4 5; do : > empty$i; done",
+    ],
+    ids=["a deep directory", "many empty files"],
+)
+def test_outputs_that_cannot_be_copied_are_missing_and_scored(runtime, command, monkeypatch):
+    skip_unless_available(runtime)
+    monkeypatch.setattr("ramify.runtime.box_files.MAX_FILES", 4)
+    env = load_env(BoxTaskset, runtime={"id": runtime})
+    task = rf.Task(prompt="go", outputs=("pkg",))
+    trace = run_one(env, [tool_call("shell", command=command), "done"], task)
+    assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
+    assert trace.info["outputs"]["pkg"].startswith("ValueError: ")
+    assert [entry for entry in trace.info["seen"] if entry.startswith("./")] == []
+
+
+def test_failure_to_move_the_outputs_is_named(monkeypatch):
+    async def fail(*_):
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr("ramify.rollout.attempt.collect_outputs", fail)
+    trace = run_one(load_env(BoxTaskset), ["done"], rf.Task(prompt="go", outputs=("pkg",)))
+    assert error_names(trace) == ["EnvironmentFault"] and trace.rewards["sees"] is None

@@ -178,13 +178,14 @@ class AttemptRunner:
 
     async def _replace_runtime(self, outputs: Sequence[str]) -> None:
         """Replace the agent's runtime by a fresh one that has only the task's outputs, so that rewards can trust it."""
-        async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
-            with tempfile.TemporaryDirectory(prefix="ramify-outputs-") as directory:
+        with raise_environment_faults("outputs"), tempfile.TemporaryDirectory(prefix="ramify-outputs-") as directory:
+            async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
                 self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
                 await self.runtime.stop()
                 self.runtime = self.context.runtime = RetryingRuntime(self.env.runtime_pool.take())
                 await self.runtime.start(self.task)
-                await self._run_task_commands("setup", self.task.setup)
+            await self._run_task_commands("setup", self.task.setup)  # it has a time limit of its own
+            async with fail_after(self.env.source.timeouts.boot, "the outputs of the task"):
                 await self.runtime.upload(Path(directory), ".")
 
     async def _setup(self) -> tuple[ToolSet, User | None]:

@@ -1,5 +1,6 @@
 """The files that an agent leaves for its rewards: only those that the task declares as `outputs`."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path
             await _copy_output(runtime, path, target / path)
         except (AgentExit, OSError, ValueError) as error:
             missing[path] = f"{type(error).__name__}: {error}"
+            shutil.rmtree(target / path, ignore_errors=True)  # an incomplete copy
     return missing
 
 

@@ -19,6 +19,7 @@ SEARCH_FLAGS = DIRECTORY_FLAGS | getattr(os, "O_PATH", os.O_RDONLY)
 FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe must not block
 COPY_CHUNK = 1 << 20
 MAX_FILES = 100_000  # in a directory that is copied out
+MAX_DEPTH = 100  # of directories in it
 
 
 class BoxFiles:
@@ -85,15 +86,16 @@ class BoxFiles:
         with self._open_directory(self._get_parts(source), create=False) as directory_fd:
             for relative, file in _iter_files(directory_fd):
                 num_files += 1
+                if num_files > MAX_FILES:
+                    raise ValueError(f"{source} has more than {MAX_FILES} files, the most that are read")
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 target_file = target / relative
                 target_file.parent.mkdir(parents=True, exist_ok=True)
                 with target_file.open("wb") as copy:
                     while chunk := file.read(COPY_CHUNK):
                         num_bytes += len(chunk)
-                        if num_bytes > self._max_bytes or num_files > MAX_FILES:
-                            limit = f"{self._max_bytes} bytes or {MAX_FILES} files"
-                            raise ValueError(f"{source} has more than {limit}, the most that is read")
+                        if num_bytes > self._max_bytes:
+                            raise ValueError(f"{source} has more than {self._max_bytes} bytes, the most that is read")
                         copy.write(chunk)
                 target_file.chmod(mode & 0o777)
 
@@ -148,7 +150,9 @@ def _open_file(directory_fd: int, name: str, flags: int = os.O_RDONLY, mode: int
 
 def _iter_files(directory_fd: int) -> Iterator[tuple[PurePath, IO[bytes]]]:
     """Yield the regular files beneath a directory with their relative paths; each is closed afterwards."""
-    for directory, _, names, fd in os.fwalk(".", dir_fd=directory_fd, follow_symlinks=False):
+    for directory, directories, names, fd in os.fwalk(".", dir_fd=directory_fd, follow_symlinks=False):
+        if directories and len(PurePath(directory).parts) >= MAX_DEPTH:  # each level is an open file and a stack frame
+            raise ValueError(f"directories are nested deeper than {MAX_DEPTH}, the most that is read")
         for name in sorted(names):
             with contextlib.suppress(FileNotFoundError), _open_file(fd, name) as file:
                 yield PurePath(directory) / name, file

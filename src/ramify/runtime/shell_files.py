@@ -176,11 +176,13 @@ def _unpack(data: bytes, target: Path, max_bytes: int) -> None:
                 continue
             file = target / relative
             num_files += 1
+            if num_files > MAX_FILES:
+                raise ArchiveTooLarge
             file.parent.mkdir(parents=True, exist_ok=True)
             with stream, file.open("wb") as copy:
                 while chunk := stream.read(COPY_CHUNK):
                     num_bytes += len(chunk)
-                    if num_bytes > max_bytes or num_files > MAX_FILES:
+                    if num_bytes > max_bytes:
                         raise ArchiveTooLarge
                     copy.write(chunk)
             file.chmod(member.mode & 0o777)
