@@ -1,15 +1,12 @@
-"""The records of programs that a shell started, and the archives that come out of a box."""
+"""The records of programs that a shell started."""
 
-import io
 import subprocess
-import tarfile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.runtime.record_filter import RecordFilter
-from ramify.runtime.shell_files import ArchiveTooLarge, _unpack
 from ramify.runtime.shell_process import SPAWN_SCRIPT
 
 MARKER = "0123456789abcdef"
@@ -59,44 +56,3 @@ def test_shell_changes_no_variable_of_the_program():
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=10)
     assert {f"{name}=mine" for name in names} <= set(result.stdout.splitlines())
     assert "PATH=/usr/bin:/bin" in result.stdout.splitlines()
-
-
-def make_archive(*entries):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, kind, content in entries:
-            info = tarfile.TarInfo(name)
-            info.type = kind
-            if kind == tarfile.REGTYPE:
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-            else:
-                info.linkname = content
-                archive.addfile(info)
-    return buffer.getvalue()
-
-
-def test_forged_archive_writes_only_regular_files_beneath_the_target(tmp_path):
-    target, outside = tmp_path / "target", tmp_path / "outside"
-    archive = make_archive(
-        ("../outside", tarfile.REGTYPE, b"x"),
-        (str(outside), tarfile.REGTYPE, b"x"),
-        ("link", tarfile.SYMTYPE, str(tmp_path)),
-        ("link/outside", tarfile.REGTYPE, b"x"),
-        ("passwd", tarfile.LNKTYPE, "/etc/passwd"),
-        ("pipe", tarfile.FIFOTYPE, ""),
-        ("device", tarfile.CHRTYPE, ""),
-        ("first", tarfile.REGTYPE, b"content"),
-        ("second", tarfile.LNKTYPE, "first"),
-    )
-    _unpack(archive, target, 1000)
-    assert not outside.exists()
-    files = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    assert files == {"link/outside": b"x", "first": b"content", "second": b"content"}
-    assert not any(path.is_symlink() for path in target.rglob("*"))
-
-
-def test_archive_that_is_too_large_is_refused(tmp_path):
-    entries = [(f"file{number}", tarfile.REGTYPE, b"x" * 600) for number in range(2)]
-    with pytest.raises(ArchiveTooLarge):
-        _unpack(make_archive(*entries), tmp_path / "target", 1000)

@@ -2,22 +2,21 @@
 
 The rules are those of `box_files`: regular files only, no links anywhere in a path, limited sizes. Here they are not
 what keeps the machine safe, since the scripts run inside the walls: a link leads to a file of the box. What comes out
-is an archive that an agent may have forged, so only regular files with relative names are taken from it.
+is an archive that an agent may have forged (see `archive`).
 """
 
 import asyncio
 import errno
-import io
 import os
-import stat
 import tarfile
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path, PurePath
 from typing import Protocol
 
 from ramify.env.runtime import ExecResult
 from ramify.errors import SandboxError
-from ramify.runtime.box_files import COPY_CHUNK, MAX_FILES
+from ramify.runtime.archive import ArchiveTooLarge, pack_directory, unpack_archive
+from ramify.runtime.box_files import COPY_CHUNK
 
 NO_FILE_STATUS = 61
 WRITE_FAILED_STATUS = 62
@@ -81,7 +80,7 @@ class ShellFiles:
 
     async def upload(self, source: Path, target: str | PurePath) -> None:
         """Copy the regular files and directories of a host directory into a directory of the box."""
-        archive = await asyncio.to_thread(_pack, source)
+        archive = await asyncio.to_thread(pack_directory, source)
         result = await self._run_script(UPLOAD_SCRIPT, self._resolve(target), stdin=archive, max_output=COPY_CHUNK)
         _raise_for_status(result, target)
 
@@ -96,11 +95,10 @@ class ShellFiles:
             _raise_for_status(result, source)
         try:
             if len(result.stdout) >= limit:
-                raise ArchiveTooLarge
-            await asyncio.to_thread(_unpack, result.stdout, target, self._max_bytes)
+                raise ArchiveTooLarge(f"more than {self._max_bytes} bytes")
+            await asyncio.to_thread(unpack_archive, result.stdout, target, self._max_bytes)
         except ArchiveTooLarge as error:
-            most = f"{self._max_bytes} bytes or {MAX_FILES} files"
-            raise ValueError(f"{source} has more than {most}, the most that is read") from error
+            raise ValueError(f"{source} has {error}, the most that is read") from error
         except tarfile.TarError as error:
             raise OSError(errno.EIO, f"not an archive: {error}", str(source)) from error
 
@@ -111,10 +109,6 @@ class ShellFiles:
         if not parts or ".." in parts or "\0" in str(path) or parts[0] in KERNEL_DIRECTORIES:
             raise FileNotFoundError(errno.ENOENT, "outside of the runtime", str(path))
         return str(absolute)
-
-
-class ArchiveTooLarge(Exception):
-    """An archive has more files or bytes than are read."""
 
 
 def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
@@ -131,59 +125,3 @@ def _find_errno(reason: str) -> int:
     """Return the error number whose text a program of the box wrote, or that of an input/output error."""
     known = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
     return next((number for number in known if os.strerror(number) in reason), errno.EIO)
-
-
-def _pack(source: Path) -> bytes:
-    """Return an archive of the regular files and directories beneath a directory."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for path in _iter_paths(source):
-            info = tarfile.TarInfo(str(path.relative_to(source)))
-            info.mode = stat.S_IMODE(path.stat().st_mode)
-            if path.is_dir():
-                info.type = tarfile.DIRTYPE
-                archive.addfile(info)
-            else:
-                data = path.read_bytes()
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def _iter_paths(source: Path) -> Iterator[Path]:
-    for directory, directories, names in os.walk(source):
-        for name in sorted(directories):
-            yield Path(directory, name)
-        for name in sorted(names):
-            path = Path(directory, name)
-            if path.is_file():
-                yield path
-
-
-def _unpack(data: bytes, target: Path, max_bytes: int) -> None:
-    """Write the regular files of an archive beneath a directory."""
-    num_bytes = num_files = 0
-    written: dict[str, Path] = {}  # by the name in the archive, for hard links
-    target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r|") as archive:
-        for member in archive:
-            relative = PurePath(member.name)
-            if not (member.isreg() or member.islnk()) or relative.is_absolute() or ".." in relative.parts:
-                continue
-            first = written.get(member.linkname)
-            stream = archive.extractfile(member) if member.isreg() else first and first.open("rb")
-            if stream is None or not relative.parts:
-                continue
-            file = target / relative
-            num_files += 1
-            if num_files > MAX_FILES:
-                raise ArchiveTooLarge
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with stream, file.open("wb") as copy:
-                while chunk := stream.read(COPY_CHUNK):
-                    num_bytes += len(chunk)
-                    if num_bytes > max_bytes:
-                        raise ArchiveTooLarge
-                    copy.write(chunk)
-            file.chmod(member.mode & 0o777)
-            written[member.name] = file
