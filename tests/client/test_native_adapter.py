@@ -65,6 +65,8 @@ def test_sampled_logprobs_equal_scored_logprobs(run):
         assert np.isnan(scored[0]) and scored.dtype == np.float32
         assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
         assert [(run.step, run.count) for run in done.version_runs] == [(1, 12)]
+        tail = await client.score([*PROMPT, *done.token_ids.tolist()], session="a", start=len(PROMPT))
+        assert np.isnan(tail[: len(PROMPT)]).all() and done.logprobs == pytest.approx(tail[-12:], abs=2e-4)
 
     run(check)
 

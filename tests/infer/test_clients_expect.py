@@ -86,6 +86,18 @@ def test_echo_separates_token_ids_of_prompt_and_reply(http):
     ]
 
 
+def test_generate_returns_the_likeliest_tokens_of_a_prompt_from_a_token_on(http):
+    params = {"max_tokens": 1, "prompt_logprobs": 3, "logprobs_start": 2}
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": params}
+    scores = http.post("/inference/v1/generate", json=body).json()["prompt_logprobs"]
+    assert scores[:2] == [None, None]
+    for token, table in zip("78", scores[2:], strict=True):
+        assert token in table and 3 <= len(table) <= 4
+    del params["prompt_logprobs"]
+    response = http.post("/inference/v1/generate", json=body)
+    assert response.status_code == 400 and "logprobs_start: it needs prompt_logprobs" in response.text
+
+
 def test_prompt_logprobs_are_returned_on_request(http):
     (choice,) = complete(http, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=1)["choices"]
     first, *others = choice["prompt_logprobs"]

@@ -345,6 +345,33 @@ def test_prompt_logprobs_cover_a_chunked_prompt(world):
         assert request.prompt_logprobs[1:] == pytest.approx(exact, abs=CLOSE)
 
 
+def test_logprobs_start_keeps_the_cached_prefix_before_it(world):
+    published, models, _ = world
+    core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
+    prompt = [(5 * index) % VOCAB for index in range(100)]
+    run(core, build_request(core, prompt))
+    before = core.counters.computed_tokens
+    params = {"prompt_logprobs": True, "prompt_top_logprobs": VOCAB, "logprobs_start": 70, "max_tokens": 1}
+    (request,) = run(core, build_request(core, prompt, **params))
+    assert core.counters.computed_tokens - before == 100 - 68  # 17 of the blocks of 4 precede token 69
+    assert request.prompt_logprobs[:70] == [None] * 70
+    expected = scores(models[A], prompt, 1.0)
+    exact = [expected[position - 1, prompt[position]].item() for position in range(70, 100)]
+    assert request.prompt_logprobs[70:] == pytest.approx(exact, abs=CLOSE)
+    for position, likeliest in enumerate(request.prompt_top_logprobs[70:], 70):
+        assert dict(likeliest) == pytest.approx(dict(enumerate(expected[position - 1].tolist())), abs=CLOSE)
+
+
+@pytest.mark.parametrize("start", [1, 17, 99, 100, 500])
+def test_logprobs_start_does_not_change_the_logprobs_after_it(core, start):
+    prompt = [(7 * index) % VOCAB for index in range(100)]
+    (whole,) = run(core, build_request(core, prompt, prompt_logprobs=True, max_tokens=1))
+    (part,) = run(core, build_request(core, prompt, prompt_logprobs=True, logprobs_start=start, max_tokens=1))
+    assert part.prompt_logprobs[start:] == pytest.approx(whole.prompt_logprobs[start:], abs=CLOSE)
+    assert part.prompt_logprobs[:start] == [None] * min(start, 100)
+    assert sampled_ids(part) == sampled_ids(whole)
+
+
 def test_top_logprobs_are_the_likeliest_tokens(world, core):
     (request,) = run(core, build_request(core, [9, 10, 11], top_logprobs=5, max_tokens=1))
     expected = scores(world[1][A], [9, 10, 11], 1.0)[-1].topk(5)

@@ -135,10 +135,14 @@ class InferenceClient(AsyncService):
         session: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         cache_salt: str | None = None,
+        start: int = 0,
     ) -> NDArray[np.float32]:
-        """Return the logprob of every token given those before it, at temperature 1; NaN for the first."""
+        """Return the logprob of every token from `start` on given those before it, at temperature 1.
+
+        Tokens before `start` are NaN, and so is the first.
+        """
         return await self._send_with_retries(
-            session, timeout, lambda adapter: adapter.score(token_ids, cache_salt), may_resend=True
+            session, timeout, lambda adapter: adapter.score(token_ids, cache_salt, start=start), may_resend=True
         )
 
     async def _send_with_retries(

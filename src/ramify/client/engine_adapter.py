@@ -77,12 +77,18 @@ class EngineAdapter(ABC):
             server=self.url,
         )
 
-    async def score(self, token_ids: Sequence[int], cache_salt: str | None = None) -> NDArray[np.float32]:
-        """Return the logprob of every token given those before it, at temperature 1; NaN for the first."""
+    async def score(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, *, start: int = 0
+    ) -> NDArray[np.float32]:
+        """Return the logprob of every token from `start` on given those before it, at temperature 1.
+
+        Tokens before `start` are NaN, and so is the first. An engine that knows `start` does not compute a cached
+        prefix before it again.
+        """
         sampling = ClientSampling(temperature=0.0, max_tokens=1, ignore_eos=True)  # one token must be sampled too
         body = self._build_body(GenerateRequest(token_ids, sampling, cache_salt=cache_salt))
-        body["sampling_params"]["prompt_logprobs"] = 1
-        return parse_prompt_logprobs(await self._send_generate(body), token_ids, self.url)
+        body["sampling_params"] |= {"prompt_logprobs": 1, **self._build_logprobs_start(start)}
+        return parse_prompt_logprobs(await self._send_generate(body), token_ids, self.url, start=start)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; running requests are kept (`keep`) or end with the finish reason `abort`."""
@@ -102,6 +108,10 @@ class EngineAdapter(ABC):
     @abstractmethod
     def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
         """Return which version each sampled token came from. Raises ProviderError if that does not cover all tokens."""
+
+    def _build_logprobs_start(self, start: int) -> dict[str, int]:
+        """Return the sampling parameter for the first prompt logprob; empty if the engine always returns all."""
+        return {}
 
     def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
         return request.to_dict()

@@ -145,15 +145,18 @@ def parse_finish_reason(reason: str | None, server: str) -> FinishReason:
     raise ProviderError(f"{server} returned the finish reason {reason!r}, expected stop, length or abort")
 
 
-def parse_prompt_logprobs(response: GenerateResponse, token_ids: Sequence[int], server: str) -> NDArray[np.float32]:
-    """Return the logprob of every prompt token given those before it; NaN for the first."""
-    table = response.prompt_logprobs
+def parse_prompt_logprobs(
+    response: GenerateResponse, token_ids: Sequence[int], server: str, *, start: int = 0
+) -> NDArray[np.float32]:
+    """Return the logprob of every prompt token from `start` on given those before it; NaN for others and the first."""
+    table, first = response.prompt_logprobs, min(max(1, start), len(token_ids))
     if table is None or len(table) != len(token_ids):
         raise TokensRequired(f"{server} sent a response without prompt logprobs")
     try:
         logprobs = [
-            float((entry or {})[str(int(token_id))]["logprob"]) for entry, token_id in zip(table[1:], token_ids[1:])
+            float((entry or {})[str(int(token_id))]["logprob"])
+            for entry, token_id in zip(table[first:], token_ids[first:])
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ProviderError(f"{server} returned prompt logprobs without the prompt's own tokens: {error!r}") from error
-    return np.array([np.nan, *logprobs], np.float32)
+    return np.array([*[np.nan] * first, *logprobs], np.float32)

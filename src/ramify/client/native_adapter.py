@@ -25,6 +25,9 @@ class NativeAdapter(EngineAdapter):
             )
         return float(response["seconds"])
 
+    def _build_logprobs_start(self, start: int) -> dict[str, int]:
+        return {"logprobs_start": start}
+
     def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
         runs = tuple(VersionRun(*run) for run in choice.policy_versions or ())
         if sum(run.count for run in runs) != num_tokens:

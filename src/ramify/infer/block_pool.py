@@ -42,10 +42,12 @@ class BlockPool:
     def allocate(self, request: EngineRequest, scope: Hashable, *, reserved_blocks: int, token_budget: int) -> bool:
         """Give a waiting request the blocks of its cached prefix and first chunk; return False if they do not fit.
 
-        At least one token is left to compute, since the next token is sampled from the last one's logits.
+        Tokens whose logits are needed are computed even if they are cached; the last one always is, since the next
+        token is sampled from its logits.
         """
-        use_cache = self.enable_prefix_cache and not request.needs_prompt_logprobs
-        path = self._match_prefix(scope, request.token_ids[:-1]) if use_cache else []
+        path: list[Block] = []
+        if self.enable_prefix_cache:
+            path = self._match_prefix(scope, request.token_ids[: request.num_cacheable_tokens])
         start = len(path) * self.block_size
         stop = min(start + token_budget, len(request.token_ids))
         num_new = self._num_blocks_for(stop) - len(path)

@@ -163,9 +163,9 @@ class EngineCore:
         """Store the prompt logprobs; return the logits that remain, one row for each request that samples."""
         sample_rows: list[torch.Tensor] = []
         for chunk, rows in zip(chunks, logits.split([count_logit_rows(chunk) for chunk in chunks])):
-            request, start = chunk.request, chunk.start + 1
-            if request.needs_prompt_logprobs:
-                targets = request.prompt_token_ids[start : chunk.stop + 1]
+            request, start = chunk.request, chunk.stop - len(rows) + 1
+            targets = request.prompt_token_ids[start : chunk.stop + 1]
+            if request.needs_prompt_logprobs and targets:
                 target_rows, target_ids = rows[: len(targets)], torch.tensor(targets, device=rows.device)
                 request.prompt_logprobs[start:] = compute_logprobs(target_rows, target_ids).tolist()
                 num_top = request.sampling_params.prompt_top_logprobs

@@ -15,7 +15,7 @@ from ramify.dialects.chat_format import format_usage
 from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
 from ramify.infer.engine import Engine, RequestStream
-from ramify.infer.request import RequestOutput
+from ramify.infer.request import RequestOutput, TopLogprobs
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
     SampleRequest,
@@ -62,7 +62,10 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
         "choices": [format_choice(index, result, with_logprobs=with_logprobs) for index, result in enumerate(results)],
     }
     if params.prompt_logprobs is not None:
-        response["prompt_logprobs"] = format_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
+        scores = results[0]
+        response["prompt_logprobs"] = format_prompt_logprobs(
+            body.token_ids, scores.prompt_logprobs, scores.prompt_top_logprobs
+        )
     num_sampled = sum(len(result.token_ids) for result in results)
     response["usage"] = format_usage(Usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens))
     return json_response(response)
@@ -92,11 +95,19 @@ def format_logprobs(output: RequestOutput) -> list[dict[str, Any]]:
     return formatted
 
 
-def format_prompt_logprobs(token_ids: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:
-    """Return prompt logprobs as vLLM does: for each position a table from token id to logprob, None for the first."""
-    return [
-        None if logprob is None else {str(token): {"logprob": logprob}} for token, logprob in zip(token_ids, logprobs)
-    ]
+def format_prompt_logprobs(
+    token_ids: list[int], logprobs: list[float | None], top_logprobs: TopLogprobs | None = None
+) -> list[dict[str, Any] | None]:
+    """Return prompt logprobs as vLLM does: for each position a table from token id to logprob, or None.
+
+    The first token has none, nor has a token before `logprobs_start`. A table holds the token itself and, if they are
+    given, the likeliest tokens.
+    """
+    tables: list[dict[str, Any] | None] = []
+    for token, logprob, likeliest in zip(token_ids, logprobs, top_logprobs or [[]] * len(logprobs), strict=True):
+        pairs = [] if logprob is None else [(token, logprob), *likeliest]
+        tables.append({str(id): {"logprob": value} for id, value in pairs} if pairs else None)
+    return tables
 
 
 async def _stream_events(

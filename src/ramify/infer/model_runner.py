@@ -314,5 +314,5 @@ def _is_decode_only(chunks: Sequence[ScheduledChunk]) -> bool:
 def count_logit_rows(chunk: ScheduledChunk) -> int:
     """Return how many of a chunk's last rows need logits."""
     if chunk.request.needs_prompt_logprobs:
-        return chunk.num_tokens
+        return chunk.stop - min(max(chunk.start, chunk.request.num_cacheable_tokens), chunk.stop)
     return 1 if chunk.samples_next else 0

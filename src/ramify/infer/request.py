@@ -62,6 +62,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     prompt_top_logprobs: int = 0
+    logprobs_start: int = 0  # prompt logprobs begin at this token, so that a cached prefix before it stays cached
 
     def __post_init__(self) -> None:
         temperature_is_valid = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")
@@ -73,7 +74,8 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, "at least 0 (0 or -1 is off)", self.top_k),
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]", self.min_p),
             ("max_tokens", self.max_tokens >= 1, "at least 1", self.max_tokens),
-            ("prompt_top_logprobs", 0 <= self.prompt_top_logprobs <= 20, "0 to 20", self.prompt_top_logprobs),
+            ("prompt_top_logprobs", self.prompt_top_logprobs >= 0, "at least 0", self.prompt_top_logprobs),
+            ("logprobs_start", self.logprobs_start >= 0, "at least 0", self.logprobs_start),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20", self.top_logprobs),
             *(("logit_bias", abs(bias) <= MAX_LOGIT_BIAS, biases, bias) for _, bias in self.logit_bias),
         ]
@@ -129,7 +131,8 @@ class EngineRequest:
         self.seed = random.getrandbits(64) if params.seed is None else params.seed & (1 << 64) - 1
         self.is_plain = params.is_plain
         if params.prompt_logprobs:
-            self.prompt_logprobs, self.prompt_top_logprobs = [None], [[]]
+            num_skipped = min(max(1, params.logprobs_start), len(self.prompt_token_ids))
+            self.prompt_logprobs, self.prompt_top_logprobs = [None] * num_skipped, [[] for _ in range(num_skipped)]
 
     @property
     def scheduling_key(self) -> tuple[int, int]:
@@ -140,6 +143,16 @@ class EngineRequest:
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are requested and not all of them are computed."""
         return self.sampling_params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """How many of the first tokens need no logits, so that a cached prefix of them can be used.
+
+        The logits of a token predict the next one, so those of the last token before a logprob are needed.
+        """
+        if self.needs_prompt_logprobs:
+            return max(1, self.sampling_params.logprobs_start) - 1
+        return len(self.token_ids) - 1
 
     def set_status(self, status: RequestStatus) -> None:
         """Change the status; an illegal transition raises."""

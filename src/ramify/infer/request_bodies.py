@@ -5,6 +5,7 @@ answer and is not supported is rejected, never ignored.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
@@ -94,6 +95,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 raise RequestInvalid(f"{name}: constrained decoding is not supported; leave it out, or use vLLM")
         if self.suffix or (self.echo and not self.can_echo):
             raise RequestInvalid(f"{'suffix' if self.suffix else 'echo'}: not supported here")
+        self._check_prompt_logprobs()
+
+    def _check_prompt_logprobs(self) -> None:
         if self.prompt_logprobs not in (None, 0, 1):
             raise RequestInvalid(
                 f"prompt_logprobs: only those of the prompt's own tokens, 0 or 1, not {self.prompt_logprobs}"
@@ -101,9 +105,24 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerateSamplingFields(SamplingFields, kw_only=True):
-    """The `sampling_params` of the generate endpoint."""
+    """The `sampling_params` of the generate endpoint. `logprobs_start` is the first token with a prompt logprob."""
 
     logprobs: int | None = None
+    logprobs_start: int = 0
+
+    def to_sampling_params(
+        self, *, eos_ids: Iterable[int], max_tokens: int, top_logprobs: int = 0, sample_index: int = 0
+    ) -> SamplingParams:
+        """Return the engine's sampling parameters; `prompt_logprobs` above 1 asks for that many likeliest tokens."""
+        params = super().to_sampling_params(
+            eos_ids=eos_ids, max_tokens=max_tokens, top_logprobs=top_logprobs, sample_index=sample_index
+        )
+        num_top = 0 if self.prompt_logprobs in (None, 1) else self.prompt_logprobs
+        return replace(params, logprobs_start=self.logprobs_start, prompt_top_logprobs=num_top)
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.logprobs_start and self.prompt_logprobs is None:
+            raise RequestInvalid("logprobs_start: it needs prompt_logprobs, the logprobs that begin there")
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):

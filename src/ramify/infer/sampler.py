@@ -89,7 +89,7 @@ def compute_top_logprobs(logits: Tensor, num_top: int) -> TopLogprobs:
     if not num_top:
         return [[] for _ in range(len(logits))]
     scores = logits.float()
-    values, tokens = (scores - scores.logsumexp(-1, keepdim=True)).topk(num_top)
+    values, tokens = (scores - scores.logsumexp(-1, keepdim=True)).topk(min(num_top, scores.shape[-1]))
     return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
 
 
