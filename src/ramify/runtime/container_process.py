@@ -46,6 +46,9 @@ class ContainerProcess(ShellProcess):
             start_new_session=True,
         )
         self._transport, self._streams = transport, streams
+        output = transport.get_pipe_transport(1)
+        if isinstance(output, asyncio.ReadTransport):
+            self.limit_unread_output(output)
         pipe = transport.get_pipe_transport(0)
         if isinstance(pipe, asyncio.WriteTransport):
             if stdin:

@@ -18,7 +18,7 @@ import importlib.util
 import itertools
 import math
 import tempfile
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ramify.env.task import Task
 from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
 from ramify.runtime.config import HostedRuntimeConfig
 from ramify.runtime.container_engine import get_machine_id
-from ramify.runtime.hosted_process import HostedProcess
+from ramify.runtime.hosted_process import HostedProcess, translate_sdk_errors
 from ramify.runtime.owner import is_owner_alive, make_owner_name
 from ramify.runtime.shell_process import KillFunction, ShellProcess
 from ramify.runtime.shell_runtime import ShellRuntime, replace_address
@@ -82,7 +82,7 @@ class HostedRuntime(ShellRuntime):
             await self.stop()
         self._client = sdk.AsyncSandboxClient()
         try:
-            async with _translate_errors("a sandbox cannot be started", self.config.start_timeout):
+            async with translate_sdk_errors("a sandbox cannot be started", self.config.start_timeout):
                 request = sdk.CreateSandboxRequest(**self._build_request(task))
                 sandbox = await self._client.create(request)
                 self._sandbox_id = sandbox.id
@@ -143,7 +143,7 @@ class HostedRuntime(ShellRuntime):
         processes, self._processes = self._processes, []
         await asyncio.gather(*(process.close() for process in processes), return_exceptions=True)
         if self._client is not None and self._sandbox_id is not None:
-            async with _translate_errors("a sandbox cannot be deleted", STOP_TIMEOUT):
+            async with translate_sdk_errors("a sandbox cannot be deleted", STOP_TIMEOUT):
                 try:
                     await self._client.delete(self._sandbox_id)
                 except _load_sdk().APIError as error:
@@ -152,7 +152,7 @@ class HostedRuntime(ShellRuntime):
             self._sandbox_id = None
         client, self._client = self._client, None
         if client is not None:
-            async with _translate_errors("the connection to the provider cannot be closed", STOP_TIMEOUT):
+            async with translate_sdk_errors("the connection to the provider cannot be closed", STOP_TIMEOUT):
                 await client.aclose()
 
     def _make_process(
@@ -166,11 +166,10 @@ class HostedRuntime(ShellRuntime):
         self, process: ShellProcess, args: Sequence[str], env: Mapping[str, str], stdin: bytes | None
     ) -> None:
         assert isinstance(process, HostedProcess) and self._sandbox_id is not None
-        async with _translate_errors("a sandbox did not start a program", STOP_TIMEOUT):
-            await process.start(self._client, self._sandbox_id, args, env, stdin)
+        await process.start(self._client, self._sandbox_id, args, env, stdin)
 
     async def _raise_unreachable(self, reason: str) -> None:
-        async with _translate_errors("the sandbox does not answer", STOP_TIMEOUT):
+        async with translate_sdk_errors("the sandbox does not answer", STOP_TIMEOUT):
             sandbox = await self._client.get(self._sandbox_id)
         if "OOM" in (sandbox.error_type or ""):
             raise AgentExit("the sandbox has ended: its programs used more memory than the limit")
@@ -200,21 +199,6 @@ def _iter_owners(client: Any) -> Iterator[tuple[str, str]]:
                     yield sandbox.id, label.removeprefix(OWNER_LABEL)
         if not listing.has_next:
             return
-
-
-@contextlib.asynccontextmanager
-async def _translate_errors(what: str, timeout: float) -> AsyncGenerator[None]:
-    """Limit the time of calls of the SDK, and raise SandboxError for whatever they raise."""
-    try:
-        async with asyncio.timeout(timeout):
-            yield
-    except (RamifyError, asyncio.CancelledError):
-        raise
-    except Exception as error:
-        name = type(error).__name__
-        if name == "SandboxOOMError":
-            raise AgentExit(f"{what}: its programs used more memory than the limit") from error
-        raise SandboxError(f"{what}: {name}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -129,6 +129,11 @@ class ShellProcess(RuntimeProcess):
             raise BoxUnreachable(self._outputs[1].getvalue().decode("utf-8", "replace").strip())
         self._started.result()
 
+    def limit_unread_output(self, transport: asyncio.ReadTransport) -> None:
+        """Pause a transport while an interactive program's output is not read."""
+        if self._lines is not None:
+            self._lines.set_transport(transport)
+
     def feed(self, stream: int, data: bytes) -> None:
         """Take what the box wrote to standard output (1) or standard error (2)."""
         self._filters[stream - 1].write(data)
