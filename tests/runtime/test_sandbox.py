@@ -1,10 +1,12 @@
 """What a program in a sandbox cannot do. Each test tries it and sees it refused; the sandbox or the worker lives on."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import ramify
 from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.errors import AgentExit, ConfigInvalid
-from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup
+from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
 from ramify.runtime.seccomp import build_seccomp_filter
 from tests.runtime.conftest import open_runtime, run_with_runtime, skip_unless_available
 
@@ -31,6 +33,20 @@ def run_in_sandbox(command, *, timeout: float = 20, **settings):
         return await runtime.run(command, timeout=timeout)
 
     return run_with_runtime("sandbox", test, **settings)
+
+
+async def wait_for_box_file(runtime, path: str) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            await runtime.read(path)
+            return
+        await asyncio.sleep(0.01)
+
+
+async def wait_until_refused(runtime) -> None:
+    while True:
+        await runtime.read("stopped")
+        await asyncio.sleep(0.01)
 
 
 def requires(*capabilities: Capability):
@@ -291,6 +307,84 @@ def test_agent_that_kills_its_sandbox_is_blamed_for_it():
             await runtime.run("echo again", timeout=10)
 
     run_with_runtime("sandbox", test)
+
+
+STOP_INIT = "kill -STOP 2"  # the first program; process 1 is bubblewrap, which ignores signals of the box
+
+
+def test_agent_that_stops_its_sandbox_is_blamed_for_it(monkeypatch):
+    monkeypatch.setattr(sandbox_process, "REPLY_TIMEOUT", 0.3)
+
+    async def start_another(runtime):
+        await runtime.spawn(f"sleep 0.2; {STOP_INIT}; touch stopped; sleep 1000")
+        await wait_for_box_file(runtime, "stopped")
+        with pytest.raises(AgentExit, match="does not answer"):
+            await runtime.run("echo again", timeout=10)
+        with pytest.raises(AgentExit, match="the sandbox has ended"):
+            await wait_until_refused(runtime)
+
+    async def time_out(runtime):
+        with pytest.raises(AgentExit, match="does not answer"):
+            await runtime.run(f"sleep 0.2; {STOP_INIT}; sleep 1000", timeout=0.5)
+
+    run_with_runtime("sandbox", start_another)
+    run_with_runtime("sandbox", time_out)
+
+
+def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkeypatch):
+    monkeypatch.setattr(sandbox_process, "REPLY_TIMEOUT", 0.3)
+
+    async def test(runtime):
+        run = asyncio.create_task(runtime.run(f"sleep 0.2; {STOP_INIT}; touch stopped; sleep 1000", timeout=100))
+        await wait_for_box_file(runtime, "stopped")
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    run_with_runtime("sandbox", test)
+
+
+def test_cancelled_start_leaves_no_program():
+    async def test(runtime):
+        for num_steps in range(15):  # some of them end between the request and its answer
+            start = asyncio.create_task(runtime.spawn(["sleep", "1000"]))
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            start.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await start).kill()
+        listing = await runtime.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=10)
+        assert "sleep 1000" not in listing.text
+
+    run_with_runtime("sandbox", test)
+
+
+def test_finished_programs_are_forgotten():
+    async def test(runtime):
+        for _ in range(3):
+            await runtime.run("true", timeout=10)
+        program = await runtime.spawn("setsid sleep 1000 & echo $! > pid")
+        await program.wait(10)
+        assert runtime._box.channel._handlers == {}
+        await program.kill()
+        assert (await runtime.run("kill -0 $(cat pid)", timeout=10)).returncode != 0
+
+    run_with_runtime("sandbox", test)
+
+
+def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypatch):
+    """Processes that start others faster than they are killed: the box, which holds them, is killed as a whole."""
+    source = Path(sandbox_init.__file__).read_text().replace("KILL_TIMEOUT = 5.0", "KILL_TIMEOUT = 0.0")
+
+    async def test(runtime):
+        with pytest.raises(AgentExit, match="does not end"):
+            await runtime.run("setsid sleep 1000 & sleep 1000", timeout=0.1)
+
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(source)
+        file.flush()
+        monkeypatch.setattr(sandbox_init, "__file__", file.name)
+        run_with_runtime("sandbox", test)
 
 
 def test_killed_worker_leaves_no_process():

@@ -3,13 +3,14 @@
     prepare -> start -> run, spawn, read, write, upload, download, expose ... -> stop
 
 A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
-it. A failure of the runtime itself raises `SandboxError`, which is retried. If a program ends its own box, for example
-by killing every process in it, later calls raise `AgentExit`, which is the agent's fault.
+it. A failure of the runtime itself raises `SandboxError`, which is retried. If a program ends or stops its own box, for
+example by killing every process in it, later calls raise `AgentExit`, which is the agent's fault.
 
 What a runtime enforces depends on its kind and on the machine. `capabilities` states it, and `check_task` refuses a
 configuration or a task that asks for more: a limit is enforced or refused, never ignored.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pydantic import Field
 
 from ramify.config import Config
 from ramify.env.task import Task
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, RamifyError
 from ramify.names import find_similar
 
 TIMEOUT_EXIT_CODE = 124  # as `timeout(1)` returns
@@ -264,7 +265,8 @@ class Runtime(ABC):
         try:
             return await process.wait(timeout)
         except BaseException:
-            await process.kill()
+            with contextlib.suppress(RamifyError):  # a cancellation stays one; `stop` tries again
+                await process.kill()
             raise
 
     @abstractmethod

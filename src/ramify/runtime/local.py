@@ -217,7 +217,8 @@ class LocalProcess(PipedProcess):
         except BaseException as error:
             self.close_pipes()
             if isinstance(error, asyncio.CancelledError):  # asyncio kills the program, but not what it has started
-                await asyncio.to_thread(kill_marked_processes, self.marker, started_after=self._creation_time)
+                with contextlib.suppress(SandboxError):  # a cancellation stays one; `stop` tries again
+                    await asyncio.to_thread(kill_marked_processes, self.marker, started_after=self._creation_time)
             raise
         self.close_program_fds()
         self.pid = transport.get_pid()

@@ -9,6 +9,7 @@ import os
 from abc import abstractmethod
 
 from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
+from ramify.errors import RamifyError
 from ramify.runtime.bounded_output import BoundedOutput
 
 OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
@@ -87,7 +88,11 @@ class PipedProcess(RuntimeProcess):
         """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
         timed_out = not (await asyncio.wait([self._exit_code], timeout=timeout))[0]
         if timed_out:
-            await self.kill_tree()
+            try:
+                await self.kill_tree()
+            except RamifyError:
+                self.close_pipes()
+                raise
         await asyncio.wait(self._pipes_closed, timeout=OUTPUT_DRAIN_TIMEOUT)
         self.close_pipes()
         returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
@@ -96,8 +101,10 @@ class PipedProcess(RuntimeProcess):
 
     async def kill(self) -> None:
         """Kill the program and all it started, and close the pipes."""
-        await self.kill_tree()
-        self.close_pipes()
+        try:
+            await self.kill_tree()
+        finally:
+            self.close_pipes()
 
     async def write(self, data: bytes) -> None:
         """Write to the program's standard input, and wait while its pipe is full."""

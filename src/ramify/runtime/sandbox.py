@@ -137,7 +137,7 @@ class SandboxRuntime(Runtime):
         """Start a program in the box, with the configured environment variables only."""
         box = self._get_box()
         argv = build_argv(command)
-        process = SandboxProcess(box.channel, self.config.max_output_bytes, interactive=interactive)
+        process = SandboxProcess(box.channel, box.kill, self.config.max_output_bytes, interactive=interactive)
         await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
         return process
 
@@ -285,14 +285,18 @@ class _Box:
         """Return why the box has ended although it was not stopped."""
         if self._cgroup is not None and self._cgroup.num_oom_kills():
             return "its programs used more memory than the limit"
-        return "a program in it killed its processes"
+        return "its first program ended"
 
-    async def stop(self) -> None:
-        """Kill all processes of the box, wait until they are gone, and release what it held."""
+    def kill(self) -> None:
+        """Kill all processes of the box."""
         for fd in (self._first_process_fd, self._bwrap_fd):
             if fd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Kill all processes of the box, wait until they are gone, and release what it held."""
+        self.kill()
         if self._bwrap is not None:
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):

@@ -27,11 +27,15 @@ class InitReply(msgspec.Struct):
     errno: int | None = None
     file: str = ""
     status: int | None = None
-    killed: bool = False
+    killed: bool | None = None
 
 
 class SandboxChannel:
-    """Sends requests to a box and passes its replies to the handlers of their ids."""
+    """Sends requests to a box and passes its replies to the handlers of their ids.
+
+    - `is_closed`: whether the box has ended.
+    - `has_started_program`: whether a program was started, which may have damaged the box.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -40,6 +44,7 @@ class SandboxChannel:
         self._next_id = 0
         self._is_reading = False
         self.is_closed = False
+        self.has_started_program = False
 
     async def receive_first(self, num_fds: int) -> tuple[bytes, list[int]]:
         """Return the first message of the box and the open files that it hands out."""
@@ -71,11 +76,14 @@ class SandboxChannel:
         for handler in handlers.values():
             handler(None)
 
-    def add_handler(self, handler: ReplyHandlerFunction) -> int:
-        """Return a new id whose replies `handler` gets."""
+    def make_id(self) -> int:
+        """Return a new id for requests."""
         self._next_id += 1
-        self._handlers[self._next_id] = handler
         return self._next_id
+
+    def set_handler(self, id: int, handler: ReplyHandlerFunction) -> None:
+        """Pass the replies to an id to `handler` from now on."""
+        self._handlers[id] = handler
 
     def remove_handler(self, id: int) -> None:
         """Ignore the replies to an id from now on."""

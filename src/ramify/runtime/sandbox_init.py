@@ -5,7 +5,8 @@ the host needs of the sandbox, as open files: the directory of its files, and a 
 
     host -> init   a file with {"op": "spawn", "id", "argv", "env", "cwd"}, and the program's three standard files
                    a file with {"op": "kill", "id", "marker"}
-    init -> host   {"id", "pid"} or {"id", "errno", "file"}, then {"id", "status"}; {"id", "killed": true}
+    init -> host   {"id", "pid"} or {"id", "errno", "file"}, then {"id", "status"}
+                   {"id", "killed"}: whether all processes of the program are gone
 
 The sandbox ends with this program, and this program ends when the host closes the socket. Agents run as the same user
 and could interfere with it; the host therefore trusts nothing that it says beyond the first message.
@@ -22,7 +23,7 @@ import sys
 import time
 
 MARKER_VARIABLE = "RAMIFY_BOX"
-MAX_KILL_ROUNDS = 50
+KILL_TIMEOUT = 5.0  # seconds for all processes of a program to be gone
 KILL_INTERVAL = 0.01  # seconds
 
 
@@ -74,8 +75,7 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
         for pid in [pid for pid, id in ids.items() if id == request["id"]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        _kill_marked(request["marker"])
-        _send(control, {"id": request["id"], "killed": True})
+        _send(control, {"id": request["id"], "killed": _kill_marked(request["marker"])})
         return
     try:
         os.chdir(request["cwd"])
@@ -108,14 +108,20 @@ def _report_exits(control: socket.socket, ids: dict[int, int]) -> None:
                 _send(control, {"id": id, "status": os.waitstatus_to_exitcode(result[1])})
 
 
-def _kill_marked(marker: str) -> None:
-    """Kill all processes with this marker in their environment; they may have left their parent and their session."""
+def _kill_marked(marker: str) -> bool:
+    """Kill all processes with this marker in their environment; they may have left their parent and their session.
+
+    Return whether all of them are gone.
+    """
     pattern = f"{MARKER_VARIABLE}={marker}".encode()
-    for _ in range(MAX_KILL_ROUNDS):
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while True:
         pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
         marked = [pid for pid in pids if pid != os.getpid() and _has_variable(pid, pattern)]
         if not marked:
-            return
+            return True
+        if time.monotonic() > deadline:
+            return False
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

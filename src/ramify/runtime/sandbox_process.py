@@ -1,11 +1,18 @@
-"""A program in a sandbox."""
+"""A program in a sandbox.
+
+A box that runs programs of an agent can be damaged by them: they run as the user of its first program, and may stop
+it. A box that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentExit`). Only if no
+program was started yet, the failure is the machine's (`SandboxError`).
+"""
 
 import asyncio
+import contextlib
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from ramify.errors import AgentExit, SandboxError
+from ramify.errors import AgentExit, RamifyError, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.runtime.piped_process import PipedProcess
 from ramify.runtime.sandbox_channel import InitReply, SandboxChannel
@@ -15,14 +22,19 @@ KILLED_EXIT_CODE = -9
 
 
 class SandboxProcess(PipedProcess):
-    """A program that the first program of a sandbox started, and all processes it started."""
+    """A program that the first program of a sandbox started, and all processes it started.
 
-    def __init__(self, channel: SandboxChannel, max_output_bytes: int, *, interactive: bool) -> None:
+    - `kill_box`: kills all processes of the box.
+    """
+
+    def __init__(
+        self, channel: SandboxChannel, kill_box: Callable[[], None], max_output_bytes: int, *, interactive: bool
+    ) -> None:
         super().__init__(max_output_bytes, interactive=interactive)
-        self._channel = channel
-        self._id = channel.add_handler(self._handle_reply)
+        self._channel, self._kill_box = channel, kill_box
+        self._id = channel.make_id()
         self._started: asyncio.Future[InitReply | None] = asyncio.get_running_loop().create_future()
-        self._killed = asyncio.Event()
+        self._killed: asyncio.Future[bool] | None = None  # of the latest request to kill: whether all are gone
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: bytes | None) -> None:
         """Start the program. Raises OSError if it cannot be run, ValueError if an argument or variable is invalid."""
@@ -33,18 +45,13 @@ class SandboxProcess(PipedProcess):
         try:
             await self.open_pipes(stdin)
             request = {"op": "spawn", "id": self._id, "argv": list(argv), "env": variables, "cwd": cwd}
-            await self._channel.send(request, tuple(self.program_fds))
-            async with asyncio.timeout(REPLY_TIMEOUT):
-                reply = await self._started
-            if reply is None:
-                raise BrokenPipeError("the sandbox has ended")
+            reply = await self._request_start(request)
         except BaseException as error:
             self.close_pipes()
             self._channel.remove_handler(self._id)
-            if isinstance(error, TimeoutError):
-                raise SandboxError(f"a sandbox did not start {argv[0]!r} in {REPLY_TIMEOUT:g} s") from error
-            if isinstance(error, BrokenPipeError):
-                raise AgentExit("the sandbox has ended: a program in it killed its processes") from error
+            if isinstance(error, asyncio.CancelledError):  # the program may have been started
+                with contextlib.suppress(RamifyError):  # a cancellation stays one
+                    await self.kill_tree()
             raise
         if reply.pid is None:
             self.close_pipes()
@@ -52,26 +59,56 @@ class SandboxProcess(PipedProcess):
             code = reply.errno if reply.errno is not None and reply.errno in errno.errorcode else errno.EIO  # forged
             raise OSError(code, os.strerror(code), reply.file)
         self.close_program_fds()
+        self._channel.has_started_program = True
         self.pid = reply.pid
 
     async def kill_tree(self) -> None:
-        """Let the box kill the program and the processes with its marker."""
+        """Let the box kill the program and the processes with its marker. A box that cannot is killed as a whole."""
+        if self._killed is None or self._killed.done():
+            self._killed = asyncio.get_running_loop().create_future()
+            self._channel.set_handler(self._id, self._handle_reply)
         try:
-            await self._channel.send({"op": "kill", "id": self._id, "marker": str(self._id)})
             async with asyncio.timeout(REPLY_TIMEOUT):
-                await self._killed.wait()
+                await self._channel.send({"op": "kill", "id": self._id, "marker": str(self._id)})
+                are_gone = await asyncio.shield(self._killed)
         except BrokenPipeError:
             return  # the box has ended, and all its programs
         except TimeoutError as error:
-            raise SandboxError(f"a sandbox did not kill a program in {REPLY_TIMEOUT:g} s") from error
+            raise self._end_box(f"it did not kill a program in {REPLY_TIMEOUT:g} s") from error
+        if not are_gone:
+            raise self._end_box("a program of it does not end")
+
+    async def _request_start(self, request: dict[str, Any]) -> InitReply:
+        self._channel.set_handler(self._id, self._handle_reply)
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT):
+                await self._channel.send(request, tuple(self.program_fds))
+                reply = await self._started
+        except TimeoutError as error:
+            raise self._end_box(f"it did not start a program in {REPLY_TIMEOUT:g} s") from error
+        except BrokenPipeError:
+            reply = None
+        if reply is None:
+            raise AgentExit("the sandbox has ended: its first program ended")
+        return reply
+
+    def _end_box(self, reason: str) -> RamifyError:
+        """Kill the box, and return the error for a box that does not answer."""
+        self._kill_box()
+        error_class = AgentExit if self._channel.has_started_program else SandboxError
+        return error_class(f"the sandbox does not answer, and was killed: {reason}")
 
     def _handle_reply(self, reply: InitReply | None) -> None:
         if not self._started.done():
             self._started.set_result(reply)
         if reply is None:  # the box has ended
             self.set_exit_code(KILLED_EXIT_CODE)
-            self._killed.set()
         elif reply.status is not None:
             self.set_exit_code(reply.status)
-        elif reply.killed:
-            self._killed.set()
+        is_kill_pending = self._killed is not None and not self._killed.done()
+        if is_kill_pending and (reply is None or reply.killed is not None):
+            assert self._killed is not None
+            self._killed.set_result(reply is None or reply.killed is True)
+            is_kill_pending = False
+        if self.has_exited and not is_kill_pending:
+            self._channel.remove_handler(self._id)

@@ -5,6 +5,7 @@ the box do the rest (`shell_process`, `shell_files`), so any image with `sh`, `c
 """
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
 from ramify.runtime.shell_files import ShellFiles
 from ramify.runtime.shell_process import (
     KILL_SCRIPT,
@@ -161,7 +162,8 @@ class ShellRuntime(Runtime):
             await process.close()
             raise
         except asyncio.CancelledError:
-            await process.kill()
+            with contextlib.suppress(RamifyError):  # a cancellation stays one; `stop` removes the box
+                await process.kill()
             raise
 
 
