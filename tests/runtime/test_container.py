@@ -19,6 +19,7 @@ from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
 
+ISOLATION = Capability.WALLS
 DOCKER_INFO = {
     "ServerVersion": "27.1.0",
     "MemoryLimit": True,
@@ -99,6 +100,58 @@ def test_engine_that_lets_sockets_to_the_host_pass_has_no_private_network(make_e
     make_engine({**DOCKER_INFO, "ServerVersion": "20.10.5"})
     with pytest.raises(ConfigInvalid, match=r"needs private_network .*AF_VSOCK"):
         ContainerRuntime().check_task(Task(requires=("private_network",)))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--privileged"],
+        ["--network", "host"],
+        ["--net=host"],
+        ["--pid=host"],
+        ["-v", "/:/host"],
+        ["-v/:/host"],
+        ["--security-opt", "seccomp=unconfined"],
+        ["--cap-add", "SYS_ADMIN"],
+        ["--device=/dev/kvm"],
+        ["--runtime", "runc", "--an-option-of-the-future"],
+    ],
+)
+def test_argument_that_opens_a_container_withdraws_its_isolation(make_engine, args):
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime(ContainerRuntimeConfig(engine_args=args))
+    for name in (ISOLATION, Capability.PRIVATE_NETWORK):
+        with pytest.raises(ConfigInvalid, match=rf"needs {name} .* engine_args set -"):
+            runtime.check_task(Task(requires=(name,)))
+
+
+def test_harmless_arguments_keep_the_isolation(make_engine):
+    make_engine(DOCKER_INFO)
+    args = ["--runtime", "runc", "--ulimit", "nofile=1024:1024", "--shm-size=1g"]
+    runtime = ContainerRuntime(ContainerRuntimeConfig(engine_args=args))
+    runtime.check_task(Task(requires=(ISOLATION, "private_network")))
+
+
+def test_argument_that_sets_a_limit_withdraws_it(make_engine):
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime(ContainerRuntimeConfig(engine_args=["--memory=0"]))
+    with pytest.raises(ConfigInvalid, match=r"memory_mb .* engine_args set --memory; set runtime\.limits instead"):
+        runtime.check_task(Task())
+
+
+@pytest.mark.parametrize("options", [[], ["name=seccomp,profile=unconfined"]])
+def test_engine_without_seccomp_has_no_isolation(make_engine, options):
+    make_engine({**DOCKER_INFO, "SecurityOptions": options})
+    for name in (ISOLATION, Capability.PRIVATE_NETWORK):
+        with pytest.raises(ConfigInvalid, match=f"needs {name} .* no seccomp filter"):
+            ContainerRuntime().check_task(Task(requires=(name,)))
+
+
+def test_network_of_the_machine_is_no_isolation(make_engine):
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime(ContainerRuntimeConfig(network="host", gateway_url="http://127.0.0.1:80"))
+    with pytest.raises(ConfigInvalid, match=f"needs {ISOLATION} .* the network of the machine"):
+        runtime.check_task(Task(requires=(ISOLATION,)))
 
 
 def test_engine_of_another_user_has_no_way_to_the_gateway(make_engine, monkeypatch):

@@ -24,15 +24,14 @@ from ramify.env.runtime import Capabilities, ExecResult, ResourceLimits, Runtime
 from ramify.env.task import Task
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime.config import ContainerRuntimeConfig
+from ramify.runtime.container_capabilities import find_capabilities, find_gateway_problem
 from ramify.runtime.container_engine import (
     MACHINE_LABEL,
     NAME_PREFIX,
     ContainerEngine,
     EngineResult,
     build_limit_options,
-    find_capabilities,
     find_engine,
-    find_gateway_problem,
     find_unsupported_reason,
     get_machine_id,
     remove_abandoned_containers,
@@ -60,8 +59,8 @@ class _Container:
     limits: ResourceLimits
     has_started: bool = False
 
-    def suits(self, image: str, limits: ResourceLimits) -> bool:
-        """Return whether it runs an image with these limits."""
+    def can_be_used_for(self, image: str, limits: ResourceLimits) -> bool:
+        """Return whether it has started with this image and these limits."""
         return self.has_started and (self.image, self.limits) == (image, limits)
 
 
@@ -93,10 +92,10 @@ class ContainerRuntime(ShellRuntime):
             await self._start_container(self.config.image, self.config.limits)
 
     async def start(self, task: Task) -> None:
-        """Take the prepared container if it suits the task, or start one."""
+        """Take the prepared container if it has the image and the limits of the task, or start one."""
         await asyncio.to_thread(self.check_task, task)
         image, limits = task.image or self.config.image, self.get_limits(task)
-        if self._container is not None and not self._container.suits(image, limits):
+        if self._container is not None and not self._container.can_be_used_for(image, limits):
             await self._remove_container()
         if self._container is None:
             await self._start_container(image, limits)

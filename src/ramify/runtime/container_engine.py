@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ramify.config.schema import is_dict
-from ramify.env.runtime import Capabilities, Capability, ResourceLimits
+from ramify.env.runtime import ResourceLimits
 from ramify.errors import SandboxError
 from ramify.runtime.config import ContainerRuntimeConfig
 from ramify.runtime.owner import is_owner_alive
 
 NAME_PREFIX = "ramify-"
-SAFE_DOCKER_VERSION = 23
 MACHINE_LABEL = "ramify.machine"
 INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
@@ -122,38 +121,6 @@ def get_engine_info(engine: ContainerEngine) -> dict[str, Any]:
     return info
 
 
-def find_capabilities(engine: ContainerEngine, config: ContainerRuntimeConfig) -> Capabilities:
-    """Return what containers of the engine enforce."""
-    info = get_engine_info(engine)
-    available = {Capability.WALLS, Capability.IMAGES}
-    reasons = {Capability.DISK_LIMIT: f"{engine.name} does not limit files on most disks; use the runtime 'sandbox'"}
-    if reason := _find_network_problem(engine, config, info):
-        reasons[Capability.PRIVATE_NETWORK] = reason
-    else:
-        available.add(Capability.PRIVATE_NETWORK)
-    for capability, is_supported in _find_limits(engine, info).items():
-        if is_supported:
-            available.add(capability)
-        else:
-            reasons[capability] = f"{engine.name} info reports that it is not supported on its machine"
-    if reason := find_gateway_problem(engine, config):
-        reasons[Capability.GATEWAY] = reason
-    else:
-        available.add(Capability.GATEWAY)
-    return Capabilities(frozenset(available), reasons)
-
-
-def find_gateway_problem(engine: ContainerEngine, config: ContainerRuntimeConfig) -> str | None:
-    """Return why programs of a container cannot reach the gateway, None if they can."""
-    if config.network != "none":
-        return None if config.gateway_url else "set gateway_url to the gateway's address in the containers' network"
-    if not engine.is_local:
-        return f"a container on {engine.host} without a network has no way to it; set network and gateway_url"
-    if os.geteuid() != 0 and not _is_rootless(get_engine_info(engine)):
-        return f"only root may enter the networks of this {engine.name}; run as root or use a rootless engine"
-    return None
-
-
 def build_limit_options(limits: ResourceLimits) -> list[str]:
     """Return the options of `run` for limits."""
     options: list[str] = []
@@ -186,36 +153,3 @@ def get_machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _find_network_problem(engine: ContainerEngine, config: ContainerRuntimeConfig, info: dict[str, Any]) -> str | None:
-    """Return why programs may reach more than the gateway, None if they cannot."""
-    if config.network != "none":
-        return f"network is {config.network!r}; set it to 'none'"
-    if any("seccomp" in argument for argument in config.engine_args):
-        return "engine_args replace the seccomp profile, which refuses sockets to the host"
-    if engine.name == "docker":
-        major = str(info.get("ServerVersion", "")).split(".")[0]
-        is_new = major.isdigit() and int(major) >= SAFE_DOCKER_VERSION
-        return None if is_new else f"docker before {SAFE_DOCKER_VERSION} does not refuse sockets to the host (AF_VSOCK)"
-    if not engine.is_local:
-        return f"podman on {engine.host} does not refuse sockets to the host (AF_VSOCK)"
-    security = info.get("host", {}).get("security", {})
-    has_profile = security.get("seccompEnabled") and Path(security.get("seccompProfilePath", "")).is_file()
-    return None if has_profile else "this podman has no seccomp profile"
-
-
-def _find_limits(engine: ContainerEngine, info: dict[str, Any]) -> dict[Capability, bool]:
-    if engine.name == "docker":
-        keys = ("MemoryLimit", "PidsLimit", "CpuCfsQuota")
-        supported = [bool(info.get(key)) for key in keys]
-    else:
-        controllers: list[str] = info.get("host", {}).get("cgroupControllers") or []
-        supported = [name in controllers for name in ("memory", "pids", "cpu")]
-    return dict(zip((Capability.MEMORY_LIMIT, Capability.PROCESS_LIMIT, Capability.CPU_LIMIT), supported))
-
-
-def _is_rootless(info: dict[str, Any]) -> bool:
-    security = info.get("host", {}).get("security", {})
-    options: list[str] = info.get("SecurityOptions") or []
-    return bool(security.get("rootless")) or any("rootless" in option for option in options)
