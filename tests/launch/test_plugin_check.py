@@ -5,6 +5,7 @@ import pytest
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
+from tests.processes.other_interpreter import TASKSET, make_interpreter
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -48,3 +49,19 @@ def test_plugin_that_exits_raises_environment_fault(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="could not be checked:\nbye"):
         check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))
+
+
+def test_source_is_checked_in_its_own_interpreter(tmp_path):
+    python = make_interpreter(tmp_path / "other")
+    (tmp_path / "only_there.py").write_text("import sys\nassert sys.prefix.endswith('other'), sys.prefix\n" + TASKSET)
+    train = [{"taskset": {"id": str(tmp_path / "only_there.py")}, "python": str(python)}]
+    found = check_plugin_tables(
+        config(tmp_path, train=train, eval=[{"name": "ours", "taskset": {"id": "reverse-text"}}])
+    )
+    assert set(found) == {str(tmp_path / "only_there.py"), "eval/ours"}
+
+
+def test_missing_core_in_an_interpreter_names_source_and_venv(tmp_path):
+    python = make_interpreter(tmp_path / "empty", with_packages=False)
+    with pytest.raises(ConfigInvalid, match=r"train.0.python: .*/empty lacks the packages ramify"):
+        check_plugin_tables(config(tmp_path, train=[{**TRAIN, "python": str(python)}]))

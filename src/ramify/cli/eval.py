@@ -13,6 +13,7 @@ from ramify.config import dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
+from ramify.processes.interpreter import find_other_interpreter, run_command_in
 
 if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
@@ -43,6 +44,8 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigInvalid(f"{old_flag} is now called {flag}")
     (fresh, accept, show, keep, dry), rest = pop_flags(argv, COMMAND_FLAGS)
     config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
+    if (python := find_other_interpreter(config.python)) is not None:
+        run_command_in(python, "eval", argv)
     from ramify.evals.display import EvalContent  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
 from ramify.config import Config, parse
+from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout.config import TimeoutsConfig
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class ValidateConfig(Config):
 
     taskset: dict[str, Any]
     runtime: dict[str, Any] = {"id": "local"}
+    python: str | None = None
+    """The interpreter in which the taskset runs, as `python` of a source. Default: this one."""
     num_tasks: int | None = Field(default=None, ge=1)
     """Number of tasks, from the start of the taskset (-n). Default: all of them, up to 10,000."""
     concurrency: int = Field(default=16, ge=1)
@@ -53,6 +56,8 @@ def run(argv: Sequence[str]) -> int:
     """Check the tasks and print the report."""
     args = expand_taskset_id(expand_short_flags(argv, SHORT_FLAGS))
     config = parse(ValidateConfig, args, prog="ramify validate", usage=USAGE)
+    if (python := find_other_interpreter(config.python)) is not None:
+        run_command_in(python, "validate", argv)
     from ramify.evals.plan import load_first_tasks  # the rest is loaded here, not for help
     from ramify.rollout import Environment, SourceConfig
 

@@ -21,6 +21,7 @@ from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
 from ramify.envserver.worker_process import WorkerProcess, WorkerState
 from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
+from ramify.processes.interpreter import find_other_interpreter
 from ramify.wire import LoopMonitor, WireSettings
 
 MAX_HISTORY = 256  # recorded losses and decisions
@@ -41,6 +42,7 @@ class WorkerPool:
         self.config, self.log = config, log
         self._pool_config, self._loop_monitor = selected.config.pool, loop_monitor
         self._source_config = selected.config.source_config.model_dump(mode="json")
+        self._python: Path | None = None  # the interpreter of the workers, if it is not this one
         self._keeps_sandboxes = bool(selected.config.runtime.get("keep_workdir"))
         self.workers: dict[str, WorkerProcess] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_HISTORY)
@@ -66,6 +68,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start workers and return when the first is ready. Raises the boot error if there is none."""
         self._temp_root = Path(tempfile.mkdtemp(prefix="ramify-env-"))  # of all workers
+        self._python = await asyncio.to_thread(find_other_interpreter, self._source_config["python"])
         self._scale_up("start")
         self._create_task(self._monitor_loop())
         await self._first_boot_done.wait()
@@ -162,7 +165,9 @@ class WorkerPool:
         self._record_decision(before, target, reason)
         for _ in range(target - before):
             id = f"w{next(self._ids)}"
-            worker = WorkerProcess(id, self._temp_root, self.log, self._loop_monitor, self._on_worker_lost)
+            worker = WorkerProcess(
+                id, self._temp_root, self.log, self._loop_monitor, self._on_worker_lost, self._python
+            )
             self.workers[worker.id] = worker
             self._create_task(self._boot_worker(worker))
 

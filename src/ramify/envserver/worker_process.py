@@ -46,7 +46,7 @@ LIVE_STATES = (WorkerState.BOOTING, WorkerState.READY, WorkerState.RETIRING)
 
 
 class WorkerProcess:
-    """One worker process. `on_lost` is called once, when the worker is lost.
+    """One worker process. `on_lost` is called once, when the worker is lost; `python` is the interpreter that runs it.
 
     `load` is the number of attempts that run on it, `info` the description it reported when it became ready.
     """
@@ -58,6 +58,7 @@ class WorkerProcess:
         log: EnvServerLog,
         loop_monitor: LoopMonitor,
         on_lost: Callable[["WorkerProcess"], None],
+        python: Path | None = None,
     ) -> None:
         self.id, self.state, self.load = id, WorkerState.BOOTING, 0
         self.pid = 0
@@ -70,6 +71,7 @@ class WorkerProcess:
         self.info: EnvServerInfo | None = None
         self._secret = secrets.token_hex(16)
         self._temp_root, self._log, self._loop_monitor, self._on_lost = temp_root, log, loop_monitor, on_lost
+        self._python = python or sys.executable
         self._child: ChildProcess | None = None
         self._client: WireClient | None = None
         self._output: WorkerOutput | None = None
@@ -132,7 +134,7 @@ class WorkerProcess:
             spec_file.write(spec)
             spec_file.seek(0)
             fds = (report_fd, spec_file.fileno())
-            command = (sys.executable, "-m", "ramify.envserver.worker_main", str(temp_dir), *map(str, fds))
+            command = (str(self._python), "-m", "ramify.envserver.worker_main", str(temp_dir), *map(str, fds))
             # The watcher of the worker kills it at once; then it cleans up.
             self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
             await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)

@@ -1,10 +1,12 @@
 """A model server as a child process: `ramify serve`, for an eval that names a model and no server."""
 
+import os
 from pathlib import Path
 from typing import IO
 
 from ramify.errors import ProviderError
 from ramify.infer.config import ServeConfig
+from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
 from ramify.processes.server_process import ServerProcess
 from ramify.store import wrap_storage_errors
 
@@ -18,7 +20,15 @@ class EngineProcess(ServerProcess):
 
     def __init__(self, config: ServeConfig, run_dir: Path, *, start_timeout: float) -> None:
         config_path, log_path = run_dir / "configs" / "serve.toml", run_dir / "logs" / "inference.log"
-        super().__init__("serve", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=STOP_TIMEOUT)
+        super().__init__(
+            "serve",
+            config,
+            config_path,
+            log_path,
+            start_timeout=start_timeout,
+            stop_timeout=STOP_TIMEOUT,
+            python=os.environ.get(ENGINE_PYTHON_VARIABLE),
+        )
 
     def open_files(self) -> IO[bytes]:
         """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""

@@ -1,18 +1,21 @@
 """Validates the plugin tables of a configuration in a subprocess.
 
 Only the config class of a plugin knows the keys of its table, and importing it runs user code. The launcher never does
-that: it passes the tables to `python -m ramify.launch.plugin_check`, and reads the problems from its output.
+that: it passes the tables to `python -m ramify.launch.plugin_check`, and reads the problems from its output. A source
+with an interpreter of its own is checked there.
 """
 
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.interpreter import find_other_interpreter
 
 if TYPE_CHECKING:
     from ramify.rollout import Environment
@@ -28,10 +31,35 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
     first task cannot be loaded, and a loss that cannot be imported.
     Raises ConfigInvalid with all problems, EnvironmentFault if the subprocess fails, DeadlineExceeded if it hangs.
     """
-    command = [sys.executable, "-m", "ramify.launch.plugin_check"]
-    request = json.dumps({**_build_request(config), "start": include_start_checks}, default=str)
+    request = {**_build_request(config), "start": include_start_checks}
+    replies = [_check_in(python, part) for python, part in _split_by_interpreter(request).items()]
+    if problems := [(key, text) for reply in replies for key, text in reply["problems"]]:
+        raise_config_invalid(problems)
+    names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
+    names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
+    return {names[key]: identity for reply in replies for key, identity in reply["environments"].items()}
+
+
+def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Return the requests to check in each interpreter: that of this process, and those that sources name."""
+    this_python = Path(sys.executable)
+    sources_only: dict[str, Any] = {"tables": [], "loss": None, "start": request["start"]}
+    requests: dict[Path, dict[str, Any]] = {this_python: {**request, "sources": {}}}
+    for key, source in request["sources"].items():
+        try:
+            python = find_other_interpreter(source["python"]) or this_python
+        except ConfigInvalid as error:
+            raise_config_invalid([(f"{key}.python", error.message)], cause=error)
+        requests.setdefault(python, {**sources_only, "sources": {}})["sources"][key] = source
+    return requests
+
+
+def _check_in(python: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Run the checks of a request in a subprocess of an interpreter, and return its reply."""
+    command = [str(python), "-m", "ramify.launch.plugin_check"]
     try:
-        result = subprocess.run(command, input=request, capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
+        text = json.dumps(request, default=str)
+        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(
             f"checking plugin configuration timed out: imports took longer than {IMPORT_TIMEOUT:g} s"
@@ -39,12 +67,7 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
     if result.returncode != 0:
         output = (result.stderr or result.stdout)[-MAX_ERROR_CHARS:].strip()
         raise EnvironmentFault(f"plugin configuration could not be checked:\n{output}")
-    reply = json.loads(result.stdout.splitlines()[-1])
-    if reply["problems"]:
-        raise_config_invalid([(key, text) for key, text in reply["problems"]])
-    names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
-    names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
-    return {names[key]: identity for key, identity in reply["environments"].items()}
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def _build_request(config: RunConfig) -> dict[str, Any]:
@@ -83,7 +106,7 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
             plugin.resolve_plugin(kind, table, table_key=table_key)
         except ConfigInvalid as error:
             problems += _parse_problems(error.message)
-    if request.get("start"):
+    if request.get("start") and request["loss"] is not None:
         problems += _find_loss_problems(request["loss"])
     return {"problems": problems, "environments": environments}
 

@@ -39,10 +39,12 @@ class ServerProcess:
         *,
         start_timeout: float,
         stop_timeout: float,
+        python: str | None = None,
     ) -> None:
         self.config_path, self.log, self.address = config_path, ProcessLog(log_path), ""
         self._config, self._start_timeout = config, start_timeout
-        self._child = ChildProcess((*RAMIFY_COMMAND, command, "@", str(config_path)), stop_timeout=stop_timeout)
+        ramify = RAMIFY_COMMAND if python is None else (python, *RAMIFY_COMMAND[1:])
+        self._child = ChildProcess((*ramify, command, "@", str(config_path)), stop_timeout=stop_timeout)
 
     @property
     def pid(self) -> int:

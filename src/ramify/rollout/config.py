@@ -42,6 +42,9 @@ class SourceConfig(Config):
     """The harness's `id` and its options."""
     runtime: dict[str, Any] = {"id": "local"}
     """The runtime's `id` and its options."""
+    python: str | None = None
+    """The interpreter in which the environment runs: a path, or the name of an environment of `ramify env install`.
+    Default: this one."""
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one rollout."""

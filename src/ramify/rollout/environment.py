@@ -4,6 +4,7 @@ Loading detects all configuration errors before anything starts: an unknown plug
 parameter, a harness that cannot work with the taskset or the runtime.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +20,7 @@ from ramify.errors.origin import describe_exception
 from ramify.gateway.config import RolloutLimits
 from ramify.gateway.policy import ChatPolicy, Policy
 from ramify.harness import Harness
+from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.runtime_pool import RuntimePool
 
@@ -47,6 +49,8 @@ class Environment:
     @classmethod
     def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False) -> "Environment":
         """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts."""
+        if (python := find_other_interpreter(source.python)) is not None:
+            raise ConfigInvalid(f"python: this process runs {sys.executable}; run it with {python} -m ramify")
         taskset: Taskset = _build_plugin("taskset", source.taskset)
         harness: Harness = _build_plugin("harness", {"id": "chat", **source.harness})
         runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}

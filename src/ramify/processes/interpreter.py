@@ -1,0 +1,117 @@
+"""Interpreters of other virtual environments: for sources whose packages cannot be installed beside those of Ramify.
+
+A source's `python` is the path of an interpreter, or the name of an environment that `ramify env install` made. The
+core of Ramify must be installed there; it needs no torch.
+"""
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ramify.errors import ConfigInvalid
+from ramify.names import suggest
+
+ENVIRONMENTS_VARIABLE = "RAMIFY_ENVIRONMENTS"  # the directory of the environments that `ramify env install` makes
+DEFAULT_ENVIRONMENTS_DIR = "~/.local/share/ramify/environments"
+ENGINE_PYTHON_VARIABLE = "RAMIFY_ENGINE_PYTHON"  # what starts engines for a command in another interpreter
+INSTALLED_FILE = "ramify-env.json"  # written last, so an environment without it is not complete
+CHECK_TIMEOUT = 120.0  # seconds for an interpreter to list its packages
+MIN_VERSION = (3, 11)
+
+_CHECK_SCRIPT = """
+import importlib.metadata, json, sys
+def find_version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+print(json.dumps([sys.version_info[:2], {name: find_version(name) for name in sys.argv[1:]}]))
+"""
+
+
+def get_environments_dir() -> Path:
+    """Return the directory of the environments that `ramify env install` makes."""
+    return Path(os.environ.get(ENVIRONMENTS_VARIABLE, DEFAULT_ENVIRONMENTS_DIR)).expanduser().absolute()
+
+
+def list_environments() -> list[str]:
+    """Return the names of the environments that are installed."""
+    return sorted(path.parent.name for path in get_environments_dir().glob(f"*/{INSTALLED_FILE}"))
+
+
+def find_interpreter(python: str) -> Path:
+    """Return the interpreter that a source names: a path, or the name of an installed environment.
+
+    Raises ConfigInvalid if there is none.
+    """
+    if "/" in python:
+        path = Path(python).expanduser().absolute()  # not resolved: the link tells Python its environment
+        if not os.access(path, os.X_OK) or path.is_dir():
+            raise ConfigInvalid(f"{path} is not an interpreter; expected a path such as venv/bin/python")
+        return path
+    home = get_environments_dir() / python
+    if not (home / INSTALLED_FILE).is_file():
+        hint = suggest(python, list_environments(), f"install it with `ramify env install {python}`, or give a path")
+        raise ConfigInvalid(f"there is no environment {python!r} in {home.parent}; {hint}")
+    return home / "bin" / "python"
+
+
+def find_other_interpreter(python: str | None) -> Path | None:
+    """Return the interpreter that a source names; None if it names none, or the one that runs this code.
+
+    Raises ConfigInvalid if there is no such interpreter, or if the core of Ramify is not installed there.
+    """
+    if python is None:
+        return None
+    path = find_interpreter(python)
+    if path.parent.resolve() == Path(sys.executable).parent.resolve():
+        return None
+    check_interpreter(path)
+    return path
+
+
+def run_command_in(python: Path, command: str, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by the same `ramify` command in another interpreter. Engines still start in this one."""
+    sys.stdout.flush()
+    env = {**os.environ, ENGINE_PYTHON_VARIABLE: os.environ.get(ENGINE_PYTHON_VARIABLE, sys.executable)}
+    os.execve(python, [str(python), "-m", "ramify", command, *argv], env)
+
+
+@functools.cache
+def check_interpreter(python: Path) -> None:
+    """Raise ConfigInvalid, in one line, if an interpreter lacks the core of Ramify. It is checked once per process."""
+    names = ["ramify", *list_core_packages()]
+    command = [str(python), "-c", _CHECK_SCRIPT, *names]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT, check=True)
+        python_version, versions = json.loads(result.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigInvalid(f"{python} cannot be run: {error}") from error
+    if tuple(python_version) < MIN_VERSION:
+        found, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
+        raise ConfigInvalid(f"{python} is Python {found}; expected {expected} or newer")
+    home = python.parent.parent
+    if missing := [name for name in names if versions[name] is None]:
+        package = "the package" if len(missing) == 1 else "the packages"
+        raise ConfigInvalid(
+            f"{home} lacks {package} {', '.join(missing)}; install the core of Ramify there: "
+            f"{python} -m pip install ramify=={importlib.metadata.version('ramify')}"
+        )
+    if versions["ramify"] != importlib.metadata.version("ramify"):
+        raise ConfigInvalid(
+            f"{home} has ramify {versions['ramify']}, expected {importlib.metadata.version('ramify')}: "
+            f"{python} -m pip install ramify=={importlib.metadata.version('ramify')}"
+        )
+
+
+def list_core_packages() -> list[str]:
+    """Return the names of the packages that the core of Ramify requires."""
+    requirements = importlib.metadata.requires("ramify") or []
+    return [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]

@@ -1,0 +1,51 @@
+"""Sources that run in another interpreter: how it is found, and what must be installed there."""
+
+import json
+import sys
+
+import pytest
+
+from ramify.errors import ConfigInvalid
+from ramify.processes import interpreter
+from tests.processes.other_interpreter import make_interpreter
+
+
+@pytest.fixture(autouse=True)
+def environments(tmp_path, monkeypatch):
+    monkeypatch.setenv(interpreter.ENVIRONMENTS_VARIABLE, str(tmp_path / "environments"))
+    return tmp_path / "environments"
+
+
+def test_no_python_and_this_python_are_no_other_interpreter():
+    assert interpreter.find_other_interpreter(None) is None
+    assert interpreter.find_other_interpreter(sys.executable) is None
+
+
+def test_interpreter_without_the_core_is_one_line_with_venv_and_packages(tmp_path):
+    python = make_interpreter(tmp_path / "empty", with_packages=False)
+    with pytest.raises(ConfigInvalid) as error:
+        interpreter.find_other_interpreter(str(python))
+    assert error.value.message.startswith(f"{tmp_path / 'empty'} lacks the packages ramify, ")
+    assert f"{python} -m pip install ramify==" in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_path_that_is_no_interpreter_is_refused(tmp_path):
+    with pytest.raises(ConfigInvalid, match="missing/bin/python is not an interpreter"):
+        interpreter.find_interpreter(str(tmp_path / "missing/bin/python"))
+
+
+def test_name_of_an_installed_environment_is_found(environments):
+    python = make_interpreter(environments / "games")
+    with pytest.raises(ConfigInvalid, match="ramify env install games"):
+        interpreter.find_interpreter("games")  # it is not complete
+    (environments / "games" / interpreter.INSTALLED_FILE).write_text(json.dumps({"base": "python", "packages": []}))
+    assert interpreter.find_other_interpreter("games") == python
+    with pytest.raises(ConfigInvalid, match="did you mean 'games'"):
+        interpreter.find_interpreter("gmaes")
+
+
+def test_core_packages_have_no_extras():
+    names = interpreter.list_core_packages()
+    assert "numpy" in names and "msgspec" in names
+    assert "torch" not in names and "pytest" not in names
