@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from ramify.env import Task
+from ramify.env.runtime import Capability
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import LocalRuntime, LocalRuntimeConfig
 from tests.process_checks import runs
@@ -203,6 +204,26 @@ def test_stop_removes_the_directory(tmp_path):
             await runtime.run(["true"], timeout=1)
 
     with_runtime(test, workdir_root=tmp_path)
+
+
+def test_failed_removal_of_the_control_group_is_tried_again(monkeypatch):
+    if Capability.PROCESS_LIMIT not in LocalRuntime().capabilities.available:
+        pytest.skip("this machine cannot enforce limits")
+
+    def raise_busy():
+        raise SandboxError("the control group is busy")
+
+    async def test(runtime):
+        group = runtime._cgroup
+        monkeypatch.setattr(group, "remove", raise_busy)
+        for _ in range(2):
+            with pytest.raises(SandboxError, match="busy"):
+                await runtime.stop()
+        monkeypatch.undo()
+        await runtime.stop()
+        assert not any(directory.exists() for directory in group._directories.values())
+
+    with_runtime(test, limits={"max_processes": 100})
 
 
 def test_stop_removes_deeply_nested_directories(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import ramify
 from ramify.env import Task
 from ramify.env.runtime import Capability
-from ramify.errors import AgentExit, ConfigInvalid
+from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
 from ramify.runtime.seccomp import build_seccomp_filter
 from tests.runtime.conftest import open_runtime, run_with_runtime, skip_unless_available
@@ -385,6 +385,27 @@ def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypat
         file.flush()
         monkeypatch.setattr(sandbox_init, "__file__", file.name)
         run_with_runtime("sandbox", test)
+
+
+def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
+    requires(Capability.MEMORY_LIMIT)
+
+    async def test(runtime):
+        group = runtime._box._cgroup
+        monkeypatch.setattr(group, "remove", raise_busy)
+        for _ in range(2):
+            with pytest.raises(SandboxError, match="busy"):
+                await runtime.stop()
+            with pytest.raises(SandboxError, match="stopped"):
+                await runtime.run("true", timeout=10)
+        monkeypatch.undo()
+        await runtime.stop()
+        assert not any(directory.exists() for directory in group._directories.values())
+
+    def raise_busy():
+        raise SandboxError("the control group is busy")
+
+    run_with_runtime("sandbox", test)
 
 
 def test_killed_worker_leaves_no_process():

@@ -7,11 +7,12 @@ runtime and reports the failure.
 """
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Callable
 
 from ramify.env import Runtime
-from ramify.errors import RamifyError
+
+_logger = logging.getLogger("ramify.runtimes")
 
 
 class RuntimePool:
@@ -20,6 +21,7 @@ class RuntimePool:
     def __init__(self, make_runtime: Callable[[], Runtime], size: int) -> None:
         self._make_runtime, self._size = make_runtime, size
         self._prepared: list[Runtime] = []
+        self._unstopped: list[Runtime] = []  # could not be stopped; `close` tries again
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self) -> Runtime:
@@ -32,23 +34,30 @@ class RuntimePool:
         return runtime
 
     async def close(self) -> None:
-        """Stop the prepared runtimes."""
+        """Stop the prepared runtimes. What cannot be stopped is logged."""
         self._size = 0
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        prepared, self._prepared = self._prepared, []
-        await asyncio.gather(*(runtime.stop() for runtime in prepared), return_exceptions=True)
+        runtimes = [*self._prepared, *self._unstopped]
+        self._prepared, self._unstopped = [], []
+        await asyncio.gather(*(self._stop(runtime) for runtime in runtimes))
 
     async def _prepare_one(self) -> None:
         runtime = self._make_runtime()
         try:
             await runtime.prepare()
-        except RamifyError:
-            with contextlib.suppress(RamifyError):
-                await runtime.stop()
+        except Exception:  # noqa: BLE001 - a runtime may be a user's plugin
+            await self._stop(runtime)
             return
         except asyncio.CancelledError:
-            await runtime.stop()
+            await self._stop(runtime)
             raise
         self._prepared.append(runtime)
+
+    async def _stop(self, runtime: Runtime) -> None:
+        try:
+            await runtime.stop()
+        except Exception as error:  # noqa: BLE001 - a runtime may be a user's plugin
+            self._unstopped.append(runtime)
+            _logger.warning("a prepared runtime could not be stopped: %s: %s", type(error).__name__, error)

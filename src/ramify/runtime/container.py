@@ -13,6 +13,7 @@ them, so that `clean` removes those of ended processes.
 """
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -102,7 +103,8 @@ class ContainerRuntime(ShellRuntime):
         try:
             await self._prepare_workdir(task)
         except BaseException:
-            await self._remove_container()
+            with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
+                await self._remove_container()
             raise
 
     async def stop(self) -> None:
@@ -202,12 +204,13 @@ class ContainerRuntime(ShellRuntime):
             container.has_started = True
         except BaseException:
             await asyncio.wait([start])  # a container could appear after it was removed; `run` has a timeout
-            await self._remove_container()
+            with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
+                await self._remove_container()
             raise
 
     async def _remove_container(self) -> None:
-        """Remove the container, if there is one."""
-        container, self._container = self._container, None
+        """Remove the container, if there is one. It is forgotten when it is gone, so that this can be repeated."""
+        container = self._container
         if container is None:
             return
         processes, self._processes = self._processes, []
@@ -219,8 +222,8 @@ class ContainerRuntime(ShellRuntime):
             time_option = ["--time", "0"] if engine.name == "podman" else []
             result = await engine.run("rm", "--force", "--volumes", *time_option, container.name)
             if result.returncode and "no such" not in result.stderr.lower():
-                self._container = container
                 raise SandboxError(f"the container {container.name} cannot be removed: {result.stderr.strip()[-500:]}")
+            self._container = None
 
     async def _inspect(self, template: str) -> str:
         container = self._get_container()

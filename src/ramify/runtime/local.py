@@ -93,8 +93,8 @@ class LocalRuntime(Runtime):
         if self._open_files is not None:
             self._open_files.close()
         if self._cgroup is not None:
-            cgroup, self._cgroup = self._cgroup, None
-            await asyncio.to_thread(cgroup.remove)
+            await asyncio.to_thread(self._cgroup.remove)
+            self._cgroup = None
         if self._sandbox_dir is not None and not self.config.keep_workdir:
             await asyncio.to_thread(_remove_sandbox, self._sandbox_dir)
 

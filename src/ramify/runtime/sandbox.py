@@ -85,22 +85,20 @@ class SandboxRuntime(Runtime):
     async def prepare(self) -> None:
         """Start the box with the limits of the configuration."""
         if self._box is None and not self._stopped:
-            self._box = await _Box.start(self.config, self.config.limits.disk_mb)
+            await self._start_box(self.config.limits.disk_mb)
 
     async def start(self, task: Task) -> None:
         """Take the prepared box, or start one, and apply the task's limits."""
         self.check_task(task)
         limits = self.get_limits(task)
         # the size of a box's files is fixed, and a prepared box may have been killed meanwhile
-        if self._box is not None and (limits.disk_mb != self._box.disk_mb or self._box.channel.is_closed):
-            await self._box.stop()
-            self._box = None
-        if self._box is None:
-            self._box = await _Box.start(self.config, limits.disk_mb)
-        self._box.set_limits(limits)
+        if self._box is not None and (limits.disk_mb != self._box.disk_mb or not self._box.is_running):
+            await self._remove_box()
+        box = self._box or await self._start_box(limits.disk_mb)
+        box.set_limits(limits)
         self._relative_workdir = PurePath(task.workdir or "")
         files = BoxFiles(
-            self._box.take_directory_fd(),
+            box.take_directory_fd(),
             PurePath(BOX_DIR),
             PurePath(self.workdir).relative_to(BOX_DIR),
             self.config.max_file_mb,
@@ -115,15 +113,13 @@ class SandboxRuntime(Runtime):
         if forward is not None:
             await forward.close()
         files, self._files = self._files, None
-        box, self._box = self._box, None
         try:
             if files is not None and self.config.keep_workdir:
                 await asyncio.to_thread(files.download, WORK_DIR, Path(tempfile.mkdtemp(prefix="ramify-kept-")))
         finally:
             if files is not None:
                 files.close()
-            if box is not None:
-                await box.stop()
+            await self._remove_box()
 
     async def spawn(
         self,
@@ -174,8 +170,24 @@ class SandboxRuntime(Runtime):
         """Remove the control groups of processes that have ended."""
         return [f"control group {directory}" for directory in remove_abandoned_groups()]
 
+    async def _start_box(self, disk_mb: int | None) -> "_Box":
+        self._box = _Box(disk_mb)
+        try:
+            await self._box.start(self.config)
+        except BaseException:
+            with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
+                await self._remove_box()
+            raise
+        return self._box
+
+    async def _remove_box(self) -> None:
+        """Stop the box, if there is one. It is forgotten when it is gone, so that a failed removal can be repeated."""
+        if self._box is not None:
+            await self._box.stop()
+            self._box = None
+
     def _get_box(self) -> "_Box":
-        if self._box is None:
+        if self._box is None or self._stopped:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         if self._box.channel.is_closed:
             raise AgentExit(f"the sandbox has ended: {self._box.describe_exit()}")
@@ -208,25 +220,26 @@ class _Box:
         self._directory_fd = -1
         self._listener: socket.socket | None = None
         self._cgroup: Cgroup | None = None
+        self._is_ready = False
         self.channel: SandboxChannel
 
-    @classmethod
-    async def start(cls, config: SandboxRuntimeConfig, disk_mb: int | None) -> "_Box":
-        """Start a box and wait until it is ready. Raises SandboxError if it does not start."""
-        box = cls(disk_mb)
+    @property
+    def is_running(self) -> bool:
+        """Whether the box was ready and has not ended."""
+        return self._is_ready and not self.channel.is_closed
+
+    async def start(self, config: SandboxRuntimeConfig) -> None:
+        """Start the box and wait until it is ready. Raises SandboxError if it does not start; `stop` it then."""
         try:
             async with asyncio.timeout(BOOT_TIMEOUT):
-                await box._start(config)
-        except BaseException as error:
-            await box.stop()
-            if isinstance(error, TimeoutError):
-                raise SandboxError(f"a sandbox was not ready after {BOOT_TIMEOUT:g} s") from error
-            if isinstance(error, OSError):
-                raise SandboxError(f"a sandbox cannot be started: {error}") from error
-            raise
-        return box
+                await self._boot(config)
+        except TimeoutError as error:
+            raise SandboxError(f"a sandbox was not ready after {BOOT_TIMEOUT:g} s") from error
+        except OSError as error:
+            raise SandboxError(f"a sandbox cannot be started: {error}") from error
+        self._is_ready = True
 
-    async def _start(self, config: SandboxRuntimeConfig) -> None:
+    async def _boot(self, config: SandboxRuntimeConfig) -> None:
         if find_cgroup_parents().directories:
             await asyncio.to_thread(_sweep_groups_once)
             self._cgroup = await asyncio.to_thread(Cgroup)
@@ -295,7 +308,7 @@ class _Box:
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Kill all processes of the box, wait until they are gone, and release what it held."""
+        """Kill all processes of the box, wait until they are gone, and release what it held. May be repeated."""
         self.kill()
         if self._bwrap is not None:
             try:
@@ -313,8 +326,8 @@ class _Box:
         self._bwrap_fd = self._first_process_fd = self._directory_fd = -1
         self._stack.close()
         if self._cgroup is not None:
-            cgroup, self._cgroup = self._cgroup, None
-            await asyncio.to_thread(cgroup.remove)
+            await asyncio.to_thread(self._cgroup.remove)
+            self._cgroup = None
 
 
 @cache
