@@ -4,6 +4,7 @@ Those that need an engine run with `make test-containers`; the others ask a stan
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import uuid
 
+import psutil
 import pytest
 
 from ramify.env import Task
@@ -36,14 +38,13 @@ def needs_engine():
 
 @pytest.fixture
 def make_engine(tmp_path, monkeypatch):
-    """Make a program `docker` whose `info` is given, and which fails at everything else."""
+    """Make a program `docker` whose `info` and `pull` are given, and which fails at everything else."""
 
-    def make(info):
+    def make(info, pull="true"):
         folder = tmp_path / uuid.uuid4().hex
         folder.mkdir()
-        (folder / "docker").write_text(
-            f"#!/bin/sh\ncase \"$*\" in *info*) echo '{json.dumps(info)}';; *) echo broken >&2; exit 1;; esac\n"
-        )
+        cases = f"*info*) echo '{json.dumps(info)}';; pull*) {pull};; *) echo broken >&2; exit 1;;"
+        (folder / "docker").write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
         (folder / "docker").chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.delenv("DOCKER_HOST", raising=False)
@@ -172,6 +173,25 @@ def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
             await runtime.run("true", timeout=5)
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
+    pid_file = tmp_path / "pid"
+    make_engine(DOCKER_INFO, f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 600 & wait")
+
+    async def test():
+        start = asyncio.create_task(ContainerRuntime().start(Task()))
+        while not pid_file.exists():
+            await asyncio.sleep(0.01)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(start, 5)
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+    group = int(pid_file.read_text())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            assert os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):

@@ -32,6 +32,7 @@ from ramify.runtime.container_engine import (
     ContainerEngine,
     EngineResult,
     build_limit_options,
+    fetch_image,
     find_engine,
     find_unsupported_reason,
     get_machine_id,
@@ -45,7 +46,7 @@ from ramify.runtime.port_forward import PortForward
 from ramify.runtime.shell_process import KillFunction, ShellProcess
 from ramify.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
 
-START_TIMEOUT = 600.0  # seconds for a container to start, its image being fetched first
+START_TIMEOUT = 120.0  # seconds for a container to start
 IDLE_SCRIPT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 
 _numbers = itertools.count()
@@ -187,11 +188,18 @@ class ContainerRuntime(ShellRuntime):
 
     async def _start_container(self, image: str, limits: ResourceLimits) -> None:
         engine, owner = self._get_engine(), make_owner_name(next(_numbers))
+        await fetch_image(engine, image, self.config)  # apart from the start, which must not be interrupted
         container = _Container(f"{NAME_PREFIX}{owner}-{get_machine_id()}", image, limits)
         command = ["run", "--detach", "--name", container.name, "--hostname", "box"]
         command += ["--label", f"{MACHINE_LABEL}={get_machine_id()}"]
         command += ["--network", self.config.network, "--security-opt", "no-new-privileges", "--entrypoint", "sh"]
-        command += ["--pull", self.config.pull, "--workdir", "/", *build_limit_options(limits)]
+        command += [
+            "--pull",
+            "never" if self.config.pull == "never" else "missing",
+            "--workdir",
+            "/",
+            *build_limit_options(limits),
+        ]
         if engine.name == "podman":
             command.append("--http-proxy=false")  # their addresses may hold a password
         command_end = [*self.config.engine_args, image, "-c", IDLE_SCRIPT, container.name]

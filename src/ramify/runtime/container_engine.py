@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,9 +24,11 @@ from ramify.runtime.owner import is_owner_alive
 NAME_PREFIX = "ramify-"
 MACHINE_LABEL = "ramify.machine"
 INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
+PULL_TIMEOUT = 600.0  # seconds to fetch an image
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
 # When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
 ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
+PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
 HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
 
 
@@ -51,7 +55,7 @@ class ContainerEngine:
         return self.host is None or self.host.startswith("unix:")
 
     async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
-        """Run a command of the engine. Raises SandboxError if it does not end in time."""
+        """Run a command of the engine; cancelling this call kills it. Raises SandboxError if it takes too long."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
             *args,
@@ -69,7 +73,7 @@ class ContainerEngine:
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # a rootless podman starts itself again
                 await process.wait()
         return EngineResult(
             process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
@@ -119,6 +123,30 @@ def get_engine_info(engine: ContainerEngine) -> dict[str, Any]:
     if not is_dict(info) or info.get("ServerErrors"):
         raise SandboxError(f"{engine.name} info: {info}")
     return info
+
+
+async def fetch_image(engine: ContainerEngine, image: str, config: ContainerRuntimeConfig) -> None:
+    """Fetch an image where `config.pull` says so. Raises SandboxError if it cannot be fetched."""
+    if config.pull == "never":
+        return
+    if config.pull == "missing" and not (await engine.run("image", "inspect", "--format", "{{.Id}}", image)).returncode:
+        return
+    options = select_options(config.engine_args, PULL_OPTIONS)
+    result = await engine.run("pull", "--quiet", *options, image, timeout=PULL_TIMEOUT)
+    if result.returncode:
+        raise SandboxError(f"the image {image} cannot be fetched: {result.stderr.strip()[-1000:]}")
+
+
+def select_options(engine_args: Sequence[str], names: Container[str]) -> list[str]:
+    """Return the options of these names, with their values."""
+    selected: list[str] = []
+    is_selected = False
+    for argument in engine_args:
+        if argument.startswith("-"):
+            is_selected = argument.partition("=")[0] in names
+        if is_selected:
+            selected.append(argument)
+    return selected
 
 
 def build_limit_options(limits: ResourceLimits) -> list[str]:
