@@ -148,6 +148,13 @@ def test_output_is_bounded():
     assert 1000 <= len(trace.info["program"]["stdout"]) < 1100
 
 
+def test_output_is_bounded_in_characters():
+    trace = run_program([], command=["sh", "-c", "yes ü | tr -d '\\n' | head -c 2000"], max_output_chars=1000)
+    assert trace.info["program"]["stdout"] == "ü" * 1000
+    trace = run_program([], command=["sh", "-c", "echo text"], max_output_chars=0)
+    assert trace.info["program"]["stdout"] == "\n[5 characters left out]\n"
+
+
 def test_a_stop_hook_ends_the_program():
     class Stopping(OneTask):
         @rf.stop

@@ -18,7 +18,7 @@ from ramify.gateway.main_calls import find_side_calls
 from ramify.harness.base import Harness
 from ramify.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.harness.program_config import ProgramHarnessConfig, fill_placeholders, find_placeholders
-from ramify.runtime.bounded_output import BoundedOutput
+from ramify.harness.shell_tools import shorten_text
 
 if TYPE_CHECKING:
     from ramify.gateway import RolloutSession
@@ -143,8 +143,8 @@ class ProgramHarness(Harness):
         context.trace.info["program"] = {
             "reply": _find_last_reply(session, context),
             "exit_code": None if result.timed_out else result.returncode,  # None: it was killed
-            "stdout": _bound(result.stdout, self.config.max_output_chars),
-            "stderr": _bound(result.stderr, self.config.max_output_chars),
+            "stdout": _shorten_output(result.stdout, self.config.max_output_chars),
+            "stderr": _shorten_output(result.stderr, self.config.max_output_chars),
             "num_calls": session.num_turns,
         }
 
@@ -231,7 +231,7 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
     if failures:
         raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
     if session.num_turns == 0:
-        output = _bound(result.stderr or result.stdout, EXCERPT_CHARS)
+        output = _shorten_output(result.stderr or result.stdout, EXCERPT_CHARS)
         raise AgentExit(f"the program exited with code {result.returncode} before the first reply: {output}")
     return "exit"
 
@@ -243,7 +243,5 @@ def _find_last_reply(session: "RolloutSession", context: RolloutContext) -> str:
     return context.trace.nodes[nodes[-1]].message.text if nodes else context.trace.last_reply
 
 
-def _bound(output: bytes, max_chars: int) -> str:
-    bounded = BoundedOutput(max_chars)
-    bounded.write(output)
-    return bounded.getvalue().decode("utf-8", "replace")
+def _shorten_output(output: bytes, max_chars: int) -> str:
+    return shorten_text(output.decode("utf-8", "replace"), max_chars)
