@@ -152,6 +152,15 @@ def test_token_budgets_are_exact(name, limit):
     check_tokens(trace, client)
 
 
+def test_tokens_that_are_too_few_for_a_summary_are_left_to_the_agent():
+    first = run_agent(Agent([300, 300]), harness={"id": "chat", "compact_at": 300}, max_turns=1)
+    limit = first.graph.logprobs.size + 20
+    client = Agent([300, 300])
+    trace = run_agent(client, harness={"id": "chat", "compact_at": 300}, max_output_tokens=limit)
+    assert (client.num_summaries, trace.num_turns) == (0, 2)
+    assert "compactions" not in trace.metrics
+
+
 def test_tool_results_without_room_are_left_out_of_the_summary():
     client = Agent([100, 900])
     trace = run_agent(client, harness={"id": "chat", "compact_at": 500}, seq_len=1000)

@@ -50,6 +50,17 @@ class RolloutBudget:
         """How many more calls `max_turns` allows; None without this limit."""
         return None if self.limits.max_turns is None else self.limits.max_turns - self.num_turns
 
+    @property
+    def remaining_tokens(self) -> int | None:
+        """How many more tokens the scarcest of the token limits allows; None without such a limit."""
+        limits = self.limits
+        remaining = (
+            (limits.max_input_tokens, self.input_tokens),
+            (limits.max_output_tokens, self.output_tokens),
+            (limits.max_total_tokens, self.input_tokens + self.output_tokens),
+        )
+        return min((limit - used for limit, used in remaining if limit is not None), default=None)
+
     async def reserve(
         self, count_new_tokens: Callable[[], int], *, max_tokens: int, prompt_len: int, max_model_len: int | None
     ) -> BudgetGrant:

@@ -176,6 +176,11 @@ class RolloutSession:
         return self._budget.remaining_turns
 
     @property
+    def remaining_tokens(self) -> int | None:
+        """How many more tokens the scarcest of the rollout's token limits allows; None without such a limit."""
+        return self._budget.remaining_tokens
+
+    @property
     def max_path_tokens(self) -> int | None:
         """Maximum number of tokens of a prompt and its reply: the smaller of `seq_len` and the model's length."""
         limits = (self._budget.limits.seq_len, self.policy.max_model_len)

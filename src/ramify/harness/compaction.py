@@ -28,7 +28,7 @@ SUMMARY_REQUEST = Message(
 CONTINUE_REQUEST = Message("user", "Continue from your summary.")
 EMPTY_SUMMARY = "(no summary)"
 OMITTED_RESULT = "(left out: the result is too long for the context)"
-SUMMARY_SHARE = 8  # one part in this many of the longest path is kept free for the summary
+SUMMARY_SHARE = 8  # a summary is expected to have one part in this many of a path's tokens
 
 
 class Compactor:
@@ -42,9 +42,12 @@ class Compactor:
         """Return whether the conversation must be compacted before this request.
 
         The first turn of a branch is never preceded by a compaction, so every branch makes progress. Neither is the
-        last turn that `max_turns` allows, because nothing would follow the summary.
+        last turn that `max_turns` or the token limits allow, because nothing would follow the summary.
         """
         if self._compact_at is None or request.parent_node is None or self._session.remaining_turns == 1:
+            return False
+        remaining_tokens = self._session.remaining_tokens
+        if remaining_tokens is not None and remaining_tokens < self._compact_at // SUMMARY_SHARE:
             return False
         return self._session.count_prompt_tokens(request) >= self._compact_at
 
