@@ -279,6 +279,13 @@ def test_code_that_runs_too_long_is_interrupted_and_variables_are_kept(runtime):
     assert kept == "1\n"
 
 
+def test_answer_that_is_too_long_is_refused():
+    script = [python("answer = 'x' * 101"), python("answer = 'y' * 100")]
+    trace = run_rlm(script, harness={"max_answer_chars": 100})
+    assert "error: `answer` has 101 characters, and at most 100 are accepted" in outputs(trace)[0]
+    assert trace.last_reply == "y" * 100
+
+
 def test_code_that_ignores_the_interrupt_loses_its_repl():
     code = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
     trace = run_rlm([python(code), "ok"], harness={"run_timeout": 0.3})

@@ -75,6 +75,8 @@ class RlmHarnessConfig(ChatHarnessConfig):
     """Characters of a prompt that the model is shown; `context` in the REPL holds all of it."""
     max_output_chars: int = Field(default=4_000, ge=100)
     """Characters of the output of code, or of a tool, that the model is shown."""
+    max_answer_chars: int = Field(default=100_000, ge=1)
+    """Most characters of the variable `answer`; a longer answer is refused, and the conversation goes on."""
     run_timeout: float = Field(default=120.0, gt=0)
     """Seconds that code may run. Time in tools counts, time in calls of `llm` does not."""
     max_restarts: int = Field(default=2, ge=0)

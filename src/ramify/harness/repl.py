@@ -65,6 +65,7 @@ class ReplSettings:
     """Seconds that code may run, without its calls of the model."""
     max_restarts: int
     max_output_chars: int
+    max_answer_chars: int
     variables: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     """The functions that call tools: the names of function, tool and parameters, and the docstring."""
@@ -80,6 +81,7 @@ class Repl:
     def __init__(self, runtime: Runtime, settings: ReplSettings, handle_call: CallHandler) -> None:
         self._runtime, self._settings, self._handle_call = runtime, settings, handle_call
         self._process: RuntimeProcess | None = None
+        self._partial_message = bytearray()
         self._num_lost = 0
 
     async def run(self, code: str) -> ReplResult:
@@ -99,6 +101,9 @@ class Repl:
         output = cut_text(message.output, self._settings.max_output_chars, force=message.is_cut)
         if was_interrupted:
             output += f"\nerror: interrupted after {self._settings.run_timeout:g} s"
+        if message.answer is not None and len(message.answer) > self._settings.max_answer_chars:
+            output += f"\nerror: `answer` has {len(message.answer)} characters, and at most "
+            return ReplResult(output + f"{self._settings.max_answer_chars} are accepted; set a shorter one")
         return ReplResult(output, message.answer)
 
     async def close(self) -> None:
@@ -117,7 +122,7 @@ class Repl:
             ) from error
         except (OSError, ValueError) as error:
             raise SandboxError(f"a REPL cannot be started: {error}") from error
-        self._process = process
+        self._process, self._partial_message = process, bytearray()
         settings = self._settings
         start = {
             "op": "start",
@@ -181,10 +186,9 @@ class Repl:
             raise ReplLost(await _describe_exit(process)) from None
 
     async def _receive(self, process: RuntimeProcess, timeout: float) -> ReplMessage:
-        """Return the next message. Raises TimeoutError after `timeout` seconds."""
-        parts: list[bytes] = []
+        """Return the next message. Raises TimeoutError after `timeout` seconds; the next call continues the message."""
+        message = self._partial_message
         deadline = time.monotonic() + timeout
-        size = 0
         while True:
             try:
                 line = await process.read_line(max(deadline - time.monotonic(), 0.001))
@@ -192,14 +196,14 @@ class Repl:
                 raise ReplLost("the REPL sent a line that is too long") from None
             if not line.endswith(b"\n"):
                 raise ReplLost(await _describe_exit(process))
-            parts.append(line[1:-1])
-            size += len(line)
-            if size > MAX_MESSAGE_BYTES:
+            message += line[1:-1]
+            if len(message) > MAX_MESSAGE_BYTES:
                 raise ReplLost(f"the code sent more than {MAX_MESSAGE_BYTES >> 20} MiB at once")
             if line[:1] != b"+":
                 break
+        self._partial_message = bytearray()
         try:
-            return msgspec.json.decode(b"".join(parts), type=ReplMessage)
+            return msgspec.json.decode(message, type=ReplMessage)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the code may have written anything
             raise ReplLost(f"the REPL sent an invalid message: {error}") from None
 

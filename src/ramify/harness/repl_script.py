@@ -45,14 +45,18 @@ class Channel:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message in as many lines as it needs."""
+        """Send a message in as many lines as it needs. An interrupt waits until all of them are sent."""
         data = json.dumps(message, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
         self.exit_if_forked()
         size = self.max_line_bytes - 2
         with self._send_lock:
-            for start in range(0, len(data), size):
-                mark = b"+" if start + size < len(data) else b"="
-                _write_all(self._output_fd, mark + data[start : start + size] + b"\n")
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for start in range(0, len(data), size):
+                    mark = b"+" if start + size < len(data) else b"="
+                    _write_all(self._output_fd, mark + data[start : start + size] + b"\n")
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
         """Let the host run a function and return the result."""

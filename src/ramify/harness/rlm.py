@@ -107,6 +107,7 @@ class RlmConversation:
             config.run_timeout,
             config.max_restarts,
             config.max_output_chars,
+            config.max_answer_chars,
             {"context": repl_context},
             rollout.tools.describe_functions(),
         )
