@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
+from ramify.runtime import cgroup
+from tests.runtime.conftest import make_ended_owner_name
 
 LEAVE_A_BOX = """
 import asyncio, os, signal
@@ -50,12 +52,31 @@ def test_clean_ignores_names_that_no_runtime_made(capsys, monkeypatch, tmp_path)
     monkeypatch.setattr("ramify.runtime.local.kill_marked_processes", lambda marker: pytest.fail(f"kills {marker!r}"))
     target = tmp_path / "target"
     target.mkdir()
-    (tmp_path / "ramify-99999-1-").mkdir()
-    (tmp_path / "ramify-99999-1-abc").mkdir()
-    (tmp_path / f"ramify-99999-1-{'0' * 32}").symlink_to(target)
+    (tmp_path / f"ramify-{make_ended_owner_name('')}").mkdir()
+    (tmp_path / f"ramify-{make_ended_owner_name('abc')}").mkdir()
+    (tmp_path / f"ramify-{make_ended_owner_name('0' * 16)}").symlink_to(target)
     assert main(["runtime", "clean", "local"]) == 0
     assert "removed directory" not in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_clean_goes_on_after_what_cannot_be_removed(capsys, monkeypatch, tmp_path):
+    """A group of this process's own name form, whose removal the kernel refuses, and a directory after it."""
+    groups = tmp_path / "groups"
+    stuck = groups / f"ramify-{make_ended_owner_name(0)}"
+    stuck.mkdir(parents=True)
+    (stuck / "cgroup.procs").write_text("")  # a file in a directory that is to be removed
+    parents = cgroup.CgroupParents({"memory": groups}, {})
+    monkeypatch.setattr(cgroup, "find_cgroup_parents", lambda: parents)
+    monkeypatch.setattr(cgroup.remove_group, "__defaults__", (0.05,))
+    monkeypatch.setattr(cgroup.find_abandoned_groups, "__defaults__", (0.05,))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = tmp_path / f"ramify-{make_ended_owner_name('0' * 16)}"
+    directory.mkdir()
+    assert main(["runtime", "clean", "local"]) == 1
+    output = capsys.readouterr()
+    assert f"removed directory {directory}" in output.out and not directory.exists()
+    assert f"local: 1 not removed: control group {stuck}" in output.err
 
 
 def test_unknown_runtime_is_refused(capsys):

@@ -20,6 +20,7 @@ from ramify.runtime import (
     SandboxRuntimeConfig,
 )
 from ramify.runtime.bwrap import find_unsupported_reason
+from ramify.runtime.owner import make_owner_name
 from tests.runtime.container_image import IMAGE
 from tests.runtime.prime_fake import PrimeFake
 
@@ -62,6 +63,12 @@ def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
             return await test(runtime)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def make_ended_owner_name(number: int | str) -> str:
+    """The name of a thing that a process of this machine made, which has ended."""
+    pid, _, *others, _ = make_owner_name(0).split("-")
+    return "-".join([pid, "1", *others, str(number)])  # the process id is in use again
 
 
 def build_runtime_table(kind: str) -> dict:

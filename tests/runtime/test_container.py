@@ -328,11 +328,11 @@ asyncio.run(main())
 
     async def test():
         async with open_runtime("container") as runtime:
-            assert ContainerRuntime.clean(config) == []
+            assert list(ContainerRuntime.clean(config)) == []
             worker.kill()
             worker.wait(10)
-            assert ContainerRuntime.clean(config) == [f"container {name}"]
-            assert ContainerRuntime.clean(config) == []
+            assert list(ContainerRuntime.clean(config)) == [f"container {name}"]
+            assert list(ContainerRuntime.clean(config)) == []
             assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
 
     try:

@@ -18,7 +18,7 @@ from ramify.env.runtime import Capability
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
 from ramify.runtime.seccomp import build_seccomp_filter
-from tests.runtime.conftest import open_runtime, run_with_runtime, skip_unless_available
+from tests.runtime.conftest import make_ended_owner_name, open_runtime, run_with_runtime, skip_unless_available
 
 
 @pytest.fixture(autouse=True)
@@ -431,9 +431,9 @@ asyncio.run(main())
             await asyncio.sleep(0.05)
 
     asyncio.run(asyncio.wait_for(wait_until_gone(), 10))
-    removed = SandboxRuntime.clean(SandboxRuntimeConfig())
+    removed = list(SandboxRuntime.clean(SandboxRuntimeConfig()))
     assert len(removed) >= bool(cgroup.find_cgroup_parents().directories)
-    assert SandboxRuntime.clean(SandboxRuntimeConfig()) == []
+    assert list(SandboxRuntime.clean(SandboxRuntimeConfig())) == []
 
 
 def test_run_is_refused_where_a_limit_cannot_be_enforced(monkeypatch):
@@ -479,7 +479,7 @@ def test_filter_is_a_valid_program(machine):
 def test_first_sandbox_of_a_process_removes_groups_of_killed_ones():
     requires(Capability.MEMORY_LIMIT)
     parent = cgroup.find_cgroup_parents().directories["memory"]
-    abandoned = parent / f"{cgroup.GROUP_PREFIX}4194300-1-0"
+    abandoned = parent / f"{cgroup.GROUP_PREFIX}{make_ended_owner_name(0)}"
     abandoned.mkdir(exist_ok=True)
     script = """
 import asyncio

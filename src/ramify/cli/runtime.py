@@ -1,6 +1,7 @@
 """`ramify runtime list` and `ramify runtime clean`: what runtimes enforce here, and what killed processes left."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,15 +39,20 @@ def _list(ids: Sequence[str]) -> int:
 
 def _clean(ids: Sequence[str]) -> int:
     from ramify.env import plugin  # loaded here, not for help
+    from ramify.errors import RamifyError
 
-    removed: list[str] = []
-    for runtime_id in ids or _get_builtin_ids():
-        runtime: Runtime = plugin.build_plugin("runtime", {"id": runtime_id})
-        removed += runtime.clean(runtime.config)
-    for line in removed:
-        print(f"removed {line}")
-    print(f"removed {len(removed)} {'thing' if len(removed) == 1 else 'things'} that ended processes had left")
-    return 0
+    num_removed, failed = 0, False
+    runtimes: list[Runtime] = [plugin.build_plugin("runtime", {"id": id}) for id in ids or _get_builtin_ids()]
+    for runtime in runtimes:
+        try:
+            for line in runtime.clean(runtime.config):
+                print(f"removed {line}")
+                num_removed += 1
+        except RamifyError as error:  # the others are cleaned all the same
+            print(f"{runtime.config.id}: {error.message}", file=sys.stderr)
+            failed = True
+    print(f"removed {num_removed} {'thing' if num_removed == 1 else 'things'} that ended processes had left")
+    return 1 if failed else 0
 
 
 def _get_builtin_ids() -> list[str]:

@@ -12,7 +12,7 @@ configuration or a task that asks for more: a limit is enforced or refused, neve
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -297,6 +297,9 @@ class Runtime(ABC):
         """Make a URL of this machine reachable for programs of the runtime; return the URL that they use."""
 
     @classmethod
-    def clean(cls, config: RuntimeConfig) -> list[str]:
-        """Remove what runtimes of processes that have ended left behind; return one line for each thing removed."""
-        return []
+    def clean(cls, config: RuntimeConfig) -> Iterable[str]:
+        """Remove what runtimes of processes that have ended left behind; yield one line for each thing removed.
+
+        Raises SandboxError at the end if something could not be removed.
+        """
+        return ()

@@ -1,34 +1,43 @@
 """Control groups: limits on the memory, processes and cores of all programs of a rollout together.
 
 Linux has two versions of control groups, and a machine may have both at once: with the first, each controller has a
-hierarchy of its own. Whether a process may create groups depends on the machine, so it is tried once. The name of a
-group holds the process that made it, so that the groups of a process that was killed can be found and removed.
+hierarchy of its own. Whether a process may create and join groups depends on the machine, so it is tried once. The
+name of a group holds the process that made it, so that the groups of a killed process can be found and removed.
 """
 
 import contextlib
 import itertools
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
 
 from ramify.env.runtime import Capability, ResourceLimits
 from ramify.errors import SandboxError
-from ramify.runtime.owner import is_owner_alive, make_owner_name
+from ramify.runtime.owner import AbandonedThing, is_owner_alive, make_owner_name
 
 MOUNTS_FILE = Path("/proc/self/mountinfo")
 MEMBERSHIP_FILE = Path("/proc/self/cgroup")
 GROUP_PREFIX = "ramify-"
 REMOVE_TIMEOUT = 5.0  # seconds for the processes of a group to be gone after they were killed
 REMOVE_INTERVAL = 0.005
+PROBE_TIMEOUT = 20.0  # seconds for a process to join a group
 CPU_PERIOD = 100_000  # microseconds
 CONTROLLER_OF_CAPABILITY = {
     Capability.MEMORY_LIMIT: "memory",
     Capability.PROCESS_LIMIT: "pids",
     Capability.CPU_LIMIT: "cpu",
 }
+LIMIT_FILES = {  # in the second version and in the first
+    "memory": ("memory.max", "memory.limit_in_bytes"),
+    "pids": ("pids.max",),
+    "cpu": ("cpu.max", "cpu.cfs_quota_us"),
+}
+SWAP_FILES = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing where the kernel does not count swap
 
 JOIN_SCRIPT = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
 
@@ -45,14 +54,14 @@ class CgroupParents:
 
 @cache
 def find_cgroup_parents() -> CgroupParents:
-    """Return where groups can be created. Creates and removes a group in each place; the result is cached."""
+    """Return where groups can be created and joined. It is tried once in each place."""
     directories: dict[str, Path] = {}
     reasons: dict[str, str] = {}
     places = dict(_iter_parent_directories())
     for controller in CONTROLLER_OF_CAPABILITY.values():
         if controller not in places:
-            reasons[controller] = f"this machine has no control groups for {controller}"
-        elif reason := _find_creation_problem(places[controller], controller):
+            reasons[controller] = f"there is no control group for {controller} in which this process may create others"
+        elif reason := _find_group_problem(places[controller], controller):
             reasons[controller] = reason
         else:
             directories[controller] = places[controller]
@@ -93,16 +102,16 @@ class Cgroup:
 
     def build_join_command(self, argv: Sequence[str]) -> list[str]:
         """Return a command line that joins the groups and then becomes the program of `argv`."""
-        files = [str(directory / "cgroup.procs") for directory in self._unique_directories]
-        return ["/bin/sh", "-c", JOIN_SCRIPT, "sh", *files, "--", *argv]
+        return build_join_command(self._unique_directories, argv)
 
     def set_limits(self, limits: ResourceLimits) -> None:
         """Apply limits. Raises SandboxError if the kernel refuses one."""
         try:
             for controller, directory in self._directories.items():
-                for file, value in _iter_settings(controller, limits):
-                    if (directory / file).exists():  # the two versions have different files
-                        (directory / file).write_text(value)
+                is_second_version = (directory / "cgroup.controllers").exists()
+                for name, value in _iter_settings(controller, limits, is_second_version=is_second_version):
+                    if name not in SWAP_FILES or (directory / name).exists():
+                        (directory / name).write_text(value)
         except OSError as error:
             raise SandboxError(f"cannot limit resources: {error}") from error
 
@@ -118,65 +127,87 @@ class Cgroup:
         return 0
 
     def remove(self) -> None:
-        """Remove the groups, whose processes must have been killed. Blocks until they are gone: call it in a thread.
+        """Kill all processes of the groups and remove the groups. Blocks until they are gone: call it in a thread.
 
-        Raises SandboxError if a process is still there after some seconds.
+        Raises SandboxError if a group is still there after some seconds.
         """
+        failures: list[SandboxError] = []
         for directory in self._unique_directories:
-            remove_group(directory)
+            try:
+                remove_group(directory)
+            except SandboxError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def build_join_command(directories: Iterable[Path], argv: Sequence[str]) -> list[str]:
+    """Return a command line that joins groups and then becomes the program of `argv`."""
+    files = [str(directory / "cgroup.procs") for directory in directories]
+    return ["/bin/sh", "-c", JOIN_SCRIPT, "sh", *files, "--", *argv]
 
 
 def remove_group(directory: Path, timeout: float = REMOVE_TIMEOUT) -> None:
-    """Remove a group and the groups in it once they are empty. Raises SandboxError if they do not become empty."""
+    """Kill the processes of a group and of the groups in it, and remove the groups.
+
+    Raises SandboxError if they do not become empty.
+    """
     deadline = time.monotonic() + timeout
     while directory.exists():
         try:
-            for child in directory.iterdir():
-                if child.is_dir():
-                    remove_group(child, timeout)
-            directory.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError as error:
+            for group in _list_groups(directory):
+                _kill_members(group)
+            for group in _list_groups(directory):
+                group.rmdir()
+        except OSError as error:  # also if a group was removed or made meanwhile
             if time.monotonic() > deadline:
                 raise SandboxError(f"the control group {directory} cannot be removed: {error.strerror}") from error
             time.sleep(REMOVE_INTERVAL)
 
 
-def remove_abandoned_groups() -> list[str]:
-    """Kill the processes of groups whose owner has ended, and remove these groups; return the removed directories."""
-    removed: list[str] = []
-    for parent in dict.fromkeys(find_cgroup_parents().directories.values()):
-        for directory in parent.glob(f"{GROUP_PREFIX}*"):
-            if not is_owner_alive(directory.name.removeprefix(GROUP_PREFIX)):
-                _kill_members(directory)
-                remove_group(directory)
-                removed.append(str(directory))
-    return removed
+def find_abandoned_groups(timeout: float = REMOVE_TIMEOUT) -> list[AbandonedThing]:
+    """Return the groups whose owner has ended. `timeout`: seconds for each to become empty."""
+    return [
+        AbandonedThing(f"control group {directory}", partial(remove_group, directory, timeout))
+        for parent in dict.fromkeys(find_cgroup_parents().directories.values())
+        for directory in parent.glob(f"{GROUP_PREFIX}*")
+        if not is_owner_alive(directory.name.removeprefix(GROUP_PREFIX))
+    ]
+
+
+def _list_groups(directory: Path) -> list[Path]:
+    """Return a group and the groups in it, the innermost first."""
+    return [Path(path) for path, _, _ in os.walk(directory, topdown=False)]
 
 
 def _kill_members(directory: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        for pid in (directory / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
+    file = directory / "cgroup.procs"
+    for pid in map(int, file.read_text().split() if file.exists() else ()):
+        if pid > 0:  # 0 is a process that this one cannot see; as an argument it would mean this one's own group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def _iter_settings(controller: str, limits: ResourceLimits) -> Iterator[tuple[str, str]]:
-    """Yield the files of a controller in both versions, with the values to write."""
+def _iter_settings(controller: str, limits: ResourceLimits, *, is_second_version: bool) -> Iterator[tuple[str, str]]:
+    """Yield the files of a controller, with the values to write."""
+    no_limit = "max" if is_second_version else "-1"
     if controller == "memory":
-        num_bytes = None if limits.memory_mb is None else limits.memory_mb << 20
-        yield "memory.memsw.limit_in_bytes", "-1"  # it must never be below the other, which may be raised or lowered
-        yield "memory.limit_in_bytes", "-1" if num_bytes is None else str(num_bytes)
-        yield "memory.memsw.limit_in_bytes", "-1" if num_bytes is None else str(num_bytes)
-        yield "memory.max", "max" if num_bytes is None else str(num_bytes)
-        yield "memory.swap.max", "max" if num_bytes is None else "0"
+        memory = no_limit if limits.memory_mb is None else str(limits.memory_mb << 20)
+        if is_second_version:
+            yield "memory.max", memory
+            yield "memory.swap.max", no_limit if limits.memory_mb is None else "0"
+        else:
+            yield "memory.memsw.limit_in_bytes", no_limit  # never below the other, which may be raised or lowered
+            yield "memory.limit_in_bytes", memory
+            yield "memory.memsw.limit_in_bytes", memory
     elif controller == "pids":
         yield "pids.max", "max" if limits.max_processes is None else str(limits.max_processes)
     else:
-        quota = None if limits.cpus is None else max(1000, round(limits.cpus * CPU_PERIOD))
-        yield "cpu.cfs_quota_us", "-1" if quota is None else str(quota)
-        yield "cpu.max", f"{'max' if quota is None else quota} {CPU_PERIOD}"
+        quota = no_limit if limits.cpus is None else str(max(1000, round(limits.cpus * CPU_PERIOD)))
+        if is_second_version:
+            yield "cpu.max", f"{quota} {CPU_PERIOD}"
+        else:
+            yield "cpu.cfs_quota_us", quota
 
 
 def _iter_parent_directories() -> Iterator[tuple[str, Path]]:
@@ -189,40 +220,58 @@ def _iter_parent_directories() -> Iterator[tuple[str, Path]]:
         for line in MEMBERSHIP_FILE.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             memberships |= dict.fromkeys(controllers.split(","), path)
-    for mount_point, kind, options in _iter_cgroup_mounts():
-        if kind == "cgroup":
+    for mount in _iter_cgroup_mounts():
+        if not mount.is_second_version:
             for controller in CONTROLLER_OF_CAPABILITY.values():
-                if controller in options and controller in memberships:
-                    yield controller, mount_point / memberships[controller].lstrip("/")
-        else:
-            own = mount_point / memberships.get("", "/").lstrip("/")
-            for place in (own, own.parent) if own != mount_point else (own,):
-                available = _read_words(place / "cgroup.controllers")
-                if available and _enable_controllers(place, available):
-                    for controller in available & set(CONTROLLER_OF_CAPABILITY.values()):
-                        yield controller, place
+                if controller in mount.options and controller in memberships:
+                    own = mount.find_group(memberships[controller])
+                    if own is not None:
+                        yield controller, own
+        elif (own := mount.find_group(memberships.get("", "/"))) is not None:
+            for place in (own, own.parent) if own != mount.point else (own,):
+                enabled = _enable_controllers(place)
+                yield from ((controller, place) for controller in sorted(enabled))
+                if enabled:
                     break
 
 
-def _iter_cgroup_mounts() -> Iterator[tuple[Path, str, set[str]]]:
-    """Yield the mount point, the kind ("cgroup" or "cgroup2") and the options of each control group hierarchy."""
+@dataclass(frozen=True, slots=True)
+class _CgroupMount:
+    """A mounted hierarchy. `root` is the group that its mount point shows: in a container often not the topmost."""
+
+    root: PurePosixPath
+    point: Path
+    is_second_version: bool
+    options: frozenset[str]
+
+    def find_group(self, path: str) -> Path | None:
+        """Return the directory of a group, None if the mount does not show it."""
+        group = PurePosixPath(path)
+        if not group.is_relative_to(self.root) or ".." in group.parts:
+            return None
+        return self.point / group.relative_to(self.root)
+
+
+def _iter_cgroup_mounts() -> Iterator[_CgroupMount]:
     if not MOUNTS_FILE.exists():  # not Linux
         return
     for line in MOUNTS_FILE.read_text().splitlines():
         place, _, source = line.partition(" - ")
         kind, _, options = source.split(" ", 2)
         if kind in ("cgroup", "cgroup2"):
-            yield Path(place.split()[4]), kind, set(options.replace(",", " ").split())
+            root, point = place.split()[3:5]
+            words = frozenset(options.replace(",", " ").split())
+            yield _CgroupMount(PurePosixPath(root), Path(point), kind == "cgroup2", words)
 
 
-def _enable_controllers(place: Path, available: set[str]) -> bool:
-    """Let groups in `place` limit resources; return whether they can."""
-    wanted = available & set(CONTROLLER_OF_CAPABILITY.values())
-    enabled = _read_words(place / "cgroup.subtree_control")
-    if not wanted <= enabled:
+def _enable_controllers(place: Path) -> set[str]:
+    """Let groups in `place` limit resources; return the controllers that do. Each is enabled by itself."""
+    file = place / "cgroup.subtree_control"
+    wanted = _read_words(place / "cgroup.controllers") & set(CONTROLLER_OF_CAPABILITY.values())
+    for controller in sorted(wanted - _read_words(file)):
         with contextlib.suppress(OSError):
-            (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(wanted - enabled)))
-    return wanted <= _read_words(place / "cgroup.subtree_control")
+            file.write_text(f"+{controller}")
+    return wanted & _read_words(file)
 
 
 def _read_words(file: Path) -> set[str]:
@@ -231,12 +280,29 @@ def _read_words(file: Path) -> set[str]:
     return set()
 
 
-def _find_creation_problem(place: Path, controller: str) -> str | None:
-    """Return why no group can be created in `place`; None if one can."""
+def _find_group_problem(place: Path, controller: str) -> str | None:
+    """Return why a group in `place` cannot limit processes of this user; None if it can."""
     directory = place / (GROUP_PREFIX + make_owner_name(next(_numbers)))
     try:
         directory.mkdir()
-        directory.rmdir()
     except OSError as error:
         return f"no control group for {controller} can be created in {place}: {error.strerror}"
+    try:
+        names = LIMIT_FILES[controller]
+        if not any((directory / name).exists() for name in names):
+            return f"control groups in {place} have no file {' or '.join(names)}"
+        probe = subprocess.run(
+            build_join_command([directory], ["true"]),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT,
+            check=False,
+        )
+        if probe.returncode:
+            return f"no process can join a control group in {place}: {probe.stderr.strip()}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no process can join a control group in {place}: {error}"
+    finally:
+        with contextlib.suppress(SandboxError):
+            remove_group(directory)
     return None

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,15 +33,14 @@ from ramify.runtime.container_engine import (
     EngineResult,
     build_limit_options,
     fetch_image,
+    find_abandoned_containers,
     find_engine,
     find_unsupported_reason,
-    get_machine_id,
-    remove_abandoned_containers,
 )
 from ramify.runtime.container_network import open_listener
 from ramify.runtime.container_process import ContainerProcess
 from ramify.runtime.container_seccomp import build_seccomp_profile
-from ramify.runtime.owner import make_owner_name
+from ramify.runtime.owner import get_machine_id, make_owner_name, remove_abandoned
 from ramify.runtime.port_forward import PortForward
 from ramify.runtime.shell_process import KillFunction, ShellProcess
 from ramify.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
@@ -143,13 +142,13 @@ class ContainerRuntime(ShellRuntime):
         return url._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     @classmethod
-    def clean(cls, config: RuntimeConfig) -> list[str]:
+    def clean(cls, config: RuntimeConfig) -> Iterable[str]:
         """Remove the containers of processes of this machine that have ended."""
         assert isinstance(config, ContainerRuntimeConfig)
         engine = find_engine(config)
         if engine is None or find_unsupported_reason(engine, config.engine):
-            return []
-        return [f"container {name}" for name in remove_abandoned_containers(engine)]
+            return ()
+        return remove_abandoned(find_abandoned_containers(engine))
 
     def _make_process(
         self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool
@@ -189,7 +188,7 @@ class ContainerRuntime(ShellRuntime):
     async def _start_container(self, image: str, limits: ResourceLimits) -> None:
         engine, owner = self._get_engine(), make_owner_name(next(_numbers))
         await fetch_image(engine, image, self.config)  # apart from the start, which must not be interrupted
-        container = _Container(f"{NAME_PREFIX}{owner}-{get_machine_id()}", image, limits)
+        container = _Container(f"{NAME_PREFIX}{owner}", image, limits)
         command = ["run", "--detach", "--name", container.name, "--hostname", "box"]
         command += ["--label", f"{MACHINE_LABEL}={get_machine_id()}"]
         command += ["--network", self.config.network, "--security-opt", "no-new-privileges", "--entrypoint", "sh"]

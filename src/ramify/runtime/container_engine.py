@@ -2,16 +2,14 @@
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from ramify.config.schema import is_dict
 from ramify.env.runtime import ResourceLimits
 from ramify.errors import SandboxError
 from ramify.runtime.config import ContainerRuntimeConfig
-from ramify.runtime.owner import is_owner_alive
+from ramify.runtime.owner import AbandonedThing, get_machine_id, is_owner_alive
 
 NAME_PREFIX = "ramify-"
 MACHINE_LABEL = "ramify.machine"
@@ -161,23 +159,16 @@ def build_limit_options(limits: ResourceLimits) -> list[str]:
     return options
 
 
-def remove_abandoned_containers(engine: ContainerEngine) -> list[str]:
-    """Remove the containers of processes of this machine that have ended; return their names."""
+def find_abandoned_containers(engine: ContainerEngine) -> list[AbandonedThing]:
+    """Return the containers of processes of this machine that have ended."""
     machine = f"label={MACHINE_LABEL}={get_machine_id()}"
     listing = engine.run_blocking("ps", "--all", "--filter", machine, "--format", "{{.Names}}").stdout
-    removed: list[str] = []
-    for name in listing.split():
-        if not is_owner_alive(name.removeprefix(NAME_PREFIX)):
-            engine.run_blocking("rm", "--force", "--volumes", name)
-            removed.append(name)
-    return removed
+    return [
+        AbandonedThing(f"container {name}", partial(_remove_container, engine, name))
+        for name in listing.split()
+        if not is_owner_alive(name.removeprefix(NAME_PREFIX))
+    ]
 
 
-def get_machine_id() -> str:
-    """Return an id of this machine, or of the container that this process runs in: process ids are unique in it."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/etc/machine-id").read_text())
-    with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def _remove_container(engine: ContainerEngine, name: str) -> None:
+    engine.run_blocking("rm", "--force", "--volumes", name)

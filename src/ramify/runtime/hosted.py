@@ -26,9 +26,8 @@ from ramify.env.runtime import Capabilities, Capability, ResourceLimits, Runtime
 from ramify.env.task import Task
 from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
 from ramify.runtime.config import HostedRuntimeConfig
-from ramify.runtime.container_engine import get_machine_id
 from ramify.runtime.hosted_process import HostedProcess, translate_sdk_errors
-from ramify.runtime.owner import is_owner_alive, make_owner_name
+from ramify.runtime.owner import get_machine_id, is_owner_alive, make_owner_name
 from ramify.runtime.shell_process import KillFunction, ShellProcess
 from ramify.runtime.shell_runtime import ShellRuntime, replace_address
 

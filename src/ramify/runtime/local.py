@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import ParamSpec, TypeVar
 
@@ -26,15 +26,16 @@ from ramify.env.task import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
 from ramify.runtime.box_files import BoxFiles
-from ramify.runtime.cgroup import Cgroup, find_limit_capabilities, remove_abandoned_groups
+from ramify.runtime.cgroup import Cgroup, find_abandoned_groups, find_limit_capabilities
 from ramify.runtime.config import LocalRuntimeConfig
-from ramify.runtime.owner import is_owner_alive, make_owner_name
+from ramify.runtime.owner import AbandonedThing, is_owner_alive, make_owner_name, remove_abandoned
 from ramify.runtime.piped_process import PipedProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
 DIRECTORY_PREFIX = "ramify-"
-MARKER_PATTERN = re.compile("[0-9a-f]{32}")  # of a uuid; an empty marker would match every process
+MARKER_LENGTH = 16  # of a uuid; an empty marker would match every process
+MARKER_PATTERN = re.compile(f"[0-9a-f]{{{MARKER_LENGTH}}}")
 REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove
 # errors caused by the machine, not by the command
 RESOURCE_ERRNOS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
@@ -47,7 +48,7 @@ class LocalRuntime(Runtime):
 
     def __init__(self, config: LocalRuntimeConfig | None = None) -> None:
         super().__init__(config or LocalRuntimeConfig())
-        self._marker = f"{uuid.uuid4().hex}."
+        self._marker = f"{uuid.uuid4().hex[:MARKER_LENGTH]}."
         self._creation_time = time.time()
         self._sandbox_dir: Path | None = None
         self._open_files: BoxFiles | None = None
@@ -109,15 +110,17 @@ class LocalRuntime(Runtime):
     ) -> "LocalProcess":
         """Start a program in a process group of its own, with the configured environment variables only."""
         argv = build_argv(command)
-        if self._cgroup is not None:
-            argv = self._cgroup.build_join_command(argv)
         workdir = self.workdir
         self._num_spawned += 1
         process = LocalProcess(
             f"{self._marker}{self._num_spawned}.", self.config.max_output_bytes, interactive=interactive
         )
+        variables, directory = {**self._build_env(), **(env or {})}, workdir / (cwd or "")
         try:
-            await process.start(argv, {**self._build_env(), **(env or {})}, workdir / (cwd or ""), stdin)
+            if self._cgroup is not None:
+                _check_program(argv[0], variables, directory)
+            joined = argv if self._cgroup is None else self._cgroup.build_join_command(argv)
+            await process.start(joined, variables, directory, stdin)
         except OSError as error:
             if error.errno in RESOURCE_ERRNOS or not workdir.is_dir():
                 raise SandboxError(f"cannot run {argv[0]!r} in {workdir}: {error}") from error
@@ -146,18 +149,10 @@ class LocalRuntime(Runtime):
         return base_url
 
     @classmethod
-    def clean(cls, config: RuntimeConfig) -> list[str]:
+    def clean(cls, config: RuntimeConfig) -> Iterator[str]:
         """Kill the programs and remove the directories and control groups of processes that have ended."""
         parent = Path(getattr(config, "workdir_root", None) or tempfile.gettempdir())
-        removed = [f"control group {directory}" for directory in remove_abandoned_groups()]
-        for directory in parent.glob(f"{DIRECTORY_PREFIX}*-*-*"):
-            owner_name = directory.name.removeprefix(DIRECTORY_PREFIX)
-            marker = owner_name.rpartition("-")[2]
-            if MARKER_PATTERN.fullmatch(marker) and _is_own_directory(directory) and not is_owner_alive(owner_name):
-                kill_marked_processes(marker)
-                _remove_sandbox(directory)
-                removed.append(f"directory {directory}")
-        return removed
+        return remove_abandoned([*find_abandoned_groups(), *_iter_abandoned_directories(parent)])
 
     @property
     def _files(self) -> BoxFiles:
@@ -249,6 +244,21 @@ class _ExitWatcher(asyncio.SubprocessProtocol):
         self._transport.close()
 
 
+def _check_program(name: str, env: Mapping[str, str], cwd: Path) -> None:
+    """Raise the error of a program that does not exist or may not be run. A shell would make it an exit code."""
+    error: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    for directory in [""] if "/" in name else os.get_exec_path(env):
+        path = cwd / directory / name
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISREG(mode) and os.access(path, os.X_OK):
+            return
+        error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+    raise error
+
+
 @cache
 def _find_capabilities() -> Capabilities:
     available, reasons = find_limit_capabilities()
@@ -257,6 +267,19 @@ def _find_capabilities() -> Capabilities:
     for capability in (Capability.WALLS, Capability.PRIVATE_NETWORK):
         reasons[capability] = "its programs are not isolated; use the runtime 'sandbox' or 'container'"
     return Capabilities(available | {Capability.GATEWAY}, reasons)
+
+
+def _iter_abandoned_directories(parent: Path) -> Iterator[AbandonedThing]:
+    for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
+        owner_name = directory.name.removeprefix(DIRECTORY_PREFIX)
+        marker = owner_name.rpartition("-")[2]
+        if MARKER_PATTERN.fullmatch(marker) and _is_own_directory(directory) and not is_owner_alive(owner_name):
+            yield AbandonedThing(f"directory {directory}", partial(_remove_abandoned_directory, directory, marker))
+
+
+def _remove_abandoned_directory(directory: Path, marker: str) -> None:
+    kill_marked_processes(marker)
+    _remove_sandbox(directory)
 
 
 def _is_own_directory(path: Path) -> bool:

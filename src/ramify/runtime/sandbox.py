@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePath
 from urllib.parse import urlsplit
@@ -37,8 +37,9 @@ from ramify.runtime.bwrap import (
     find_unsupported_reason,
     parse_child_pid,
 )
-from ramify.runtime.cgroup import Cgroup, find_cgroup_parents, remove_abandoned_groups
+from ramify.runtime.cgroup import Cgroup, find_abandoned_groups, find_cgroup_parents
 from ramify.runtime.config import SandboxRuntimeConfig
+from ramify.runtime.owner import remove_abandoned
 from ramify.runtime.port_forward import PortForward
 from ramify.runtime.sandbox_channel import SandboxChannel
 from ramify.runtime.sandbox_process import SandboxProcess
@@ -47,6 +48,7 @@ from ramify.runtime.seccomp import build_seccomp_filter
 BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
 MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
 STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
+SWEEP_TIMEOUT = 0.2  # seconds for an abandoned control group to become empty
 
 
 class SandboxRuntime(Runtime):
@@ -166,9 +168,9 @@ class SandboxRuntime(Runtime):
         return url._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     @classmethod
-    def clean(cls, config: RuntimeConfig) -> list[str]:
+    def clean(cls, config: RuntimeConfig) -> Iterator[str]:
         """Remove the control groups of processes that have ended."""
-        return [f"control group {directory}" for directory in remove_abandoned_groups()]
+        return remove_abandoned(find_abandoned_groups())
 
     async def _start_box(self, disk_mb: int | None) -> "_Box":
         self._box = _Box(disk_mb)
@@ -333,5 +335,5 @@ class _Box:
 @cache
 def _sweep_groups_once() -> None:
     """Remove the control groups of killed processes. Once per process is enough: an empty group uses no resources."""
-    with contextlib.suppress(SandboxError):
-        remove_abandoned_groups()
+    with contextlib.suppress(SandboxError):  # `clean` reports what cannot be removed
+        list(remove_abandoned(find_abandoned_groups(SWEEP_TIMEOUT)))
