@@ -1,7 +1,11 @@
-"""Two sizes of every property: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for a long search."""
+"""What all tests share: the sizes of properties, the environment of processes, and the order of the files.
+
+Properties have two sizes: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for a long search.
+"""
 
 import os
 import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,7 +21,31 @@ settings.register_profile(
 )
 settings.load_profile("full" if os.environ.get("RAMIFY_FULL") else "bounded")
 
+# Hundreds of processes are started. Without bytecode on disk, each would compile the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
+
+SHARED_FIXTURES = "tests/rl/"  # a directory whose modules share the run of a package-scoped fixture
+
+
+def pytest_collection_modifyitems(items):
+    """Start the slowest tests first: the others fill the time of the second worker."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARED_FIXTURES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run each file in one worker, so that its servers and runs are started once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return SHARED_FIXTURES if nodeid.startswith(SHARED_FIXTURES) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture
