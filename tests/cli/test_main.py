@@ -74,13 +74,6 @@ def test_unknown_option_is_refused():
     assert "--nonsense" in result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(app.COMMANDS))
-def test_every_command_has_help(name):
-    result = ramify_command(name, "--help")
-    assert result.returncode == 0
-    assert f"ramify {name}" in result.stdout
-
-
 def test_command_receives_arguments_and_returns_the_exit_code(command):
     command("return len(args)")
     assert app.main(["scratch", "a", "b", "c"]) == 3

@@ -193,10 +193,3 @@ def test_flags_are_keys_of_the_part(file, capsys, command, flag, nearest):
     source = ["--source", "train/two"] if command == "env-server" else []
     assert main([command, "@", file, *source, flag, "3"]) == 2
     assert f"unknown flag {flag}; did you mean --{nearest}?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])
-def test_help_describes_the_accepted_files(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert "of a whole run (as for `ramify rl`)" in capsys.readouterr().out

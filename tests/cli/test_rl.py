@@ -73,16 +73,6 @@ def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     assert "holds a run and is unchanged" in capsys.readouterr().out
 
 
-def test_help_names_the_keys_of_the_sources(capsys):
-    with pytest.raises(SystemExit):
-        main(["rl", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--train[*].taskset DICT" in shown
-    assert "--train[*].ratio FLOAT" in shown
-    assert "--eval[*].num-tasks INT" in shown
-    assert "with nothing said" not in shown
-
-
 EVERY = """
 import json, sys
 from ramify.config import parse

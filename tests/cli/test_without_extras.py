@@ -1,4 +1,7 @@
-"""Ramify without its extras: every help page and every dry run works."""
+"""Ramify without its extras: every help page and every dry run works.
+
+One process prints all of them, because a help page takes a second or more.
+"""
 
 import json
 import re
@@ -29,7 +32,9 @@ DRY_RUNS = {
     "env-server": ["env-server", "@", "run.toml", "--source", "train/reverse-text", "-b", "http://x:1", "--dry-run"],
 }
 SCRIPT = """
-import contextlib, importlib.machinery, io, json, sys, traceback
+import contextlib, functools, importlib.machinery, inspect, io, json, sys, traceback
+
+inspect.getsource = functools.cache(inspect.getsource)  # the help pages read the same classes many times
 
 hidden, commands = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 
@@ -84,7 +89,20 @@ def test_extras_match_pyproject():
 def test_every_help_page_is_printed(ended):
     for name in ["--help", *(f"{name} --help" for name in COMMANDS)]:
         code, output = ended[name]
-        assert code == 0 and "usage: ramify" in output, (name, code, output[-1000:])
+        assert code == 0 and f"usage: ramify {name}".removesuffix(" --help") in output, (name, code, output[-1000:])
+
+
+def test_help_names_the_keys_of_the_sources(ended):
+    shown = " ".join(ended["rl --help"][1].split())
+    assert "--train[*].taskset DICT" in shown
+    assert "--train[*].ratio FLOAT" in shown
+    assert "--eval[*].num-tasks INT" in shown
+    assert "with nothing said" not in shown
+
+
+@pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])
+def test_help_describes_the_accepted_files(ended, command):
+    assert "of a whole run (as for `ramify rl`)" in ended[f"{command} --help"][1]
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
