@@ -3,14 +3,9 @@
 import asyncio
 import contextlib
 import queue
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -251,16 +246,18 @@ def test_deadline_in_a_stream_is_an_error_event(http, server, path):
 
 @pytest.fixture
 def breaking_server(model):
-    """The address of a server in its own process, and a function that makes its engine fail."""
-    command = [sys.executable, "-m", "tests.infer.failing_server", str(model)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    try:
-        serving_line = next(line for line in process.stdout if line.startswith("serving"))
-        yield re.search(r"http://\S+", serving_line)[0], lambda: process.send_signal(signal.SIGUSR1)
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
+    """The address of a server, and a function that makes its engine fail."""
+    core = build_core(model, kv_cache_tokens=8192)
+    must_fail, step = threading.Event(), core.step
+
+    def step_or_fail():
+        if must_fail.wait(0.01):  # slow, so that requests for hundreds of tokens are still running when it fails
+            raise RuntimeError("the device is gone")
+        return step()
+
+    core.step = step_or_fail
+    with run_server(core) as (url, _):
+        yield url, must_fail.set
 
 
 def test_engine_failure_is_reported_in_streams_and_responses(breaking_server):

@@ -14,7 +14,7 @@ from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import run_server
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
-SECONDS, UPDATES, CLIENTS = (120, 20, 64) if FULL else (5, 4, 64)
+SECONDS, UPDATES, CLIENTS = (120, 20, 64) if FULL else (3, 4, 64)
 
 
 @pytest.mark.timeout(SECONDS + 120)

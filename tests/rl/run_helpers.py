@@ -1,7 +1,6 @@
 """Helpers that run `ramify rl` and other commands like a user, in a directory of the test."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.launch.ports import PortReservation
+from ramify.launch.run_queries import read_metrics
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 KILLS = 20 if FULL else 2
@@ -78,9 +78,7 @@ def write_config(home: Path, *, steps: int, off_policy: int) -> Path:
 
 
 def metrics(home: Path, name: str) -> list[float]:
-    result = run_command("metrics", "outputs/run", "--name", name, "--json", cwd=home)
-    assert result.returncode == 0, result.stderr
-    return [entry["value"] for entry in json.loads(result.stdout)]
+    return [point.value for point in read_metrics(home / "outputs/run", name)]
 
 
 def replay_gradient_norms(directory: Path, capsys: pytest.CaptureFixture[str], output: Path, *more: str) -> list[float]:

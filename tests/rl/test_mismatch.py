@@ -76,6 +76,7 @@ def test_swapped_temperatures_raise_mismatch_kl(recording):
     assert swapped > 1e-3
 
 
+@pytest.mark.skipif(not FULL, reason="tests/rl/test_replay.py does the same with the short run")
 def test_flat_batch_has_the_same_gradient(recording, capsys, tmp_path):
     for share in recording.directory.glob(f"step_{recording.list_steps()[-1]:06}.*"):
         shutil.copy(share, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli import main
 from tests.rl.run_helpers import run_command
 
 OLDER_RUNS = Path(__file__).parents[1] / "fixtures" / "older_runs"
@@ -26,22 +27,30 @@ def home(tmp_path):
     return tmp_path
 
 
-def run_successfully(home, *arguments):
+@pytest.fixture
+def run_successfully(home, monkeypatch, capsys):
     """Run a command that must succeed, and return its output."""
-    result = run_command(*arguments, cwd=home)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    monkeypatch.chdir(home)
+
+    def run(*arguments):
+        exit_code = main(list(arguments))
+        output = capsys.readouterr()
+        assert exit_code == 0, output.out + output.err
+        return output.out
+
+    return run
 
 
 @pytest.mark.parametrize(("run", "steps", "groups"), [("finished", 4, 8), ("killed", 8, 20)])
-def test_older_run_is_read_and_audited(home, run, steps, groups):
-    assert "letters" in run_successfully(home, "show", f"outputs/{run}")
-    rows = [json.loads(line) for line in run_successfully(home, "metrics", f"outputs/{run}", "--json").splitlines()]
+def test_older_run_is_read_and_audited(run_successfully, run, steps, groups):
+    assert "letters" in run_successfully("show", f"outputs/{run}")
+    rows = [json.loads(line) for line in run_successfully("metrics", f"outputs/{run}", "--json").splitlines()]
     assert rows
-    assert f"{groups} groups, {steps} steps: no problems" in run_successfully(home, "why", "--audit", f"outputs/{run}")
+    assert f"{groups} groups, {steps} steps: no problems" in run_successfully("why", "--audit", f"outputs/{run}")
 
 
-def test_older_run_that_was_killed_is_resumed(home):
-    run_successfully(home, "rl", "@", "killed.toml")
-    assert (home / "outputs" / "killed" / "checkpoints" / "step_000012").is_dir()
-    assert "12 steps: no problems" in run_successfully(home, "why", "--audit", "outputs/killed")
+def test_older_run_that_was_killed_is_resumed(home, run_successfully):
+    result = run_command("rl", "@", "killed.toml", "--max_steps", "10", cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (home / "outputs" / "killed" / "checkpoints" / "step_000010").is_dir()
+    assert "10 steps: no problems" in run_successfully("why", "--audit", "outputs/killed")

@@ -67,7 +67,7 @@ def read_committed_step(home: Path) -> int:
 
 def test_killed_and_stopped_processes_are_restarted_without_loss(tmp_path):
     """A stopped orchestrator is reported by `why`, killed by the supervisor, and restarted."""
-    home = write_config(tmp_path, steps=4 * KILLS if FULL else 8, off_policy=2)
+    home = write_config(tmp_path, steps=4 * KILLS if FULL else 6, off_policy=2)
     rng = random.Random(7)
     roles = ["trainer", "orchestrator", "serve", "env-server", "worker"]
     with (home / "output.txt").open("w") as output:

@@ -2,13 +2,16 @@
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ramify.cli import main
 from ramify.env.plugin import resolve_plugin
+from ramify.launch import plugin_check
 from tests.runtime.conftest import skip_unless_available
 from tests.tasksets.test_swe import R2E_GYM, SCALE_SWE, SWE_BENCH
 
@@ -38,11 +41,23 @@ def files(tmp_path: Path) -> dict[str, str]:
     return replacements
 
 
+@pytest.fixture
+def plugin_check_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check plugin tables in this process: a subprocess for every config takes a second."""
+
+    def run(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
+        reply = json.dumps(plugin_check.run_checks(json.loads(input)))
+        return subprocess.CompletedProcess(command, 0, stdout=reply, stderr="")
+
+    monkeypatch.setattr(plugin_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+
+
 def test_there_is_a_config_for_every_agent_and_dataset():
     names = {"bash_gpu", "codex_gpu", "claude_code_gpu", "r2e_gym_gpu", "scaleswe_gpu", "rlm_swe_gpu", "harbor_gpu"}
     assert names <= {file.stem for file in FILES}
 
 
+@pytest.mark.usefixtures("plugin_check_in_process")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_config_passes_its_dry_run(file, files, tmp_path, capsys):
     text = file.read_text()
