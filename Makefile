@@ -15,6 +15,10 @@ VLLM_PYTHON ?=
 # Where `test-agents` installs the agent programs; by default ~/.cache/ramify/agents.
 AGENTS_DIR ?=
 
+# Where `test-envs` makes its environments, and the Python of these environments.
+ENVS_DIR ?= .venvs
+ENVS_PYTHON ?=
+
 # A second interpreter with `trl` installed, for the benchmarks that compare against it.
 TRL_PYTHON ?=
 
@@ -42,7 +46,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-containers test-clients test-agents lint bench-check rl
+.PHONY: help env test test-full test-vllm test-containers test-clients test-agents test-envs lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -90,6 +94,10 @@ test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a serve
 
 test-agents: env  ## five agent programs in a sandbox, and training on their rollouts; needs npm, and bubblewrap from apt
 	$(BIN)/python -m tests.agents.run $(if $(AGENTS_DIR),--folder $(AGENTS_DIR)) $(AGENTS)
+
+test-envs: env  ## environments of other projects from PyPI, evaluated and trained with tiny, each in an environment of its own
+	@mkdir -p $(ENVS_DIR)
+	$(BIN)/python -m tests.adapters.run --folder $(ENVS_DIR) $(if $(ENVS_PYTHON),--python $(ENVS_PYTHON)) $(ENVS)
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets

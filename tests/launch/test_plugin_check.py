@@ -63,5 +63,5 @@ def test_source_is_checked_in_its_own_interpreter(tmp_path):
 
 def test_missing_core_in_an_interpreter_names_source_and_venv(tmp_path):
     python = make_interpreter(tmp_path / "empty", with_packages=False)
-    with pytest.raises(ConfigInvalid, match=r"train.0.python: .*/empty lacks the packages ramify"):
+    with pytest.raises(ConfigInvalid, match=r"train.0.python: .*/empty lacks the package ramify"):
         check_plugin_tables(config(tmp_path, train=[{**TRAIN, "python": str(python)}]))

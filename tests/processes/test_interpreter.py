@@ -25,7 +25,7 @@ def test_interpreter_without_the_core_is_one_line_with_venv_and_packages(tmp_pat
     python = make_interpreter(tmp_path / "empty", with_packages=False)
     with pytest.raises(ConfigInvalid) as error:
         interpreter.find_other_interpreter(str(python))
-    assert error.value.message.startswith(f"{tmp_path / 'empty'} lacks the packages ramify, ")
+    assert error.value.message.startswith(f"{tmp_path / 'empty'} lacks the package ramify; ")
     assert f"{python} -m pip install ramify==" in error.value.message
     assert "\n" not in error.value.message
 
@@ -45,7 +45,12 @@ def test_name_of_an_installed_environment_is_found(environments):
         interpreter.find_interpreter("gmaes")
 
 
-def test_core_packages_have_no_extras():
-    names = interpreter.list_core_packages()
-    assert "numpy" in names and "msgspec" in names
-    assert "torch" not in names and "pytest" not in names
+def test_missing_requirement_of_the_core_is_named(tmp_path):
+    python = make_interpreter(tmp_path / "half", with_packages=False)
+    (packages,) = (tmp_path / "half" / "lib").glob("python*/site-packages")
+    info = packages / "ramify-0.1.0.dist-info"
+    info.mkdir()
+    requirements = "Requires-Dist: numpy>=2\nRequires-Dist: torch>=2; extra == 'local'"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ramify\nVersion: 0.1.0\n{requirements}\n")
+    with pytest.raises(ConfigInvalid, match="/half lacks the package numpy; "):
+        interpreter.find_other_interpreter(str(python))

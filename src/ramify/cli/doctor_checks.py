@@ -39,6 +39,7 @@ EXTRA_PURPOSES = {
     "parquet": "exports to parquet, and datasets in parquet or arrow files",
     "plot": "ramify plot",
     "prime": "the runtime hosted, with sandboxes of Prime Intellect",
+    "reasoning-gym": "the taskset reasoning-gym",
     "tensorboard": "metrics in TensorBoard",
     "trackio": "metrics in Trackio",
     "wandb": "metrics in Weights & Biases",

@@ -66,7 +66,7 @@ def _get_own_package(name: str) -> str:
     extras = distribution.metadata.get_all("Provides-Extra") or []
     package = f"ramify=={distribution.version}"
     if origin.get("dir_info", {}).get("editable"):
-        package = unquote(urlsplit(origin["url"]).path)
+        package = unquote(urlsplit(str(origin["url"])).path)
         project = tomllib.loads((Path(package) / "pyproject.toml").read_text())
         extras = list(project["project"]["optional-dependencies"])
     if name not in extras:

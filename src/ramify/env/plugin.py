@@ -48,6 +48,7 @@ PLUGIN_KINDS = {
             "general-agent": "ramify.tasksets.general_agent:GeneralAgent",
             "harbor": "ramify.tasksets.harbor:Harbor",
             "repair": "ramify.tasksets.repair:Repair",
+            "reasoning-gym": "ramify.adapters.reasoning_gym:ReasoningGym",
             "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
             "swe": "ramify.tasksets.swe:Swe",
             "wikispeedia": "ramify.tasksets.wikispeedia:Wikispeedia",
@@ -67,6 +68,7 @@ PLUGIN_KINDS = {
             "pi": "ramify.harness.presets:PiHarness",
             "program": "ramify.harness.program:ProgramHarness",
             "rlm": "ramify.harness.rlm:RlmHarness",
+            "taskset": "ramify.harness.taskset:TasksetHarness",
         },
     ),
     "runtime": PluginKind(

@@ -1,8 +1,8 @@
 """A taskset yields tasks and defines how attempts at them are set up, stopped and scored.
 
 A user writes a subclass. `load` is the only required method. All others are optional hooks, recognized by their name
-(`setup`, `finalize`, `tools`, `user`, `validate`, `gold`) or by their decorator (`@reward`, `@group_reward`, `@metric`,
-`@stop`, `@tool`). A hook takes what it names, see `ramify.env.hook`.
+(`setup`, `finalize`, `tools`, `user`, `run_agent`, `validate`, `gold`) or by their decorator (`@reward`,
+`@group_reward`, `@metric`, `@stop`, `@tool`). A hook takes what it names, see `ramify.env.hook`.
 """
 
 from collections.abc import Iterable
@@ -36,6 +36,8 @@ class Taskset:
     - `setup`: prepares a rollout before its first turn; `finalize`: ends it after the last turn.
     - `tools`: returns the functions that the model may call, in addition to the methods with `@tool`.
     - `user`: returns the `User` that answers the model's replies, or None.
+    - `run_agent`: runs the agent itself, with model calls to `endpoint`, and returns the stop reason. A taskset with
+      this hook takes the place of the harness `chat`.
     - `gold`: returns the replies of a perfect agent: a text, a message, or a list of them.
     - `validate`: checks a task; it raises, or returns False or a text, if something is wrong. `ramify validate` calls
       `validate` and `gold`; both may name `task`, `runtime`, `rng` and `state`.

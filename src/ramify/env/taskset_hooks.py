@@ -24,6 +24,7 @@ _FIELDS_BY_HOOK_NAME = {
     "finalize": CONTEXT_FIELDS,
     "tools": CONTEXT_FIELDS,
     "user": CONTEXT_FIELDS,
+    "run_agent": CONTEXT_FIELDS,
     "validate": _VALIDATION_FIELDS,
     "gold": _VALIDATION_FIELDS,
 }
@@ -41,6 +42,7 @@ class TasksetHooks:
     finalize: Hook | None = None
     tools: Hook | None = None
     user: Hook | None = None
+    run_agent: Hook | None = None
     validate: Hook | None = None
     gold: Hook | None = None
     static_tools: ToolSet = field(default_factory=ToolSet)  # the @tool methods, the same for every task

@@ -8,7 +8,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,14 +24,18 @@ INSTALLED_FILE = "ramify-env.json"  # written last, so an environment without it
 CHECK_TIMEOUT = 120.0  # seconds for an interpreter to list its packages
 MIN_VERSION = (3, 11)
 
+# Prints the version of Python, the version of Ramify, and which packages the core of Ramify lacks.
 _CHECK_SCRIPT = """
-import importlib.metadata, json, sys
+import importlib.metadata, json, re, sys
 def find_version(name):
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-print(json.dumps([sys.version_info[:2], {name: find_version(name) for name in sys.argv[1:]}]))
+version = find_version("ramify")
+texts = importlib.metadata.requires("ramify") or [] if version else []
+names = [re.split(r"[^\\w.-]", text, maxsplit=1)[0] for text in texts if "extra ==" not in text]
+print(json.dumps([sys.version_info[:2], version, [name for name in names if find_version(name) is None]]))
 """
 
 
@@ -87,31 +90,21 @@ def run_command_in(python: Path, command: str, argv: Sequence[str]) -> NoReturn:
 @functools.cache
 def check_interpreter(python: Path) -> None:
     """Raise ConfigInvalid, in one line, if an interpreter lacks the core of Ramify. It is checked once per process."""
-    names = ["ramify", *list_core_packages()]
-    command = [str(python), "-c", _CHECK_SCRIPT, *names]
+    command = [str(python), "-c", _CHECK_SCRIPT]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT, check=True)
-        python_version, versions = json.loads(result.stdout)
+        python_version, version, missing = json.loads(result.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigInvalid(f"{python} cannot be run: {error}") from error
     if tuple(python_version) < MIN_VERSION:
         found, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
         raise ConfigInvalid(f"{python} is Python {found}; expected {expected} or newer")
-    home = python.parent.parent
-    if missing := [name for name in names if versions[name] is None]:
+    home, expected = python.parent.parent, importlib.metadata.version("ramify")
+    advice = f"install the core of Ramify there: {python} -m pip install ramify=={expected}"
+    if version is None:
+        raise ConfigInvalid(f"{home} lacks the package ramify; {advice}")
+    if missing:
         package = "the package" if len(missing) == 1 else "the packages"
-        raise ConfigInvalid(
-            f"{home} lacks {package} {', '.join(missing)}; install the core of Ramify there: "
-            f"{python} -m pip install ramify=={importlib.metadata.version('ramify')}"
-        )
-    if versions["ramify"] != importlib.metadata.version("ramify"):
-        raise ConfigInvalid(
-            f"{home} has ramify {versions['ramify']}, expected {importlib.metadata.version('ramify')}: "
-            f"{python} -m pip install ramify=={importlib.metadata.version('ramify')}"
-        )
-
-
-def list_core_packages() -> list[str]:
-    """Return the names of the packages that the core of Ramify requires."""
-    requirements = importlib.metadata.requires("ramify") or []
-    return [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
+        raise ConfigInvalid(f"{home} lacks {package} {', '.join(missing)}; {advice}")
+    if version != expected:
+        raise ConfigInvalid(f"{home} has ramify {version}, expected {expected}; {advice}")

@@ -52,7 +52,11 @@ class Environment:
         if (python := find_other_interpreter(source.python)) is not None:
             raise ConfigInvalid(f"python: this process runs {sys.executable}; run it with {python} -m ramify")
         taskset: Taskset = _build_plugin("taskset", source.taskset)
-        harness: Harness = _build_plugin("harness", {"id": "chat", **source.harness})
+        hooks = collect_hooks(taskset)
+        harness_table = {"id": "chat", **source.harness}
+        if hooks.run_agent is not None and harness_table["id"] == "chat":
+            harness_table["id"] = "taskset"
+        harness: Harness = _build_plugin("harness", harness_table)
         runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
         runtime_class: type[Runtime]
         runtime_class, runtime_config = plugin.resolve_plugin("runtime", runtime_table)
@@ -62,7 +66,7 @@ class Environment:
         env = cls(
             source=source,
             taskset=taskset,
-            hooks=collect_hooks(taskset),
+            hooks=hooks,
             harness=harness,
             runtime_class=runtime_class,
             runtime_config=runtime_config,
@@ -120,7 +124,7 @@ class Environment:
         there is one.
         """
         hooks = self.hooks
-        named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user)
+        named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user, hooks.run_agent)
         functions = chain(hooks.rewards, hooks.metrics, hooks.stops, filter(None, named), hooks.static_tools.tools)
         return self.harness.requires_endpoint or any(
             "endpoint" in function.injected_parameters for function in functions
