@@ -1,27 +1,24 @@
 """A plugin of pytest that reports the outcome of every test. It runs in the box of the rewards, without Ramify.
 
-The nonce is the first line of standard input. A report is a line {"nonce", "id", "outcome"} on standard output; what
-tests print goes to standard error. It must work with the Python and the pytest of old images.
+Standard input has two lines: the nonce, and the path of a file for the reports. A report is a line
+{"nonce", "id", "outcome"} of this file. It must work with the Python and the pytest of old images.
 """
 
 import json
 import os
 from typing import Any
 
-NONCE_BYTES = 32
-
 
 def open_reports() -> "tuple[str, int]":
     """Return the nonce and a file descriptor for the reports; -1 in a process that should not report.
 
-    It runs when the module is imported: later, pytest has replaced standard output.
+    It runs when the module is imported: later, pytest has replaced standard input.
     """
     if not os.environ.pop("RAMIFY_TEST_REPORTS", ""):
         return "", -1
-    nonce = os.read(0, NONCE_BYTES).decode()
-    report_fd = os.dup(1)
-    os.dup2(2, 1)
-    return nonce, report_fd
+    with os.fdopen(os.dup(0), "rb") as stdin:
+        nonce, path = (stdin.readline().decode().rstrip("\n") for _ in range(2))
+    return nonce, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 NONCE, REPORT_FD = open_reports()

@@ -1,8 +1,9 @@
 """Runs tests with pytest in a fresh box and reads which tests reported which outcome.
 
-`pytest_plugin` is loaded into the pytest of the box. Only its reports count, each with the id of a test and the nonce
-of this run; the exit status and the printed summary count for nothing. But tests and the code that they import share a
-process, and code that searches this process can find the nonce. `repair` shows how to do without such a process.
+`pytest_plugin` is loaded into the pytest of the box, and writes its reports to a file with a random name. Only they
+count, each with the id of a test and the nonce of this run; the exit status and all that tests print count for nothing.
+But tests and the code that they import share a process, and code that searches this process can find the nonce.
+`repair` shows how to do without such a process.
 """
 
 import json
@@ -36,25 +37,26 @@ async def run_pytest(
     The command contains `{plugin}`, which becomes the options that load the plugin from `plugin_dir`. A box that the
     tests end, or a command that takes longer than `timeout` seconds, reports nothing more.
     """
-    nonce = secrets.token_hex(16)
+    nonce, reports_file = secrets.token_hex(16), plugin_dir / f"{secrets.token_hex(16)}.jsonl"
     await runtime.write(plugin_dir / f"{PLUGIN_MODULE}.py", PLUGIN.read_text("utf-8"))
     search_path = f'export PYTHONPATH={shlex.quote(str(plugin_dir))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     try:
-        result = await runtime.run(
+        await runtime.run(
             f"{search_path}; {command.replace('{plugin}', f'-p {PLUGIN_MODULE}')}",
             env={**(env or {}), REPORTS_VARIABLE: "1"},
-            stdin=f"{nonce}\n".encode(),
+            stdin=f"{nonce}\n{reports_file}\n".encode(),
             timeout=timeout,
         )
-    except AgentExit:
+        reports = await runtime.read(reports_file)
+    except (AgentExit, OSError, ValueError):  # the box has ended, or there is no such file, or it is too large
         return {}
-    return parse_outcomes(result.text, nonce)
+    return parse_outcomes(reports.decode("utf-8", "replace"), nonce)
 
 
-def parse_outcomes(output: str, nonce: str) -> dict[str, str]:
+def parse_outcomes(reports: str, nonce: str) -> dict[str, str]:
     """Return the outcomes of all lines with the nonce, by test id. A test with two different outcomes has failed."""
     outcomes: dict[str, str] = {}
-    for line in output.splitlines():
+    for line in reports.splitlines():
         try:
             report = json.loads(line)
         except (ValueError, RecursionError):
