@@ -27,10 +27,11 @@ DEFAULT_WORKDIR = "/app"  # of an image whose Dockerfile has no WORKDIR
 # environment.KEY -> the key of `task.resources`
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb"}
 UNSUPPORTED_ENVIRONMENT_KEYS = ("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir", "healthcheck", "env")
-SIZES_IN_MB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+SIZES_IN_MB = {"T": 1024.0**2, "G": 1024.0, "M": 1.0, "K": 1 / 1024}
 DIGEST_DIGITS = 16
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?\s*", re.IGNORECASE)
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
@@ -93,11 +94,20 @@ class HarborFolder:
     @cached_property
     def resources(self) -> dict[str, float]:
         """The limits of the task."""
-        environment = self.environment
-        limits = {RESOURCES[key]: float(environment[key]) for key in RESOURCES if environment.get(key) is not None}
+        limits: dict[str, float] = {}
+        for key, name in RESOURCES.items():
+            if (value := self.environment.get(key)) is not None:
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise ConfigInvalid(f"harbor: {self.name}: environment.{key} = {value!r}; expected a number")
+                limits[name] = float(value)
         for key, name in (("memory", "memory_mb"), ("storage", "disk_mb")):  # older folders: "2G"
-            if isinstance(size := environment.get(key), str):
-                limits[name] = float(size[:-1]) * SIZES_IN_MB[size[-1].upper()]
+            if (value := self.environment.get(key)) is not None:
+                match = _SIZE.fullmatch(str(value))
+                if match is None:
+                    raise ConfigInvalid(
+                        f"harbor: {self.name}: environment.{key} = {value!r}; expected a size such as 512M or 2GiB"
+                    )
+                limits[name] = float(match[1]) * SIZES_IN_MB[match[2].upper()]
         return limits
 
     @property
