@@ -196,6 +196,18 @@ def test_reward_that_hangs_times_out_and_stays_none():
     assert trace.rewards == {"right": (1.0, 0.5), "never": None}
 
 
+def test_a_task_may_allow_more_time_for_its_rewards():
+    class Slow(Scored):
+        @rf.reward
+        async def slow(self) -> float:
+            await asyncio.sleep(0.1)
+            return 1.0
+
+    task = rf.Task(prompt="?", answer="42", scoring_timeout=20)
+    trace = run_one(load_env(Slow, timeouts={"scoring": 0.01}), ["42"], task=task)
+    assert (error_names(trace), trace.rewards["slow"]) == ([], (1.0, 1.0))
+
+
 def test_model_call_is_retried_and_then_fails_with_its_error():
     error = ProviderError("lost")
     trace = run_one(load_env(Scored, model_retries=1), [error, "42"])

@@ -61,6 +61,7 @@ def test_fields_of_a_task():
     task = load_one(EXAMPLES)
     assert task.prompt.startswith("The directory `data`")
     assert (task.timeout, task.verifier_timeout, task.resources) == (60.0, 30.0, {"memory_mb": 1024.0})
+    assert task.scoring_timeout > task.verifier_timeout
     assert (task.image, task.workdir, task.outputs) == (None, None, (".",))
     assert load_one(EXAMPLES, apply_resources=False).resources == {}
     assert load_one(EXAMPLES / "count-lines").name == "count-lines"
@@ -121,10 +122,19 @@ def test_task_without_network_requires_a_private_network(folder):
         work({"id": "harbor", "path": str(folder)})
 
 
-def test_older_sizes_are_read(folder):
-    text = (folder / "task.toml").read_text().replace("memory_mb = 1024", 'memory = "2G"\nstorage = "512M"')
+@pytest.mark.parametrize("memory", ["2G", "2GiB", "2 GB", "2048m"])
+def test_older_sizes_are_read(folder, memory):
+    text = (folder / "task.toml").read_text().replace("memory_mb = 1024", f'memory = "{memory}"\nstorage = "512M"')
     (folder / "task.toml").write_text(text)
     assert load_one(folder).resources == {"memory_mb": 2048.0, "disk_mb": 512.0}
+
+
+@pytest.mark.parametrize("setting", ['memory = "lots"', "memory = 2048", 'memory = "2"', 'memory_mb = "2048"'])
+def test_size_that_cannot_be_read_is_refused_by_name(folder, setting):
+    text = (folder / "task.toml").read_text().replace("memory_mb = 1024", setting)
+    (folder / "task.toml").write_text(text)
+    with pytest.raises(ConfigInvalid, match=rf"environment\.{setting.split()[0]} = .*; expected a"):
+        load_one(folder)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ramify.errors import ConfigInvalid
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.validation import validate_task
 from ramify.runtime import LocalRuntime
-from ramify.tasksets.swe import _list_protected_files
+from ramify.tasksets.swe import COMMAND_TIMEOUT, DIFF_TIMEOUT, _list_protected_files
 from ramify.tasksets.swe_patch import filter_patch
 from ramify.tasksets.swe_rows import find_changed_files, parse_row
 from tests.tasksets.box_agent import work
@@ -96,6 +96,7 @@ class LocalImages(LocalRuntime):
         await self.run(f"{commit} 'undo the fix'", timeout=20)
 
 
+LOCAL_IMAGES = "tests.tasksets.test_swe:LocalImages"
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
@@ -106,7 +107,7 @@ def write_rows(tmp_path, *rows):
 
 
 def run_agent(tmp_path, row=SWE_BENCH, **options):
-    return work(write_rows(tmp_path, row), kind="tests.tasksets.test_swe:LocalImages", **options)
+    return work(write_rows(tmp_path, row), kind=LOCAL_IMAGES, **options)
 
 
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
@@ -117,6 +118,13 @@ def test_fix_scores_one_and_no_change_zero(tmp_path, row):
     assert run_agent(tmp_path, row).reward == 0.0
 
 
+def test_limits_of_tests_and_patch_are_within_those_of_their_phases(tmp_path):
+    env = Environment.load(SourceConfig(taskset=write_rows(tmp_path, SWE_BENCH), runtime={"id": LOCAL_IMAGES}))
+    (task,) = env.iter_tasks()
+    assert task.scoring_timeout >= env.taskset.config.test_timeout + COMMAND_TIMEOUT
+    assert env.source.timeouts.finalize > DIFF_TIMEOUT
+
+
 def test_wrong_fix_names_the_test(tmp_path):
     trace = run_agent(tmp_path, files={"calc.py": "def add(a, b):\n    return a * b\n"})
     assert trace.reward == 0.0
@@ -125,7 +133,7 @@ def test_wrong_fix_names_the_test(tmp_path):
 
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
 def test_gold_patch_is_valid(tmp_path, row):
-    source = SourceConfig(taskset=write_rows(tmp_path, row), runtime={"id": "tests.tasksets.test_swe:LocalImages"})
+    source = SourceConfig(taskset=write_rows(tmp_path, row), runtime={"id": LOCAL_IMAGES})
     env = Environment.load(source)
     result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
     assert (result.problem, result.reward) == (None, 1.0)
@@ -188,7 +196,7 @@ def test_row_of_swe_bench():
 def test_row_of_scale_swe():
     row = parse_row(SCALE_SWE)
     assert (row.shape, row.repository, row.workdir) == ("scale-swe", "me/calc", "/workspace/calc")
-    assert row.commands == ("test -f calc.py",) and row.protected_files == {"test_fail_to_pass.py"}
+    assert row.setup_commands == ("test -f calc.py",) and row.protected_files == {"test_fail_to_pass.py"}
 
 
 def test_row_of_r2e_gym():

@@ -35,6 +35,7 @@ class Task(BaseModel):
     - `outputs`: paths in the work directory, or "." for all of it. If given, rewards and metrics get a fresh runtime,
       which holds only these files and directories of the agent's.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
+    - `scoring_timeout`: seconds for the rewards and metrics of this task together; it replaces `timeouts.scoring`.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -51,6 +52,7 @@ class Task(BaseModel):
     requires: tuple[Literal["walls", "private_network"], ...] = ()
     outputs: tuple[str, ...] | None = None
     timeout: float | None = Field(default=None, gt=0)
+    scoring_timeout: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ class TimeoutsConfig(Config):
     finalize: float = Field(default=120.0, gt=0)
     """For the hook `finalize`."""
     scoring: float = Field(default=300.0, gt=0)
-    """For all rewards and metrics together."""
+    """For all rewards and metrics together; `task.scoring_timeout` replaces it."""
     engine_stall: float = Field(default=600.0, gt=0)
     """For all waits of one rollout for an engine that makes no progress. These waits do not count towards
     `harness.timeout`; a rollout that waits longer fails with EngineStalled."""

@@ -25,7 +25,7 @@ async def score_trace(env: Environment, context: RolloutContext, *, with_metrics
     """Run the rewards and metrics of one rollout. Failures are added to the trace and not raised."""
     trace = context.trace
     with _record_failures([trace]):
-        async with fail_after(env.source.timeouts.scoring, "scoring"):
+        async with fail_after(context.task.scoring_timeout or env.source.timeouts.scoring, "scoring"):
             for hook in env.hooks.rewards:
                 with _record_failures([trace]), raise_environment_faults(hook.name):
                     trace.rewards[hook.name] = (await hook(context), hook.weight)

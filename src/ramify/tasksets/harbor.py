@@ -30,6 +30,7 @@ REWARD_FILES = ("reward.json", "reward.txt")  # in this order, as the format say
 VERIFIER_KEY = "verifier"  # in the `info` of a trace
 OUTPUT_CHARS = 2000  # of the tests' output that a trace keeps
 DEFAULT_TIMEOUT = 600.0
+COPY_TIMEOUT = 300.0  # seconds to copy the tests into the box, besides the time of the tests
 PYTEST_OPTIONS = "{plugin} -p no:cacheprovider -c /dev/null"
 
 _ROOT_PATH = re.compile(r"(?<![\w./-])/(" + "|".join(DIRECTORIES) + r")(?![\w-])")
@@ -119,6 +120,7 @@ class Harbor(rf.Taskset):
         is_private = (
             folder.environment.get("network_mode") == "no-network" or folder.environment.get("allow_internet") is False
         )
+        verifier_timeout = folder.verifier.get("timeout_sec", DEFAULT_TIMEOUT)
         return HarborTask(
             prompt=folder.instruction,
             name=folder.name,
@@ -129,7 +131,8 @@ class Harbor(rf.Taskset):
             requires=("private_network",) if is_private else (),
             outputs=(".",),
             timeout=folder.settings.get("agent", {}).get("timeout_sec"),
-            verifier_timeout=folder.verifier.get("timeout_sec", DEFAULT_TIMEOUT),
+            verifier_timeout=verifier_timeout,
+            scoring_timeout=verifier_timeout + COPY_TIMEOUT,
         )
 
     def _get_folder(self, task: HarborTask) -> HarborFolder:

@@ -25,6 +25,8 @@ from ramify.tasksets.swe_rows import RowShape, SweRow, parse_row
 PATCH_FILE = ".git/ramify.patch"  # the agent's changes; no file of the repository
 TESTS_KEY = "tests"  # in the `info` of a trace
 COMMAND_TIMEOUT = 300.0  # seconds for git, and for the commands of a row
+MAX_SCORING_COMMANDS = 4  # before the tests: git lists and applies the patch, adds the tests; a command of the row
+DIFF_TIMEOUT = 100.0  # seconds for the agent's patch, less than `timeouts.finalize` has by default
 # As `python -m pytest`, but a module of the repository cannot take the place of one of Python or pytest.
 PYTEST_PROGRAM = "import sys; sys.path.append(sys.path.pop(0)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 PYTEST_OPTIONS = "{plugin} -p no:cacheprovider -rN"
@@ -69,7 +71,7 @@ class SweConfig(rf.TasksetConfig):
     python: str | None = None
     """The Python that runs pytest. Default: that of the shape."""
     test_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds for the tests, within `timeouts.scoring`."""
+    """Seconds for the tests. The rewards of a task have this time and that of the commands before the tests."""
 
 
 class SweTask(rf.Task):
@@ -99,8 +101,9 @@ class Swe(rf.Taskset):
                 digest=row.digest,
                 image=row.image,
                 workdir=row.workdir,
-                setup=row.commands,
+                setup=row.setup_commands,
                 outputs=(PATCH_FILE,),
+                scoring_timeout=self.config.test_timeout + MAX_SCORING_COMMANDS * COMMAND_TIMEOUT,
             )
 
     async def setup(self, task: SweTask, runtime: rf.Runtime, state: SimpleNamespace) -> None:
@@ -115,7 +118,7 @@ class Swe(rf.Taskset):
         """Write the agent's changes as a patch. What the agent did to its box may prevent that; then there is none."""
         command = DIFF_SCRIPT.format(base=state.base, patch=PATCH_FILE)
         try:
-            await runtime.run(command, timeout=COMMAND_TIMEOUT)
+            await runtime.run(command, timeout=DIFF_TIMEOUT)
         except AgentExit:
             return
 

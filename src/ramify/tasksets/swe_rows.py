@@ -34,7 +34,7 @@ class SweRow:
 
     - `expected_tests`: ids of the tests that must pass; `other_tests`: those that must report, with any outcome.
     - `test_paths`: what pytest runs.
-    - `commands`: shell commands that both boxes run first.
+    - `setup_commands`: shell commands that both boxes run first.
     - `hidden_paths`: what the image has of the tests; it is removed from the agent's box.
     - `test_commands`: shell commands that the box of the rewards runs before the tests.
     """
@@ -51,7 +51,7 @@ class SweRow:
     test_patch: str = ""
     test_files: Mapping[str, str] = field(default_factory=dict[str, str])
     gold_patch: str = ""
-    commands: tuple[str, ...] = ()
+    setup_commands: tuple[str, ...] = ()
     hidden_paths: tuple[str, ...] = ()
     test_commands: tuple[str, ...] = ()
     activate: str = ""
@@ -159,7 +159,7 @@ def _parse_scale_swe(row: DataRow, image_template: str | None) -> SweRow:
         test_patch=row.get("f2p_patch") or "",
         test_files={F2P_SCRIPT: row["f2p_script"]} if row.get("f2p_script") else {},
         gold_patch=row["patch"],
-        commands=(commands,) if isinstance(commands, str) else tuple(commands),
+        setup_commands=(commands,) if isinstance(commands, str) else tuple(commands),
     )
 
 
