@@ -25,7 +25,7 @@ BLOCKED = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "vllm"):
+        if name.split(".")[0] in ("torch", "transformers", "vllm", "aiohttp"):
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
 """

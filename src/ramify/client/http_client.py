@@ -4,6 +4,8 @@ What matters about a failure is whether the server may have started to sample. I
 (`ConnectFailed`) or the server refused the request (`ServerBusy`), it can be sent again. If the connection broke later
 (`ResponseLost`), a sample may exist that is lost, and drawing another one silently would favour short samples, which
 are lost less often. Every other failure is a RamifyError.
+
+Importing aiohttp takes a third of a second, so only a process that opens a client does it.
 """
 
 import re
@@ -11,10 +13,9 @@ import socket
 import ssl
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
 
 from ramify.client.loop_pacer import LoopPacer
@@ -28,6 +29,9 @@ from ramify.errors import (
     RequestInvalid,
     WeightsRefused,
 )
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_EXCERPT_CHARS = 300  # of a body in an error message
 KEEPALIVE_EXPIRY = 2.0  # below uvicorn's 5 s: a connection must not be used while the server closes it for being idle
@@ -79,6 +83,8 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, connect_timeout: float, max_connections: int) -> None:
+        import aiohttp  # here and not in the first request, which would stop the event loop
+
         self.base_url = url
         self.headers: dict[str, str] = {}
         self.pacer = LoopPacer()
@@ -103,6 +109,8 @@ class HttpClient:
 
         Raises ConnectFailed, ResponseLost, or RequestInvalid if a header holds a line break.
         """
+        import aiohttp
+
         session = self._open_session()
         headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
         try:
@@ -121,7 +129,9 @@ class HttpClient:
             message = f"{self.base_url}: a header (perhaps the API key) holds a line break: {error}"
             raise RequestInvalid(message) from error
 
-    def _open_session(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> "aiohttp.ClientSession":
+        import aiohttp
+
         if self._closed:
             raise ConnectFailed(f"{self.base_url}: the client is closed")
         if self._session is None:
