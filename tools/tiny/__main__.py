@@ -42,9 +42,11 @@ def _build(options: argparse.Namespace) -> None:
 
 def _measure(name: str) -> None:
     from ramify.model.resolve import resolve_model_path
-    from tools.tiny.metrics import measure_model
 
-    for figure, value in measure_model(resolve_model_path(name)).to_dict().items():
+    path = resolve_model_path(name)
+    from tools.tiny.metrics import measure_model  # loads torch, which a wrong name does not have to wait for
+
+    for figure, value in measure_model(path).to_dict().items():
         print(f"{figure:20} {value:.3f}")
 
 
