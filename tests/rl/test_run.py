@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 import ramify as rf
+from ramify.cli import main
 from tests.rl.run_helpers import FULL, KILLS, TIMEOUT, command, metrics, run_command, write_config
 
 
@@ -22,13 +23,13 @@ def test_every_step_is_trained_and_has_metrics(finished):
 
 
 def test_audit_finds_no_problem(finished):
-    result = run_command("why", "outputs/run", "--audit", cwd=finished)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert main(["why", str(finished / "outputs/run"), "--audit"]) == 0
 
 
-def test_finished_run_is_not_repeated(finished):
-    result = run_command("rl", "@", "rl.toml", cwd=finished)
-    assert result.returncode == 0 and "finished" in result.stdout + result.stderr
+def test_finished_run_is_not_repeated(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    assert main(["rl", "@", "rl.toml"]) == 0
+    assert "is already finished" in capsys.readouterr().out
 
 
 def test_python_api_takes_the_same_tables(finished, monkeypatch):
@@ -37,9 +38,10 @@ def test_python_api_takes_the_same_tables(finished, monkeypatch):
     assert (result.path, result.outcome.value, result.did_run) == (Path("outputs/run"), 0, False)
 
 
-def test_different_identity_is_refused(finished):
-    result = run_command("rl", "@", "rl.toml", "--train.0.sampling.temperature", "0.9", cwd=finished)
-    assert result.returncode == 2 and "temperature" in result.stderr
+def test_different_identity_is_refused(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    assert main(["rl", "@", "rl.toml", "--train.0.sampling.temperature", "0.9"]) == 2
+    assert "temperature" in capsys.readouterr().err
 
 
 HANG_TIMEOUT = ["--launch.hang_timeout", "10"]
