@@ -419,8 +419,9 @@ def test_keep_preserves_the_work_directory(tmp_path):
             kept.append(runtime.workdir)
 
     env = load_env(KeepsWorkdir, runtime={"keep_workdir": True, "workdir_root": str(tmp_path)})
-    run_one(env, ["a"])
+    trace = run_one(env, ["a"])
     assert kept[0].is_dir()
+    assert trace.info["kept_workdirs"] == [str(kept[0])]
 
 
 # -- the endpoint -----------------------------------------------------------------------------------------------------

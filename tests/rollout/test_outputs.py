@@ -8,7 +8,8 @@ from tests.rollout.helpers import OneTask, error_names, load_env, run_one, tool_
 from tests.runtime.conftest import skip_unless_available
 
 COMMANDS = {
-    "writes": "echo solution > answer.txt; mkdir -p pkg/deep; echo part > pkg/deep/part.txt; echo x > other.txt",
+    "writes": "echo solution > answer.txt; chmod +x answer.txt; mkdir -p pkg/deep; echo part > pkg/deep/part.txt; "
+    "echo x > other.txt",
     "links": "ln -s /etc/passwd answer.txt; mkdir pkg; ln -s /etc pkg/etc; mkfifo pkg/pipe",
     "poisons the box": "mkdir -p $HOME/bin; echo evil > $HOME/.profile; echo evil > $TMPDIR/x; sleep 1000 &",
 }
@@ -28,6 +29,7 @@ class BoxTaskset(OneTask):
     async def sees(self, runtime: rf.Runtime, trace: rf.Trace) -> float:
         listing = await runtime.run("find . -type f -o -type l -o -type p | sort; ls -A $HOME $TMPDIR", timeout=10)
         trace.info["seen"] = listing.text.split()
+        trace.info["is_executable"] = (await runtime.run("test -x answer.txt", timeout=10)).returncode == 0
         return 1.0
 
 
@@ -48,6 +50,7 @@ def test_rewards_see_only_the_outputs(runtime, command, files):
     assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
     seen = [entry for entry in trace.info["seen"] if entry.startswith("./")]
     assert seen == files
+    assert trace.info["is_executable"] == (command == "writes")
     assert not {"bin", ".profile", "x"} & set(trace.info["seen"])
     assert set(trace.info["outputs"]) == ({"answer.txt", "pkg"} - {"pkg"} if command == "links" else set()) | (
         {"answer.txt", "pkg"} if command == "poisons the box" else set()

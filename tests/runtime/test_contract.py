@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 
 import pytest
 
@@ -201,6 +202,35 @@ def test_directories_are_copied_both_ways_without_links(kind, tmp_path):
     assert files == {"sub/tool.sh": "#!/bin/sh\necho ran\n", "sub/new": "new\n"}
     assert not any(path.is_symlink() for path in target.rglob("*"))
     assert os.access(target / "sub" / "tool.sh", os.X_OK)
+
+
+def test_single_file_is_copied_with_its_mode(kind, tmp_path):
+    async def test(runtime):
+        await runtime.run("printf '#!/bin/sh\\n' > tool; chmod 755 tool; echo x > data; chmod 644 data", timeout=10)
+        await runtime.run("ln -s data link; mkfifo pipe; head -c 2000000 /dev/zero > large", timeout=10)
+        await runtime.download("tool", tmp_path / "tool")
+        await runtime.download("data", tmp_path / "data")
+        for path in ("link", "pipe", "nothing"):
+            with pytest.raises(FileNotFoundError):
+                await runtime.download(path, tmp_path / "other")
+        with pytest.raises(ValueError, match="1048576 bytes"):
+            await runtime.download("large", tmp_path / "other")
+
+    run_with_runtime(kind, test, max_file_mb=1)
+    assert (tmp_path / "tool").read_text() == "#!/bin/sh\n" and (tmp_path / "data").read_text() == "x\n"
+    assert os.access(tmp_path / "tool", os.X_OK) and not (tmp_path / "data").stat().st_mode & 0o111
+
+
+def test_kept_files_are_found(kind, tmp_path):
+    async def test(runtime):
+        await runtime.write("answer", b"x")
+        assert runtime.kept_workdir is None
+        await runtime.stop()
+        assert runtime.kept_workdir is not None
+        assert (runtime.kept_workdir / "answer").read_bytes() == b"x"
+        shutil.rmtree(runtime.kept_workdir.parent if kind == "local" else runtime.kept_workdir)
+
+    run_with_runtime(kind, test, keep_workdir=True)
 
 
 def test_exposed_server_is_reachable(kind):

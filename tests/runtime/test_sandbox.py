@@ -88,6 +88,10 @@ def test_named_paths_are_readable_and_no_others(tmp_path):
     result = run_in_sandbox(f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}", **settings)
     assert result.text.split() == ["agent", "agent", "agent"]
     assert b"Read-only file system" in result.stderr
+    both = {"read_only": [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent:/other"]}
+    assert run_in_sandbox("/agent/tool; /other/tool", **both).text.split() == ["agent", "agent"]
+    with pytest.raises(ValueError, match="/agent twice"):
+        SandboxRuntimeConfig(read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/other:/agent"])
     for entry in ("/no/such/place", f"{tmp_path}:relative"):
         with pytest.raises(ValueError, match=r"does not exist|must be absolute"):
             SandboxRuntimeConfig(read_only=[entry])

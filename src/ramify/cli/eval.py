@@ -102,17 +102,18 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
     from ramify.cli.console import make_console
     from ramify.evals.report import build_report
-    from ramify.evals.run import WORK_DIR
     from ramify.evals.trace_view import render_trace_tree
     from ramify.store import RunStore
 
     console = make_console()
-    if show:
+    workdirs: list[str] = []
+    if show or keep:
         with RunStore.open(result.path, write=False) as store:
             for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):
-                console.print(render_trace_tree(trace))
+                workdirs += trace.info.get("kept_workdirs", [])
+                if show:
+                    console.print(render_trace_tree(trace))
     if keep:
-        workdirs = sorted((result.path / WORK_DIR).glob("*"))
         print("\n".join(f"work directory {workdir}" for workdir in workdirs) or "no rollout used a work directory")
     if not result.num_run:
         print(f"{result.path} is already finished ({len(result.rows)} rollouts); use --fresh to start over")

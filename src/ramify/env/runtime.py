@@ -183,6 +183,14 @@ class Runtime(ABC):
         return self.config.model_dump(mode="json", include={"id"})
 
     @property
+    def kept_workdir(self) -> Path | None:
+        """The directory of this machine that has the files of the work directory after `stop`; None if none has.
+
+        There is one if `config.keep_workdir` is set.
+        """
+        return None
+
+    @property
     def capabilities(self) -> Capabilities:
         """What this runtime enforces or supports on this machine."""
         return Capabilities()
@@ -286,10 +294,10 @@ class Runtime(ABC):
 
     @abstractmethod
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory of the runtime into a directory of this machine.
+        """Copy a regular file, or the regular files of a directory, of the runtime to a path of this machine.
 
-        Links and special files are left out. Raises FileNotFoundError if there is no such directory, ValueError if the
-        files are larger than `config.max_file_mb`.
+        Permissions are kept, links and special files left out. Raises FileNotFoundError if there is no such file or
+        directory, ValueError if the files are larger than `config.max_file_mb`.
         """
 
     @abstractmethod

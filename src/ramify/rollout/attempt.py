@@ -181,7 +181,7 @@ class AttemptRunner:
         with raise_environment_faults("outputs"), tempfile.TemporaryDirectory(prefix="ramify-outputs-") as directory:
             async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
                 self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
-                await self.runtime.stop()
+                await self._stop_runtime()
                 self.runtime = self.context.runtime = RetryingRuntime(self.env.runtime_pool.take())
                 await self.runtime.start(self.task)
             await self._run_task_commands("setup", self.task.setup)  # it has a time limit of its own
@@ -237,9 +237,15 @@ class AttemptRunner:
             self.session.close()
         try:
             async with fail_after(CLOSE_TIMEOUT, "stopping the runtime"):
-                await self.runtime.stop()
+                await self._stop_runtime()
         except Exception as error:  # noqa: BLE001 - a runtime may be a user's plugin
             self.trace.info["cleanup"] = f"{type(error).__name__}: {error}"
+
+    async def _stop_runtime(self) -> None:
+        """Stop the runtime, and record where it kept its files."""
+        await self.runtime.stop()
+        if self.runtime.kept_workdir is not None:
+            self.trace.info.setdefault("kept_workdirs", []).append(str(self.runtime.kept_workdir))
 
 
 async def _run_uncancellable(coroutine: Coroutine[Any, Any, None]) -> None:

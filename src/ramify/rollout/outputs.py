@@ -16,17 +16,16 @@ async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path
     missing: dict[str, str] = {}
     for path in outputs:
         try:
-            await _copy_output(runtime, path, target / path)
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            await runtime.download(path, target / path)
         except (AgentExit, OSError, ValueError) as error:
             missing[path] = f"{type(error).__name__}: {error}"
-            shutil.rmtree(target / path, ignore_errors=True)  # an incomplete copy
+            _remove_incomplete_copy(target / path)
     return missing
 
 
-async def _copy_output(runtime: Runtime, path: str, target: Path) -> None:
-    """Copy a file or a directory."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        target.write_bytes(await runtime.read(path))
-    except FileNotFoundError:
-        await runtime.download(path, target)
+def _remove_incomplete_copy(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -35,6 +35,11 @@ class RetryingRuntime(Runtime):
         return self._inner.trace_metadata
 
     @property
+    def kept_workdir(self) -> Path | None:
+        """Where the inner runtime kept its files."""
+        return self._inner.kept_workdir
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the inner runtime enforces."""
         return self._inner.capabilities
@@ -82,7 +87,7 @@ class RetryingRuntime(Runtime):
         await self._with_retries(lambda: self._inner.upload(source, target))
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a directory out of the inner runtime, with retries."""
+        """Copy a file or a directory out of the inner runtime, with retries."""
         await self._with_retries(lambda: self._inner.download(source, target))
 
     async def expose(self, base_url: str) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path, PurePath
 from typing import IO
@@ -34,12 +35,14 @@ class BoxFiles:
     def __init__(self, root_fd: int, root: PurePath, workdir: PurePath, max_mb: float) -> None:
         self._root_fd, self._root, self._workdir = root_fd, root, workdir
         self._max_bytes = int(max_mb * (1 << 20))
+        self._lock = threading.Lock()  # of `_root_fd`: the number of a closed file soon belongs to another
 
     def close(self) -> None:
-        """Close the root directory. Closing it again does nothing."""
-        if self._root_fd >= 0:
-            os.close(self._root_fd)
-            self._root_fd = -1
+        """Close the root directory. Closing it again does nothing. A thread may still read or write meanwhile."""
+        with self._lock:
+            root_fd, self._root_fd = self._root_fd, -1
+            if root_fd >= 0:
+                os.close(root_fd)
 
     def read(self, path: str | PurePath) -> bytes:
         """Return the content of a regular file. Raises FileNotFoundError if there is none, ValueError if too large."""
@@ -77,27 +80,37 @@ class BoxFiles:
                     self.write(relative / name, file.read_bytes(), mode=stat.S_IMODE(file.stat().st_mode))
 
     def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory of the box into a host directory; leave out links and special files.
+        """Copy a regular file of the box, or those of a directory, to a host path; leave out links and special files.
 
         Raises ValueError if the files are too large or too many.
         """
         num_bytes = num_files = 0
-        target.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._open_parent(source, create=False) as (parent_fd, name), _open_file(parent_fd, name) as file:
+                self._copy_file(file, target, self._max_bytes)
+                return
+        except FileNotFoundError:
+            pass  # perhaps a directory
         with self._open_directory(self._get_parts(source), create=False) as directory_fd:
+            target.mkdir(parents=True, exist_ok=True)
             for relative, file in _iter_files(directory_fd):
                 num_files += 1
                 if num_files > MAX_FILES:
                     raise ValueError(f"{source} has more than {MAX_FILES} files, the most that are read")
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                target_file = target / relative
-                target_file.parent.mkdir(parents=True, exist_ok=True)
-                with target_file.open("wb") as copy:
-                    while chunk := file.read(COPY_CHUNK):
-                        num_bytes += len(chunk)
-                        if num_bytes > self._max_bytes:
-                            raise ValueError(f"{source} has more than {self._max_bytes} bytes, the most that is read")
-                        copy.write(chunk)
-                target_file.chmod(mode & 0o777)
+                (target / relative).parent.mkdir(parents=True, exist_ok=True)
+                num_bytes += self._copy_file(file, target / relative, self._max_bytes - num_bytes)
+
+    def _copy_file(self, file: IO[bytes], target: Path, max_bytes: int) -> int:
+        """Copy an open file of the box with its permissions; return its size. Raises ValueError if it is too large."""
+        num_bytes = 0
+        with target.open("wb") as copy:
+            while chunk := file.read(COPY_CHUNK):
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise ValueError(f"{target.name}: more than {self._max_bytes} bytes, the most that is read")
+                copy.write(chunk)
+        target.chmod(stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777)
+        return num_bytes
 
     def _get_parts(self, path: str | PurePath) -> tuple[str, ...]:
         """Return the directory names from the root to a path. Raises FileNotFoundError for a path outside of it."""
@@ -117,7 +130,8 @@ class BoxFiles:
     @contextlib.contextmanager
     def _open_directory(self, parts: tuple[str, ...], *, create: bool) -> Generator[int]:
         """Open a directory beneath the root. Raises FileNotFoundError if a part is a link or a file."""
-        directory_fd = os.dup(self._root_fd)
+        with self._lock:
+            directory_fd = os.dup(self._root_fd)
         try:
             for part in parts:
                 if create:

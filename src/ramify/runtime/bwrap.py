@@ -130,15 +130,15 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
     for file in sorted(ETC_DIR.iterdir()):
         yield from ("--ro-bind", str(file), f"/etc/{file.name}")
     interpreter = Path(sys.base_prefix)
-    bound = {directory: directory for directory in SYSTEM_DIRS}
+    bound = [(directory, directory) for directory in SYSTEM_DIRS]
     if not any(interpreter.resolve().is_relative_to(directory.resolve()) for directory in SYSTEM_DIRS):
-        bound[interpreter] = interpreter
+        bound.append((interpreter, interpreter))
         yield from ("--ro-bind", str(interpreter), str(interpreter))
-    for source, target in config.read_only_paths.items():
-        bound[source] = target
+    for source, target in config.read_only_paths:
+        bound.append((source, target))
         yield from ("--ro-bind", str(source), str(target))
     package = Path(ramify.__file__).parent.resolve()
-    for source, target in bound.items():  # an agent must not find tasks and their answers
+    for source, target in bound:  # an agent must not find tasks and their answers
         if package.is_relative_to(source.resolve()):
             hidden = str(target / package.relative_to(source.resolve()))
             yield from ("--tmpfs", hidden, "--remount-ro", hidden)

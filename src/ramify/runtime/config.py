@@ -54,13 +54,17 @@ class SandboxRuntimeConfig(RuntimeConfig):
                 raise ValueError(f"{source} does not exist")
             if target and not Path(target).is_absolute():
                 raise ValueError(f"{entry}: the path in the sandbox must be absolute")
+        targets = [entry.partition(":")[2] or entry for entry in entries]
+        for target in targets:
+            if targets.count(target) > 1:
+                raise ValueError(f"the sandbox would have {target} twice")
         return entries
 
     @property
-    def read_only_paths(self) -> dict[Path, Path]:
-        """The paths in the sandbox by the absolute paths of this machine."""
+    def read_only_paths(self) -> list[tuple[Path, Path]]:
+        """The absolute paths of this machine, each with its path in the sandbox."""
         pairs = (entry.partition(":") for entry in self.read_only)
-        return {Path(source).resolve(): Path(target or Path(source).absolute()) for source, _, target in pairs}
+        return [(Path(source).resolve(), Path(target or Path(source).absolute())) for source, _, target in pairs]
 
 
 class ContainerRuntimeConfig(RuntimeConfig):

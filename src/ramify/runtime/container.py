@@ -115,7 +115,9 @@ class ContainerRuntime(ShellRuntime):
         files, self._files = self._files, None
         try:
             if files is not None and self.config.keep_workdir:
-                await files.download(self.workdir, Path(tempfile.mkdtemp(prefix="ramify-kept-")))
+                copy = Path(tempfile.mkdtemp(prefix="ramify-kept-"))
+                await files.download(self.workdir, copy)
+                self._kept_workdir = copy
         finally:
             await self._remove_container()
 

@@ -65,6 +65,13 @@ class LocalRuntime(Runtime):
         return self._get_sandbox_dir() / "work" / self._relative_workdir
 
     @property
+    def kept_workdir(self) -> Path | None:
+        """The work directory itself, if it was created."""
+        if not self._stopped or self._sandbox_dir is None or not self.config.keep_workdir:
+            return None
+        return self._sandbox_dir / "work" / self._relative_workdir
+
+    @property
     def capabilities(self) -> Capabilities:
         """Limits on memory, processes and cores, where this process may create control groups."""
         return _find_capabilities()
@@ -141,7 +148,7 @@ class LocalRuntime(Runtime):
         await _write_in_thread(self._files.upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory out of the rollout's directory."""
+        """Copy a regular file, or those of a directory, out of the rollout's directory."""
         await _write_in_thread(self._files.download, source, target)
 
     async def expose(self, base_url: str) -> str:

@@ -10,10 +10,14 @@ import socket
 
 CHUNK = 1 << 16
 CONNECT_TIMEOUT = 10.0  # seconds
+MAX_CONNECTIONS = 256  # at once; each is two open files of this process
 
 
 class PortForward:
-    """Forwards every connection of a listening socket to `host`:`port`, until `close`."""
+    """Forwards the connections of a listening socket to `host`:`port`, until `close`.
+
+    Connections beyond `MAX_CONNECTIONS` at once are closed.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -35,21 +39,18 @@ class PortForward:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
-        except (OSError, TimeoutError):
-            writer.close()
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_copy(reader, target_writer))
-                group.create_task(_copy(target_reader, writer))
-        finally:
-            writer.close()
-            target_writer.close()
+        with contextlib.closing(writer):
+            if len(self._tasks) >= MAX_CONNECTIONS:
+                return
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
+                with contextlib.closing(target_writer):
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(_copy(reader, target_writer))
+                        group.create_task(_copy(target_reader, writer))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -62,12 +62,18 @@ class SandboxRuntime(Runtime):
         self._relative_workdir = PurePath()
         self._files: BoxFiles | None = None
         self._forward: PortForward | None = None
+        self._kept_workdir: Path | None = None
         self._stopped = False
 
     @property
     def workdir(self) -> Path:
         """The work directory, as programs see it."""
         return Path(WORK_DIR) / self._relative_workdir
+
+    @property
+    def kept_workdir(self) -> Path | None:
+        """The copy of the work directory."""
+        return self._kept_workdir
 
     @property
     def capabilities(self) -> Capabilities:
@@ -117,7 +123,9 @@ class SandboxRuntime(Runtime):
         files, self._files = self._files, None
         try:
             if files is not None and self.config.keep_workdir:
-                await asyncio.to_thread(files.download, WORK_DIR, Path(tempfile.mkdtemp(prefix="ramify-kept-")))
+                copy = Path(tempfile.mkdtemp(prefix="ramify-kept-"))
+                await asyncio.to_thread(files.download, WORK_DIR, copy)
+                self._kept_workdir = copy / self._relative_workdir
         finally:
             if files is not None:
                 files.close()
@@ -152,7 +160,7 @@ class SandboxRuntime(Runtime):
         await asyncio.to_thread(self._get_files().upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory of the box to this machine."""
+        """Copy a regular file of the box, or those of a directory, to this machine."""
         await asyncio.to_thread(self._get_files().download, source, target)
 
     async def expose(self, base_url: str) -> str:

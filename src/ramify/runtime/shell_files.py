@@ -20,6 +20,10 @@ from ramify.runtime.box_files import COPY_CHUNK
 
 NO_FILE_STATUS = 61
 WRITE_FAILED_STATUS = 62
+READ_FAILED_STATUS = 63
+DATA_STATUS = 64  # a single file was copied out, which is not executable
+PROGRAM_STATUS = 65  # the same, and it is executable
+FILE_MODES = {DATA_STATUS: 0o644, PROGRAM_STATUS: 0o755}
 ARCHIVE_OVERHEAD = 64 << 20  # bytes of headers that an archive may have besides the content of its files
 KERNEL_DIRECTORIES = ("proc", "sys", "dev")  # file systems of the kernel; their files are not copied
 
@@ -41,7 +45,13 @@ WRITE_SCRIPT = f"""{_CHECK}
 mkdir -p "${{1%/*}}/" && cat > "$1" || exit {WRITE_FAILED_STATUS}
 """
 UPLOAD_SCRIPT = f'{_CHECK}mkdir -p "$1" && tar -x -o -f - -C "$1" || exit {WRITE_FAILED_STATUS}'
-DOWNLOAD_SCRIPT = f'{_CHECK}[ -d "$1" ] || exit {NO_FILE_STATUS}; cd "$1" && exec tar -c -f - .'
+DOWNLOAD_SCRIPT = f"""{_CHECK}
+if [ -d "$1" ]; then cd "$1" && exec tar -c -f - .; fi
+[ -f "$1" ] || exit {NO_FILE_STATUS}
+head -c "$2" "$1" || exit {READ_FAILED_STATUS}
+[ ! -x "$1" ] || exit {PROGRAM_STATUS}
+exit {DATA_STATUS}
+"""
 
 
 class ScriptRunner(Protocol):
@@ -85,12 +95,19 @@ class ShellFiles:
         _raise_for_status(result, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory of the box into a host directory; leave out links and special files.
+        """Copy a regular file of the box, or those of a directory, to a host path; leave out links and special files.
 
         Raises ValueError if the files are too large or too many.
         """
-        limit = self._max_bytes + ARCHIVE_OVERHEAD
-        result = await self._run_script(DOWNLOAD_SCRIPT, self._resolve(source), stdin=None, max_output=2 * limit)
+        limit, file_limit = self._max_bytes + ARCHIVE_OVERHEAD, self._max_bytes + 1
+        args = (self._resolve(source), str(file_limit))
+        result = await self._run_script(DOWNLOAD_SCRIPT, *args, stdin=None, max_output=2 * limit)
+        if (mode := FILE_MODES.get(result.returncode)) is not None:
+            if len(result.stdout) >= file_limit:
+                raise ValueError(f"{source} is larger than {self._max_bytes} bytes, the most that is read")
+            target.write_bytes(result.stdout)
+            target.chmod(mode)
+            return
         if result.returncode != 1:  # a file changed while it was read
             _raise_for_status(result, source)
         try:
