@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -295,9 +296,11 @@ def test_invalid_value_raises_by_name_and_the_encoder_continues():
 
 
 def test_large_trace_round_trips_through_deltas():
-    script = big_script(5, 1600)
+    num_turns = 1600 if os.environ.get("RAMIFY_FULL") else 600
+    script = big_script(5, num_turns)
     trace, deltas = sent(script, random.Random(5))
-    assert len(trace.nodes) >= 3000 and len(list(trace.graph.runs())) > 1000 and len(deltas) > 1000
+    num_runs = len(list(trace.graph.runs()))
+    assert len(trace.nodes) >= 1.8 * num_turns and min(num_runs, len(deltas)) > 0.6 * num_turns
     nodes = {node.call.id: node.index for node in trace.nodes if node.call is not None}
     oracle.assert_records_script(trace, [nodes[turn.call.id] for turn in script.turns], script)
     data = encode_trace(trace)
