@@ -37,7 +37,7 @@ BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 DEV_STAMP := .venv/.installed-dev
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
-PYTEST := $(BIN)/pytest -n 2 -q
+PYTEST := $(BIN)/pytest -q
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 CREATE = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
@@ -74,11 +74,12 @@ lint: env  ## ruff, formatting, structure and types
 	$(BIN)/python -m tools.structure
 	$(BIN)/pyright --warnings
 
+# Three workers for two cores: many tests wait for a process to start or for a timeout.
 test: env lint  ## lint, types and the bounded tests
-	$(PYTEST)
+	$(PYTEST) -n 3
 
 test-full: env lint  ## the same tests with full counts
-	RAMIFY_FULL=1 $(PYTEST) --timeout 3600
+	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600
 
 test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }
