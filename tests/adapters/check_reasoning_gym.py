@@ -14,6 +14,7 @@ NUM_STEPS = 10
 VALIDATE_DEADLINE = 3600  # seconds
 # tiny writes text backwards, in these tags
 READABLE = {"instructions": SYSTEM, "answer_tag": "reversed_text"}
+TRAINED = {"spell_backward": {"max_word_len": 4}, "sentence_reordering": {"max_words_in_sentence": 4}}
 VALIDATE_SCRIPT = """
 import asyncio, json, sys
 from itertools import islice
@@ -60,10 +61,7 @@ def check(python: Path, output: Path) -> None:
     assert not failed, failed
     assert set(refused) == set(REFUSALS), refused
     assert len(valid) >= MIN_DATASETS
-    for dataset, parameters in (
-        ("spell_backward", {"max_word_len": 4}),
-        ("letter_jumble", {"min_words": 1, "max_words": 1}),
-    ):
+    for dataset, parameters in TRAINED.items():
         taskset = {"id": "reasoning-gym", "dataset": dataset, "parameters": parameters, **READABLE}
         traces = train(output, dataset, {"taskset": taskset, "python": str(python)}, steps=NUM_STEPS)
         rewards = [trace.reward for trace in traces if trace.reward is not None]

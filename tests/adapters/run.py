@@ -16,7 +16,8 @@ from pathlib import Path
 from ramify.cli.env import install
 from ramify.processes.interpreter import ENVIRONMENTS_VARIABLE
 
-PACKAGES: dict[str, list[str]] = {"reasoning-gym": []}  # by environment: what is installed besides its extra
+# By environment: what is installed besides its extra.
+PACKAGES: dict[str, list[str]] = {"reasoning-gym": [], "verifiers-v0": [], "verifiers": []}
 
 
 def main() -> int:

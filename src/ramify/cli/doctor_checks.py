@@ -42,6 +42,8 @@ EXTRA_PURPOSES = {
     "reasoning-gym": "the taskset reasoning-gym",
     "tensorboard": "metrics in TensorBoard",
     "trackio": "metrics in Trackio",
+    "verifiers": "the taskset verifiers, with environments of its generation v1",
+    "verifiers-v0": "the taskset verifiers, with environments of its generation v0",
     "wandb": "metrics in Weights & Biases",
     "renderers": "hand-written renderers of model families whose chat template is not sufficient",
     "dev": "the checks of this repository: make test, make lint",

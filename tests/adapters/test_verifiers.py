@@ -1,0 +1,54 @@
+"""The adapter of verifiers, without the package. `make test-envs` runs it with the package."""
+
+import sys
+
+import pytest
+
+import ramify as rf
+from ramify.adapters.verifiers import Verifiers, VerifiersConfig
+from ramify.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
+from ramify.adapters.verifiers.refusals import find_policy_refusal
+from ramify.adapters.verifiers.rewards import add_reward_hooks
+from ramify.env import collect_hooks
+from ramify.errors import ConfigInvalid, ProviderError
+
+
+def test_missing_package_is_one_line_with_venv_and_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(ConfigInvalid) as error:
+        Verifiers(VerifiersConfig(env="wordle"))
+    assert error.value.message.startswith(f"{sys.prefix} lacks the package verifiers; ")
+    assert "\n" not in error.value.message
+
+
+def test_rewards_and_metrics_become_hooks_by_name():
+    taskset = rf.Taskset()
+    add_reward_hooks(taskset, {"correct": 1.0, "load": 0.5, "num_turns": 0.0}, from_group=False)
+    hooks = collect_hooks(taskset)
+    assert {hook.name: hook.weight for hook in hooks.rewards} == {"correct": 1.0, "load_score": 0.5}
+    assert [hook.name for hook in hooks.metrics] == ["num_turns"]
+    assert not collect_hooks(rf.Taskset()).rewards  # other tasksets have none of them
+
+
+def test_group_rewards_become_group_hooks_by_name():
+    taskset = rf.Taskset()
+    add_reward_hooks(taskset, {"shortest": 1.0}, from_group=True)
+    assert [hook.name for hook in collect_hooks(taskset).group_rewards] == ["shortest"]
+
+
+def test_column_that_is_no_plain_data_is_named():
+    assert to_plain_row({"answer": 1, "info": {"a": [1]}}) == {"answer": 1, "info": {"a": [1]}}
+    with pytest.raises(ConfigInvalid, match="the column 'image' of the dataset has a object"):
+        to_plain_row({"image": object()})
+    assert keep_plain_fields({"secret": object(), "guesses": [1]}) == {"guesses": [1]}
+
+
+def test_limit_is_the_stop_reason_and_other_refusals_are_failures():
+    trace = rf.Trace(id="r")
+    assert find_policy_refusal(trace) is None
+    refusal = {"path": "/v1", "status": 400, "name": "BudgetExceeded", "message": "max_turns", "count": 1}
+    trace.info["refusals"] = [refusal]
+    assert find_policy_refusal(trace) == "BudgetExceeded"
+    trace.info["refusals"] = [refusal, {**refusal, "name": "EngineStalled"}]
+    with pytest.raises(ProviderError, match="EngineStalled"):
+        find_policy_refusal(trace)
