@@ -58,6 +58,32 @@ def test_every_process_gets_a_config_that_its_command_can_parse(tmp_path):
     assert parse(RunConfig, ["@", str(tmp_path / "run" / "config.toml")]) == plan.config
 
 
+def test_other_models_are_started_unless_their_servers_run_already(tmp_path):
+    models = {"teacher": {"name": "tiny"}, "judge": {"base_url": ["http://10.0.0.1:8000"]}}
+    distilled = {**TRAIN, "name": "copy", "algorithm": {"id": "sft"}, "teacher": "teacher"}
+    penalized = {**TRAIN, "algorithm": {"id": "grpo", "beta": 0.1}}
+    plan = build_plan(config(tmp_path, models=models, train=[penalized, distilled]), gpus=[])
+    plan.write()
+    specs, folder = {spec.name: spec for spec in plan.process_specs}, tmp_path / "run" / "configs"
+    assert [name for name in specs if name.startswith("models/")] == ["models/teacher", "models/start"]
+    assert specs["models/teacher"].role is ProcessRole.SERVICE
+    serve = parse(ServeConfig, ["@", str(folder / "models-teacher.toml")])
+    url = f"http://127.0.0.1:{serve.server.port}"
+    assert (serve.model.name, serve.inference.max_model_len) == ("tiny", 257)
+    run = parse(RunConfig, ["@", str(folder / "orchestrator.toml")])
+    assert run.models["teacher"].base_url == [url] and run.models["judge"].base_url == ["http://10.0.0.1:8000"]
+    sampled_by_teacher = parse(EnvServerConfig, ["@", str(folder / "env-train-copy.toml")])
+    sampled_by_policy = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
+    assert sampled_by_teacher.inference.base_url == [url] != sampled_by_policy.inference.base_url
+    assert "models/judge: http://10.0.0.1:8000 (external, not managed by this run)" in plan.format_lines()
+
+
+def test_a_missing_teacher_is_refused(tmp_path):
+    models = {"teacher": {"name": str(tmp_path / "nothing")}}
+    with pytest.raises(ConfigInvalid, match=r"models\.teacher\.name: model .* was not found"):
+        build_plan(config(tmp_path, models=models), gpus=[])
+
+
 def test_roles_and_preloaded_modules(tmp_path):
     specs = {spec.name: spec for spec in build_plan(config(tmp_path), gpus=[]).process_specs}
     assert specs["orchestrator"].role is ProcessRole.LEADER

@@ -64,7 +64,7 @@ def entries(batches):
 
 def test_batch_keeps_group_order_and_counts_entries():
     assert (BATCH.step, BATCH.group_numbers) == (7, (4, 1))
-    assert BATCH.counts == {"rl": 2 * (1 + 2 + 3) + 2 * (2 + 3), "ce": 0, "ref_kl": 0}
+    assert BATCH.counts == {"rl": 2 * (1 + 2 + 3) + 2 * (2 + 3), "ce": 0, "ref_kl": 0, "kl": 0}
 
 
 def test_overlong_paths_have_no_entries_after_rebuild():
@@ -109,7 +109,7 @@ def test_annotations_round_trip_through_encoding():
     assert (decoded.number, decoded.source_name, decoded.temperature) == (3, "source", 0.5)
     assert decoded.rollout_ids == ("r1", "r2")
     for annotation, original in zip(decoded.annotations, annotations, strict=True):
-        for name in ("trace_id", "node", "span", "advantage", "rl", "ce", "ref_kl", "ref_logprobs"):
+        for name in ("trace_id", "node", "span", "advantage", "rl", "ce", "ref_kl", "ref_logprobs", "kl"):
             np.testing.assert_array_equal(getattr(annotation, name), getattr(original, name))
 
 

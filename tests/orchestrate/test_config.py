@@ -146,3 +146,34 @@ def test_orchestrate_does_not_import_torch_or_environments():
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     modules = set(loaded.stdout.split())
     assert not modules & {"torch", "transformers", "vllm", "ramify.tasksets", "ramify.harness"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train.0.algorithm.id", "opd"], "teacher: the algorithm 'opd' needs the name of a model in [models]"),
+        (["--train.0.teacher", "teacher"], "teacher: the algorithm 'grpo' has none; opd and sft do"),
+        (["--train.0.reference", "start"], "reference: the algorithm 'grpo' uses none without beta"),
+        (["--train.0.teacher", "tacher", "--train.0.algorithm.id", "sft"], "did you mean 'teacher'?"),
+        (
+            ["--train.0.algorithm.beta", "0.1", "--train.0.sampling.temperature", "0.7"],
+            "expected 1 with the algorithm 'grpo'",
+        ),
+        (["--models.teacher.base-url", '["http://h:1"]', "--models.teacher.inference.dtype", "float32"], "not allowed"),
+        (["--models.teacher.name", ""], "set name, the model to start an engine for, or base_url"),
+    ],
+)
+def test_models_that_a_source_cannot_use_are_refused(read, flags, message):
+    with pytest.raises(ConfigInvalid) as raised:
+        read("--models.teacher.name", "tiny", *flags)
+    assert message in raised.value.message
+
+
+def test_a_source_names_the_models_that_score_or_sample_it(read):
+    (source,) = read("--models.big.name", "tiny", "--train.0.teacher", "big", "--train.0.algorithm.id", "opd").train
+    assert (source.score_model, source.sampler_model) == ("big", None)
+    (source,) = read("--models.big.name", "tiny", "--train.0.teacher", "big", "--train.0.algorithm.id", "sft").train
+    assert (source.score_model, source.sampler_model) == (None, "big")
+    config = read("--train.0.algorithm.beta", "0.1")
+    assert config.train[0].score_model == "start" and config.all_models["start"].name == "tiny"
+    assert not read().all_models

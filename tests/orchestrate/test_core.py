@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,12 +74,10 @@ class World:
 
 
 def sources(world: World, **more) -> dict[str, SourceSpec]:
-    algorithm = plugin.build_plugin("algorithm", {"id": "grpo"})
+    more.setdefault("algorithm", plugin.build_plugin("algorithm", {"id": "grpo"}))
     sizes = {"reverse": world.size, "wordle": world.size + 1}
     return {
-        name: SourceSpec(
-            name=name, algorithm=algorithm, group_size=sizes[name], max_tries=2, tasks_per_epoch=count, **more
-        )
+        name: SourceSpec(name=name, group_size=sizes[name], max_tries=2, tasks_per_epoch=count, **more)
         for name, count in TASKS.items()
     }
 
@@ -272,6 +271,51 @@ def test_group_rewards_are_stored_with_the_traces(ledger):
     (row,) = ledger.store.rollouts(id="0.1")
     assert (row.reward, row.summary) == (1.0, {"ranked": 1})
     assert ledger.attempts(0)[1].notes["advantage"] > 0
+
+
+async def sample_group(core: OrchestratorCore, number: int) -> None:
+    while (queued := core.next_attempt(99)) is not None:
+        if queued[1].group == number:
+            name = f"{number}.{queued[1].attempt}"
+            await core.record_attempt(number, queued[1].attempt, [rollout(name, float(queued[1].attempt))])
+
+
+def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
+    world, opd = World(size=2, batch=1), plugin.build_plugin("algorithm", {"id": "opd"})
+    scores = {(f"0.{attempt}", 1): np.array([-0.25, -1.5 - attempt], np.float32) for attempt in range(2)}
+
+    async def before():
+        core = await open_core(ledger, world, algorithm=opd)
+        await core.issue_groups()
+        await sample_group(core, 0)
+        assert (await core.score_group(0, reference_scores=scores)).batch_group is not None
+        assert ledger.get_reference_scores(0) is not None
+
+    async def after():
+        core = await open_core(ledger, world, algorithm=opd)
+        assert core.get_groups_to_score() == []
+        (batch,) = await core.form_batches()
+        return rebuild_forests(batch, ledger.store.read_traces)
+
+    asyncio.run(before())
+    (forest,) = asyncio.run(after())
+    assert sorted(forest.targets.ref_logprob.tolist()) == [-2.5, -1.5, -0.25, -0.25]
+    assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 4, "kl": 0}
+    assert ledger.get_reference_scores(0) is None  # the batch has them
+
+
+def test_group_without_its_scores_is_dropped(ledger):
+    algorithm = plugin.build_plugin("algorithm", {"id": "grpo", "beta": 0.1})
+
+    async def main():
+        core = await open_core(ledger, World(size=2, batch=1), algorithm=algorithm)
+        await core.issue_groups()
+        await sample_group(core, 0)
+        assert (await core.score_group(0)).batch_group is None
+        return ledger.get_group(0)
+
+    group = asyncio.run(main())
+    assert group.reason is DropReason.NOT_FINITE and "no finite reference logprob" in group.detail
 
 
 def test_dropped_attempt_drops_a_group_with_too_few_left(ledger):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, PolicyVersion, Trace, VersionRun
 
-COMPONENTS = ("rl", "ce", "ref_kl")
+COMPONENTS = ("rl", "ce", "ref_kl", "kl")
 NUMBERS = ("logprob", "advantage", *COMPONENTS, "ref_logprob")
 
 Run = tuple[int, int, bytes]  # an image's placeholders [start, stop) in a node, and the image
@@ -171,7 +171,7 @@ def expected(
                     cut += 1
                     continue
                 start, stop = node.sampled
-                on_policy = row["rl"] or row["ref_kl"]
+                on_policy = row["rl"] or row["ref_kl"] or row["kl"]
                 logprob = node.logprobs[offset - start] if on_policy and start <= offset < stop else np.nan
                 numbers = [logprob, *(row[name] for name in NUMBERS[1:]), attempt.temperature]
                 entries[
@@ -180,7 +180,7 @@ def expected(
                         number,
                         path_numbers[number][offset],
                         node.tokens[offset],
-                        node.version(offset),
+                        node.version(offset) if on_policy else None,
                         attempt.env,
                         np.array(numbers, np.float32).tobytes(),
                     )
@@ -351,8 +351,8 @@ def group(rng: Random, size: Size, name: str = "t") -> list[Attempt]:
         else:
             nodes = _tree(rng, size, prompt)
         notes = _notes(rng, f"{name}{number}", nodes)
-        # ref_kl is defined at temperature 1 only (design, section 7)
-        hot = any(np.any(note.ref_kl) for note in notes)
+        # ref_kl and kl are defined at temperature 1 only (design, section 7)
+        hot = any(note.needs_reference for note in notes)
         temperature = 1.0 if hot else rng.choice(size.temperatures)
         attempts.append(Attempt(f"{name}{number}", nodes, notes, temperature, rng.choice(["", "maths"])))
     return attempts
@@ -433,7 +433,8 @@ def _notes(rng: Random, name: str, nodes: Sequence[Planned]) -> tuple[Annotation
 
 
 def _on_policy(rng: Random, name: str, node: int, span: tuple[int, int] | None, count: int) -> Annotation:
-    kind = rng.choice(["rl", "rl", "rl+ce", "rl+ref_kl", "ce"])
+    kind = rng.choice(["rl", "rl", "rl+ce", "rl+ref_kl", "rl+kl", "ce"])
+    has_reference = kind.endswith("kl")
     return Annotation(
         name,
         node,
@@ -442,7 +443,8 @@ def _on_policy(rng: Random, name: str, node: int, span: tuple[int, int] | None, 
         rl=_value(rng, count, (0.0, 1.0, 1.0, 0.5)) if "rl" in kind else 0.0,
         ce=_value(rng, count, (1.0, 0.125)) if "ce" in kind else 0.0,
         ref_kl=_value(rng, count, (0.0, 0.5)) if "ref_kl" in kind else 0.0,
-        ref_logprobs=_value(rng, count, (-1.0, -3.0)) if "ref_kl" in kind else None,
+        ref_logprobs=_value(rng, count, (-1.0, -3.0)) if has_reference else None,
+        kl=_value(rng, count, (0.0, 0.25)) if kind == "rl+kl" else 0.0,
     )
 
 

@@ -160,7 +160,7 @@ def test_identical_attempts_are_two_targets_at_one_token():
         (3, 1.0),
     ]
     assert len(forest.calls) == 2
-    assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0}
+    assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0, "kl": 0}
 
 
 def test_equal_sampled_prefixes_share_tokens_despite_different_advantages():
@@ -221,7 +221,7 @@ def test_forest_without_targets_is_empty():
             forest.num_attention_pairs,
             len(forest.targets),
         ) == (0, 0, 0, 0, 0)
-        assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0}
+        assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0, "kl": 0}
         assert forest.build_attention_mask().shape == (0, 0)
 
 
@@ -363,4 +363,4 @@ def test_repeated_trace_raises():
 def test_untrainable_node_accepts_only_ce():
     nodes = (PLAIN[0], replace(PLAIN[1], trainable=False))
     forest = build_forest([Attempt("a", nodes, (Annotation("a", 1, rl=0.0, ce=1.0),)).sample()])
-    assert forest.count_by_component() == {"rl": 0, "ce": 2, "ref_kl": 0}
+    assert forest.count_by_component() == {"rl": 0, "ce": 2, "ref_kl": 0, "kl": 0}

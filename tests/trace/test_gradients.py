@@ -93,15 +93,18 @@ class Batch:
     ce: torch.Tensor
     ref_kl: torch.Tensor
     ref_logprob: torch.Tensor
+    kl: torch.Tensor
 
 
 def terms(logp: torch.Tensor, entries: Batch, counts: dict[str, int]) -> torch.Tensor:
-    """w/N times the loss of each component of each entry (DPPO, ce, ref_kl)."""
+    """w/N times the loss of each component of each entry (DPPO, ce, ref_kl, k3)."""
     lr = logp - torch.where(entries.logprob.isnan(), logp.detach(), entries.logprob)
     ratio, gap = lr.exp(), (logp.exp() - entries.logprob.exp()).detach()
     drop = ((entries.advantage > 0) & (gap > 0.2)) | ((entries.advantage < 0) & (gap < -0.2))
     bracket = torch.where(entries.ref_logprob.isnan(), 0.0, entries.ref_logprob - logp.detach())
+    distance = torch.where(entries.ref_logprob.isnan(), 0.0, entries.ref_logprob - logp)
     losses = {
+        "kl": distance.exp() - distance - 1,
         "rl": torch.where(drop, 0.0, -entries.advantage * ratio + 1e-3 * lr**2),
         "ce": -logp,
         "ref_kl": -bracket * ratio + 1e-3 * lr**2,
@@ -234,7 +237,13 @@ def _attempt(rng: Random, name: str, parents: list[int]) -> Attempt:
             nodes.append(Planned(parent, tokens, (2, 10), tuple(rng.uniform(-5.0, -0.1) for _ in range(8))))
     notes = tuple(
         Annotation(
-            name, i, advantage=rng.choice([-1.0, 0.5, 2.0]), ce=rng.choice([0.0, 0.1]), ref_kl=0.2, ref_logprobs=-3.0
+            name,
+            i,
+            advantage=rng.choice([-1.0, 0.5, 2.0]),
+            ce=rng.choice([0.0, 0.1]),
+            ref_kl=0.2,
+            ref_logprobs=-3.0,
+            kl=0.1,
         )
         for i, parent in enumerate(parents)
         if parent >= 0

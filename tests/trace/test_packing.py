@@ -106,7 +106,7 @@ def test_tables_of_a_pack_are_those_of_its_trees(batch):
     assert calls_of(row) == [call for tree in trees for call in calls_of(tree)]
     assert [item.media for item in row.media] == [item.media for tree in trees for item in tree.media]
     assert row.count_by_component() == {
-        name: sum(tree.count_by_component()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")
+        name: sum(tree.count_by_component()[name] for tree in trees) for name in ("rl", "ce", "ref_kl", "kl")
     }
 
 
@@ -127,7 +127,7 @@ def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
     row = make_padding_forest(5)
     assert len(row) == row.num_attention_pairs == 5
     assert (row.num_tokens, row.flat_tokens, len(row.targets), len(row.calls)) == (0, 0, 0, 0)
-    assert row.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0}
+    assert row.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0, "kl": 0}
     assert np.array_equal(row.build_attention_mask(), np.eye(5, dtype=bool))
 
 

@@ -12,7 +12,7 @@ from tests.train.models import VOCAB
 def build_attempt(rng: Random, name: str, parents: list[int], temperature: float = 1.0, tokens: int = 10) -> Attempt:
     """Build a random attempt in which roots are prompts and all other nodes are sampled.
 
-    Advantages, ce and (at temperature 1) ref_kl are mixed.
+    Advantages, ce and (at temperature 1) ref_kl and kl are mixed.
     """
     nodes: list[Planned] = []
     for parent in parents:
@@ -27,6 +27,7 @@ def build_attempt(rng: Random, name: str, parents: list[int], temperature: float
             ce=rng.choice([0.0, 0.1]),
             ref_kl=0.2 if temperature == 1 else 0.0,
             ref_logprobs=-3.0,
+            kl=0.1 if temperature == 1 else 0.0,
         )
         for node, parent in enumerate(parents)
         if parent >= 0

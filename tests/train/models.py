@@ -118,10 +118,12 @@ def compute_losses(logprob, sampler, columns, counts) -> torch.Tensor:
     ratio, gap = log_ratio.exp(), (logprob.exp() - sampler.exp()).detach()
     masked = ((columns["advantage"] > 0) & (gap > 0.2)) | ((columns["advantage"] < 0) & (gap < -0.2))
     ref_gap = torch.where(columns["ref_logprob"].isnan(), 0.0, columns["ref_logprob"] - logprob.detach())
+    distance = torch.where(columns["ref_logprob"].isnan(), 0.0, columns["ref_logprob"] - logprob)
     losses = {
         "rl": torch.where(masked, 0.0, -columns["advantage"] * ratio + 1e-3 * log_ratio**2),
         "ce": -logprob,
         "ref_kl": -ref_gap * ratio + 1e-3 * log_ratio**2,
+        "kl": distance.exp() - distance - 1,
     }
     return torch.stack([columns[name] / max(1, counts[name]) * losses[name] for name in COMPONENTS])
 

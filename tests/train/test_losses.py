@@ -11,7 +11,7 @@ import torch
 
 from ramify.errors import ConfigInvalid
 from ramify.train.config import LossConfig
-from ramify.train.losses import LOSSES, Entries, LossTerm, ce, load_loss, ref_kl
+from ramify.train.losses import LOSSES, Entries, LossTerm, ce, kl, load_loss, ref_kl
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "trl.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
@@ -63,6 +63,8 @@ def reference(name: str, e: Entries) -> list[tuple[float, float]]:
             values.append((-p, -1.0))
         elif name == "ref_kl":
             values.append((-(r - p) * ratio + 1e-3 * log_ratio**2, -(r - p) * ratio + 2e-3 * log_ratio))
+        elif name == "kl":
+            values.append((math.exp(r - p) - (r - p) - 1, 1 - math.exp(r - p)))
         else:  # gspo: the loss of every token of the call depends on this token's logprob
             call = [u for u, c in enumerate(calls) if c == calls[t]]
             mean = math.exp(sum(logprob[u] - sampler[u] for u in call) / len(call))
@@ -71,7 +73,7 @@ def reference(name: str, e: Entries) -> list[tuple[float, float]]:
     return values
 
 
-ALL_LOSSES = {**LOSSES, "ce": ce, "ref_kl": ref_kl}
+ALL_LOSSES = {**LOSSES, "ce": ce, "ref_kl": ref_kl, "kl": kl}
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
@@ -94,14 +96,15 @@ def load_golden_entries() -> Entries:
     tensors = [torch.tensor(GOLDEN[name], dtype=torch.float64) for name in ("logprob", "sampler")]
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     advantage = torch.tensor(GOLDEN["advantages"], dtype=torch.float64)[sequence]
-    unknown = torch.full_like(advantage, math.nan)
-    return Entries(tensors[0].requires_grad_(), tensors[1], advantage, unknown, sequence, len(lengths))
+    reference = torch.tensor(GOLDEN["reference"], dtype=torch.float64)
+    return Entries(tensors[0].requires_grad_(), tensors[1], advantage, reference, sequence, len(lengths))
 
 
 OPTIONS = {"low": 0.2, "high": 0.28}
 SETTINGS = {
     "ppo": ("ppo", OPTIONS),
     "ppo, all tokens": ("ppo", OPTIONS),
+    "ppo, beta": ("ppo", OPTIONS),
     "ppo, mean of sequences": ("ppo", OPTIONS),
     "ppo, fixed length": ("ppo", OPTIONS),
     "cispo": ("cispo", {"high": 0.5}),
@@ -123,6 +126,8 @@ def test_loss_and_gradient_equal_trl(case):
     }.get(case, torch.ones(int(count), dtype=torch.float64))
     id, options = SETTINGS[case]
     loss = (weight * load_loss(id, options)(entries).loss).sum() / count
+    if case == "ppo, beta":
+        loss = loss + GOLDEN["beta"] * kl(entries).loss.sum() / count
     (gradient,) = torch.autograd.grad(loss, entries.logprob)
     np.testing.assert_allclose(gradient, expected["gradient"], rtol=1e-5, atol=1e-7)
     if case != "tis":  # TRL's loss has min(ρ, cap)·1 in place of min(ρ, cap)·logπ, with the same gradient
@@ -147,8 +152,8 @@ def test_the_formula_of_every_loss_in_the_docs_gives_the_same_values():
     )
     for name, loss in ALL_LOSSES.items():
         assert re.search(rf"^### {name}\b", text, re.MULTILINE), name
-        extra = {"ce": (), "ref_kl": (sampler, ref), "gspo": (sampler, advantage, call)}.get(name, (sampler, advantage))
-        values = names[name](logprob, *extra)
+        extra = {"ce": (), "ref_kl": (sampler, ref), "kl": (ref,), "gspo": (sampler, advantage, call)}
+        values = names[name](logprob, *extra.get(name, (sampler, advantage)))
         np.testing.assert_allclose(loss(entries).loss.detach(), values, rtol=1e-9, atol=1e-12, err_msg=name)
     weights = np.where(advantage > 0, 0.5, 0.0)
     assert names["total"](-logprob, weights) == pytest.approx(-0.5 * logprob[weights > 0].mean())

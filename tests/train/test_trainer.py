@@ -278,7 +278,7 @@ def test_metric_sums_of_ranks_add_up_to_those_of_one_rank():
 @pytest.mark.parametrize("config", [CONFIGS["mixed"], HYBRID], ids=["forest", "chains"])
 def test_a_pack_without_targets_takes_part_in_the_step_and_changes_nothing(config):
     trainer = Trainer(build_policy(config), TrainerConfig())
-    metrics = trainer.step(Batch(0, [make_padding_forest(16)], {"rl": 1, "ce": 1, "ref_kl": 1}))
+    metrics = trainer.step(Batch(0, [make_padding_forest(16)], {"rl": 1, "ce": 1, "ref_kl": 1, "kl": 1}))
     assert metrics.loss == 0.0
     assert metrics.grad_norm == 0.0
     (adamw,) = trainer.optimizer.optimizers

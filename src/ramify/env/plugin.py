@@ -94,7 +94,9 @@ PLUGIN_KINDS = {
             "dr_grpo": "ramify.orchestrate.algorithms.dr_grpo:DrGrpo",
             "grpo": "ramify.orchestrate.algorithms.grpo:Grpo",
             "max_rl": "ramify.orchestrate.algorithms.max_rl:MaxRl",
+            "opd": "ramify.orchestrate.algorithms.opd:Opd",
             "rloo": "ramify.orchestrate.algorithms.rloo:Rloo",
+            "sft": "ramify.orchestrate.algorithms.sft:Sft",
         },
     ),
     "filter": PluginKind(

@@ -92,6 +92,8 @@ class EnvServerConfig(Config):
     """The source to serve, `train/NAME` or `eval/NAME`; required only if there are several."""
     model: ModelConfig = ModelConfig()
     """The model that the inference servers serve (-m)."""
+    served_model: str | None = None
+    """The name of the model on the servers if it is another one, with the same tokenizer. Empty: any name."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ExternalConfig
     """The servers that workers sample from."""

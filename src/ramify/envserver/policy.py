@@ -26,5 +26,6 @@ async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack)
         config.renderer,
         stack,
         client_mode=config.client_type,
+        served_model=config.served_model,
         api_key=key,
     )

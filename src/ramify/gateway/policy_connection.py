@@ -42,14 +42,16 @@ async def connect_policy(
     *,
     client_mode: ClientMode = "auto",
     api_key: str = "",
+    served_model: str | None = None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Policy:
     """Connect to these servers and return their policy, which stays open until `stack` is closed.
 
-    Raises ProviderError if a server does not respond.
+    `served_model` is the name of the model on the servers, if it is another one with the tokenizer of `model`; ""
+    stands for any name. Raises ProviderError if a server does not respond.
     """
     cards = [await _list_models(url, api_key) for url in urls]
-    reason = _why_no_token_ids(client_mode, model, cards)
+    reason = _why_no_token_ids(client_mode, model, model if served_model is None else served_model, cards)
     if reason is None:
         try:
             client = await stack.enter_async_context(InferenceClient(urls))
@@ -57,7 +59,7 @@ async def connect_policy(
             return TokenPolicy(
                 client,
                 load_renderer(path, renderer),
-                model,
+                served_model or model,
                 max_model_len=max_model_len if isinstance(max_model_len, int) else None,
                 vocab_size=read_vocab_size(path),
             )
@@ -76,7 +78,9 @@ async def connect_policy(
     return policy
 
 
-def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict[str, Any]]]) -> str | None:
+def _why_no_token_ids(
+    client_mode: ClientMode, model: str, served_model: str, cards: list[list[dict[str, Any]]]
+) -> str | None:
     """Return why the servers cannot be sampled by token ids; None if they can."""
     if client_mode == "chat":
         return "client = 'chat'"
@@ -84,8 +88,8 @@ def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict
     if not owners <= set(TOKEN_API_OWNERS):
         return f"its models are owned by {', '.join(sorted(owners))}, not by {' or '.join(TOKEN_API_OWNERS)}"
     served = {str(card[0].get("id")) for card in cards}
-    if any(Path(name).name != Path(model).name for name in served):
-        raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {model}")
+    if served_model and any(Path(name).name != Path(served_model).name for name in served):
+        raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {served_model}")
     try:
         resolve_model_path(model)
     except ModelNotFound as error:

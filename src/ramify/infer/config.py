@@ -125,6 +125,38 @@ ManagedInferenceConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminato
 InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalConfig, Field(discriminator="engine")]
 
 
+class NamedModelConfig(Config):
+    """`[models.NAME]`: another model of a run, such as a teacher. Its weights never change.
+
+    With `name` alone, the run starts and supervises an engine for it; with `base_url`, servers run already.
+    """
+
+    name: str = ""
+    """A packaged model, a directory, or a Hugging Face id. With `base_url`: the name of the model on the servers."""
+    base_url: list[str] = []
+    """Addresses of servers that run already, native or vLLM; all serve the same model."""
+    inference: ManagedInferenceConfig = EngineConfig()
+    """The engine that the run starts, with its share of a GPU's memory. Not allowed with `base_url`."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _urls_are_distinct_roots(cls, urls: list[str]) -> list[str]:
+        return ExternalConfig(base_url=urls).base_url if urls else urls
+
+    @model_validator(mode="after")
+    def _model_has_one_origin(self) -> "NamedModelConfig":
+        if not self.name and not self.base_url:
+            raise ValueError("set name, the model to start an engine for, or base_url, servers that run already")
+        if self.base_url and self.inference != EngineConfig():
+            raise ValueError("inference is not allowed with base_url: the run does not start these servers")
+        return self
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether the run starts an engine for it."""
+        return not self.base_url
+
+
 class ServerConfig(Config):
     """The HTTP server."""
 

@@ -15,14 +15,19 @@ from urllib.parse import urlsplit
 from ramify.config import Config, raise_config_invalid, write_toml
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.errors import ModelNotFound
-from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import usable_cores
 from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec
-from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
+from ramify.launch.process_configs import (
+    build_env_server_config,
+    build_model_serve_config,
+    build_serve_config,
+    build_trainer_config,
+)
 from ramify.launch.published_weights import link_newest_weights
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
@@ -32,6 +37,7 @@ from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
+MODEL_PREFIX = "models/"  # of the processes that serve other models than the policy
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
 
 SourceT = TypeVar("SourceT", bound=ServedSourceConfig)
@@ -68,7 +74,8 @@ class LaunchPlan:
         lines = [f"run {self.config.path}: {self.config.model.name}, {self.config.max_steps} steps"]
         devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
         for spec in self.process_specs:
-            spec_devices = devices.get(spec.name, self.devices.other)
+            kind = "inference" if spec.name.startswith(MODEL_PREFIX) else spec.name
+            spec_devices = devices.get(kind, self.devices.other)
             lines += ["", f"{spec.name}: {spec_devices}", f"  {shlex.join(spec.command)}"]
             lines += [f"  at {spec.address}, log in {spec.log}" if spec.address else f"  log in {spec.log}"]
         external = [
@@ -93,7 +100,7 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
     With `dry_run`, the plan may be for another machine: GPUs and the model need not exist here.
     """
-    _check_model(config, dry_run=dry_run)
+    _check_models(config, dry_run=dry_run)
     if config.monitor.sinks:
         from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
 
@@ -104,7 +111,7 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     if estimate is not None:
         check_memory(estimate, devices)
     builder = _PlanBuilder(config, devices)
-    services = (*builder.inference_specs(), *builder.env_server_specs())
+    services = (*builder.inference_specs(), *builder.model_specs(), *builder.env_server_specs())
     return builder.build((*services, builder.orchestrator_spec(), builder.trainer_spec()), model, estimate)
 
 
@@ -130,10 +137,15 @@ class _PlanBuilder:
         }
         if not isinstance(config.inference, ExternalConfig):
             addresses["inference"] = f"http://{HOST}:0"
+        managed_models = {name: model for name, model in config.all_models.items() if model.is_managed}
+        addresses |= {f"{MODEL_PREFIX}{name}": f"http://{HOST}:0" for name in managed_models}
         self.reservation = PortReservation({**addresses, **build_source_addresses(config)})
         self.addresses = self.reservation.addresses
         if isinstance(config.inference, VLLMConfig):
             self.reservation.release("inference")  # vLLM binds its port without SO_REUSEPORT
+        for name, model in managed_models.items():
+            if isinstance(model.inference, VLLMConfig):
+                self.reservation.release(f"{MODEL_PREFIX}{name}")
         self.run_config = _with_addresses(config, self.addresses)
         self.config_files: dict[Path, Config] = {}
 
@@ -185,6 +197,29 @@ class _PlanBuilder:
                 preload_modules=ENGINE_MODULES if is_preloadable else (),
             )
         ]
+
+    def model_specs(self) -> list[ProcessSpec]:
+        """Return the engines of the other models that the run starts; their weights never change."""
+        managed = {name: model for name, model in self.config.all_models.items() if model.is_managed}
+        return [self._model_spec(f"{MODEL_PREFIX}{name}", model) for name, model in managed.items()]
+
+    def _model_spec(self, process_name: str, model: NamedModelConfig) -> ProcessSpec:
+        file_name, address = process_name.replace("/", "-"), self.addresses[process_name]
+        url, table = urlsplit(address), build_model_serve_config(self.config, model, self.devices.inference.gpus)
+        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
+        if isinstance(model.inference, VLLMConfig):
+            table["inference"].setdefault("log_file", str(self.path / "logs" / f"{file_name}-vllm.log"))
+        file = self._add_config_file(file_name, ServeConfig(**table))
+        is_preloadable = self._is_cpu_only and isinstance(model.inference, EngineConfig)
+        return ProcessSpec(
+            process_name,
+            (*RAMIFY_COMMAND, "serve", "@", str(file)),
+            self.path / "logs" / f"{file_name}.log",
+            env=self._build_environment(self.devices.inference, process_name),
+            address=f"{address}/health",
+            ready_timeout=self.config.launch.startup_timeout,
+            preload_modules=ENGINE_MODULES if is_preloadable else (),
+        )
 
     def env_server_specs(self) -> list[ProcessSpec]:
         """Return the env servers of all sources without an address."""
@@ -257,9 +292,16 @@ def _with_addresses(config: RunConfig, addresses: Mapping[str, str]) -> RunConfi
         "status_address": addresses["orchestrator.status_address"],
     }
     inference = {"inference": ExternalConfig(base_url=[addresses["inference"]])} if "inference" in addresses else {}
+    models = {
+        name: NamedModelConfig(name=model.name, base_url=[addresses[f"{MODEL_PREFIX}{name}"]])
+        if model.is_managed
+        else model
+        for name, model in config.all_models.items()
+    }
     return config.model_copy(
         update={
             "name": config.path.name,
+            "models": models,
             "train": [with_address("train", source) for source in config.train],
             "eval": [with_address("eval", source) for source in config.eval],
             "orchestrator": config.orchestrator.model_copy(update=orchestrator),
@@ -281,15 +323,20 @@ def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:
     services: list[tuple[str, str]] = []
     if isinstance(config.inference, ExternalConfig):
         services.append(("inference", ", ".join(config.inference.base_url)))
+    services += [
+        (f"{MODEL_PREFIX}{name}", ", ".join(model.base_url)) for name, model in config.models.items() if model.base_url
+    ]
     for kind, sources in (("train", config.train), ("eval", config.eval)):
         services += [(f"env/{kind}/{source.source_name}", source.address) for source in sources if source.address]
     return services
 
 
-def _check_model(config: RunConfig, *, dry_run: bool) -> None:
-    try:
-        find_model = resolve_model_path if dry_run else fetch_model
-        find_model(config.model.name)
-    except ModelNotFound as error:
-        if not dry_run:
-            raise_config_invalid([("model.name", error.message)], cause=error)
+def _check_models(config: RunConfig, *, dry_run: bool) -> None:
+    find_model = resolve_model_path if dry_run else fetch_model
+    names = {f"models.{name}.name": model.name for name, model in config.models.items() if model.is_managed}
+    for key, name in {"model.name": config.model.name, **names}.items():
+        try:
+            find_model(name)
+        except ModelNotFound as error:
+            if not dry_run:
+                raise_config_invalid([(key, error.message)], cause=error)

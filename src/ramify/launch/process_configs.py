@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from ramify.config import Config
 from ramify.envserver.config import EnvServerConfig, ServedSourceConfig
-from ramify.infer.config import ExternalConfig, VLLMConfig
+from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.devices import Gpu, uses_gpu, visible_gpus
 from ramify.launch.ports import build_source_addresses
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.config import RunConfig, TrainSourceConfig
 
 ConfigTable = dict[str, Any]
 
@@ -38,6 +38,22 @@ def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> 
     return table if isinstance(inference, VLLMConfig) else {**table, "renderer": _dump_set_fields(run_config.renderer)}
 
 
+def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, gpus: list[Gpu]) -> ConfigTable:
+    """Build the configuration of `ramify serve` for another model of the run, whose engine computes on `gpus`."""
+    inference = model.inference
+    dtype = inference.dtype if inference.dtype != "auto" else "bfloat16" if gpus else "float32"
+    table: ConfigTable = {
+        "model": {"name": model.name},
+        "server": {"model_name": model.name},
+        "inference": {
+            **_dump_set_fields(inference),
+            "dtype": dtype,
+            "max_model_len": inference.max_model_len or run_config.seq_len + 1,  # a scored path, and one more token
+        },
+    }
+    return table if isinstance(inference, VLLMConfig) else {**table, "renderer": _dump_set_fields(run_config.renderer)}
+
+
 def build_env_server_config(run_config: RunConfig, source_name: str | None) -> ConfigTable:
     """Build the configuration of `ramify env-server` for one source; without `inference` if its address is unknown."""
     addresses = build_source_addresses(run_config)
@@ -57,10 +73,14 @@ def build_env_server_config(run_config: RunConfig, source_name: str | None) -> C
     urls = run_config.inference.base_url if isinstance(run_config.inference, ExternalConfig) else []
     selected = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).select_source()
     sources = run_config.train if selected.kind == "train" else run_config.eval
-    endpoint = next(source.endpoint for source in sources if source.source_name == selected.source_name)
-    if endpoint is not None:
+    source = next(source for source in sources if source.source_name == selected.source_name)
+    if source.endpoint is not None:
+        endpoint = source.endpoint
         urls, table["api_key_env"] = [endpoint.base_url], endpoint.api_key_env or ""
         table |= {"model": {"name": endpoint.model}} if endpoint.model else {}
+    elif isinstance(source, TrainSourceConfig) and source.sampler_model is not None:
+        sampler = run_config.models[source.sampler_model]
+        urls, table["served_model"] = sampler.base_url, sampler.name
     return {**table, "inference": {"base_url": urls}} if urls else table
 
 

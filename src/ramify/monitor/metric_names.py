@@ -36,7 +36,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "train/seconds": "duration of the step, without the wait for its batch",
         "train/tokens_per_second": "forest tokens per second, forward and backward",
         "train/mfu": "model FLOPs utilization; known GPUs only",
-        "loss/<component>": "the part of the loss from `rl`, `ce` or `ref_kl`",
+        "loss/<component>": "the part of the loss from `rl`, `ce`, `ref_kl` or `kl`",
         "entries": "number of trained entries; like the next five, also per source and staleness",
         "entropy": "mean entropy of the policy at trained tokens",
         "mismatch_kl": "KL between trainer and sampler, as mean of ratio - log ratio - 1",

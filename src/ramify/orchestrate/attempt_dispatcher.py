@@ -15,6 +15,7 @@ from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
 from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
+from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import build_rollout_id
 from ramify.seeds import derive_seed
 from ramify.store.group_state import DropReason
@@ -28,7 +29,7 @@ class AttemptDispatcher:
 
     `get_limit` returns the current limit of attempts in flight. `on_group_scored` gets every scored group, its traces,
     whether it can be trained on, and which filters fired on each trace. `on_failure` gets the name of a source and a
-    failure.
+    failure. `reference_scorer` asks other models for the scores that an algorithm needs.
 
     Attributes:
         weights_ready: set while the engines serve the current policy version; nothing is dispatched otherwise.
@@ -44,8 +45,10 @@ class AttemptDispatcher:
         get_limit: Callable[[], int],
         on_group_scored: Callable[[GroupRecord, list[Trace], bool, dict[str, list[bool]]], None],
         on_failure: Callable[[str, Failure], None],
+        reference_scorer: ReferenceScorer | None = None,
     ) -> None:
         self._core, self.sources, self._seed = core, sources, seed
+        self.reference_scorer = reference_scorer or ReferenceScorer({})
         self._get_limit, self._on_group_scored, self._on_failure = get_limit, on_group_scored, on_failure
         self._tasks: dict[QueuedAttempt, asyncio.Task[None]] = {}
         self._started_at: dict[QueuedAttempt, tuple[str, float]] = {}  # source and monotonic time of each attempt
@@ -155,7 +158,15 @@ class AttemptDispatcher:
             for attempt in {trace.attempt for trace in traces}:
                 episode = [trace for trace in traces if trace.attempt == attempt]
                 summaries[attempt] = self._build_summary(group, episode)
-        if (scored := await self._core.score_group(group_number, summaries)) is not None:
+        try:
+            algorithm = self._core.sources[group.source].algorithm
+            reference_scores = await self.reference_scorer.score(group, traces, algorithm)
+        except RamifyError as error:
+            self._on_failure(source.name, failure := Failure.from_exception(error))
+            await self._core.drop_group(group_number, DropReason.UNSCORED, format_failure(failure))
+            return
+        scored = await self._core.score_group(group_number, summaries, reference_scores)
+        if scored is not None:
             self._on_group_scored(group, traces, scored.batch_group is not None, scored.fired_by_filter)
         if await self._core.form_batches():
             self.batch_formed.set()

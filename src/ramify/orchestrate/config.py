@@ -5,15 +5,18 @@ It can be imported without torch and without any environment. A key that has no 
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config, RunName
+from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
-from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
+from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, NamedModelConfig, VLLMConfig
+from ramify.names import suggest
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
@@ -22,6 +25,9 @@ from ramify.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.process_config import WeightsConfig
 
+START_REFERENCE = "start"  # the reference that is the model a run starts from
+TEACHER_ALGORITHMS = ("opd", "sft")
+MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")  # also the name of a process, of a file and of a variable
 EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
 
 CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
@@ -48,13 +54,48 @@ class TrainSourceConfig(ServedSourceConfig):
     group_size: int | None = Field(default=None, ge=1)
     """Attempts per group. Default: `orchestrator.group_size`."""
     algorithm: dict[str, Any] = {"id": "grpo"}
-    """grpo, dr_grpo, rloo, max_rl or a plugin, with its keys."""
+    """grpo, dr_grpo, rloo, max_rl, opd, sft or a plugin, with its keys."""
+    teacher: str | None = None
+    """The model of `[models]` that is distilled: `opd` lets it score the policy's samples, `sft` lets it sample."""
+    reference: str | None = None
+    """The model of `[models]` that the policy stays close to with `beta`. Default: `start`, the model that the run
+    starts from."""
     curriculum: CurriculumConfig = ShuffleConfig()
 
     @field_validator("algorithm")
     @classmethod
     def _default_algorithm_to_grpo(cls, table: dict[str, Any]) -> dict[str, Any]:
         return {"id": "grpo", **table}
+
+    @model_validator(mode="after")
+    def _algorithm_uses_its_models(self) -> "TrainSourceConfig":
+        id, beta = self.algorithm["id"], self.algorithm.get("beta")
+        if self.teacher is None and id in TEACHER_ALGORITHMS:
+            raise ValueError(f"teacher: the algorithm {id!r} needs the name of a model in [models]")
+        if id in PLUGIN_KINDS["algorithm"].builtin_paths:
+            if self.teacher is not None and id not in TEACHER_ALGORITHMS:
+                raise ValueError(f"teacher: the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do")
+            if self.reference is not None and not beta:
+                raise ValueError(f"reference: the algorithm {id!r} uses none without beta")
+        if self.score_model is not None and self.sampling.temperature != 1:
+            problem = f"expected 1 with the algorithm {id!r}, whose other model scores at temperature 1"
+            raise ValueError(f"sampling.temperature: {problem}, got {self.sampling.temperature:g}")
+        if self.sampler_model is not None and self.endpoint is not None:
+            raise ValueError("endpoint: not allowed with the algorithm 'sft', whose teacher samples")
+        return self
+
+    @property
+    def sampler_model(self) -> str | None:
+        """The model of `[models]` that samples the rollouts; None if the policy does."""
+        return self.teacher if self.algorithm["id"] == "sft" else None
+
+    @property
+    def score_model(self) -> str | None:
+        """The model that scores the rollouts; None if none does."""
+        if self.algorithm["id"] == "sft":
+            return None
+        default = START_REFERENCE if self.algorithm.get("beta") else None
+        return self.teacher or self.reference or default
 
     @model_validator(mode="after")
     def _sampling_must_be_trainable(self) -> "TrainSourceConfig":
@@ -232,6 +273,8 @@ class RunConfig(Config):
     """Write every batch that the trainer gets to `batches/` in the run directory, for `ramify trainer --replay`."""
     model: ModelConfig = ModelConfig()
     """The model (-m)."""
+    models: dict[str, NamedModelConfig] = {}
+    """Other models by name: teachers, references, judges. Their weights never change."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: InferenceConfig = EngineConfig()
     """The engine that the run starts, or the `base_url` of running servers (-b)."""
@@ -260,6 +303,29 @@ class RunConfig(Config):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _sources_name_known_models(self) -> "RunConfig":
+        for name in self.models:
+            if not MODEL_NAME.fullmatch(name):
+                raise ValueError(f"models.{name}: expected letters, digits, - and _ in the name of a model")
+        for number, source in enumerate(self.train):
+            for key in ("teacher", "reference"):
+                name = getattr(source, key)
+                if name is None or name in self.models or (key == "reference" and name == START_REFERENCE):
+                    continue
+                hint = suggest(name, self.models, f"models: {', '.join(self.models) or 'none'}")
+                raise ValueError(f"train.{number}.{key}: there is no [models.{name}]; {hint}")
+        return self
+
+    @property
+    def all_models(self) -> dict[str, NamedModelConfig]:
+        """The other models of the run, and the model it starts from if that is a reference with an engine."""
+        needs_start = any(source.score_model == START_REFERENCE for source in self.train)
+        if START_REFERENCE in self.models or not needs_start:
+            return self.models
+        engine = self.inference if isinstance(self.inference, EngineConfig | VLLMConfig) else EngineConfig()
+        return {**self.models, START_REFERENCE: NamedModelConfig(name=self.model.name, inference=engine)}
+
     @property
     def plugin_tables(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Kind, key and table of every algorithm, then of every filter."""
@@ -283,6 +349,7 @@ class RunConfig(Config):
                 "taskset": source.taskset,
                 "harness": source.stored_harness,
                 "sampling": source.sampling.model_dump(mode="json"),
+                **({"teacher": source.teacher} if source.teacher else {}),
             }
             for source in self.train
         }

@@ -27,6 +27,7 @@ from ramify.orchestrate.group_tracker import (
     list_system_failures,
 )
 from ramify.orchestrate.patience import PatienceCounter
+from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.source_mix import SourceMix
 from ramify.store import RolloutRecord
@@ -168,17 +169,21 @@ class OrchestratorCore:
         ]
 
     async def score_group(
-        self, group_number: int, summaries: Mapping[int, dict[str, Any]] | None = None
+        self,
+        group_number: int,
+        summaries: Mapping[int, dict[str, Any]] | None = None,
+        reference_scores: NodeScores | None = None,
     ) -> ScoredGroup | None:
         """Score a complete group; None if it was scored or dropped meanwhile.
 
         `summaries` holds, by attempt, the new summary of each rollout that the group rewards changed.
+        `reference_scores` are stored with the group, so that a restart does not compute them again.
         """
         async with self._lock_group(group_number) as tracker:
             if tracker is None or group_number in self._scored_groups:
                 return None
             group, states = self._groups[group_number], dict[str, Any]()
-            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules)
+            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules, reference_scores)
             if scored.mean_reward is not None:
                 states = self.source_mix.record_reward(group.source, group.task_number, scored.mean_reward)
             if scored.batch_group is None or scored.forest is None:
@@ -189,7 +194,13 @@ class OrchestratorCore:
             for attempt, summary in (summaries or {}).items():
                 traces = tracker.rollouts[attempt]
                 changed.append((self._build_record(group_number, attempt, traces, summary), traces))
-            await self.ledger.record_scored(group_number, scored.attempt_notes, rollouts=changed, states=states)
+            await self.ledger.record_scored(
+                group_number,
+                scored.attempt_notes,
+                rollouts=changed,
+                states=states,
+                reference_scores=encode_scores(reference_scores) if reference_scores else None,
+            )
             self.admission.mark_scored(group_number)
             self.patience.record_trainable()
             self._scored_groups[group_number] = (scored.batch_group, scored.forest)
@@ -312,7 +323,9 @@ class OrchestratorCore:
         for pending in tracker.pending_attempts:
             self.attempt_queue.push(group.number, pending, is_retry=True)
         if group.state is GroupState.SCORED:
-            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules)
+            stored = self.ledger.get_reference_scores(group.number)
+            reference_scores = decode_scores(stored) if stored is not None else None
+            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules, reference_scores)
             if scored.batch_group is None or scored.forest is None:  # other filters or another algorithm than before
                 await self.drop_group(group.number, scored.drop_reason or DropReason.CANCELLED, scored.drop_detail)
                 return

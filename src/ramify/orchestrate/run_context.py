@@ -23,9 +23,11 @@ from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connected_source import ConnectedSource, connect_source
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
+from ramify.orchestrate.named_models import connect_model
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugins
 from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.trainer_service import TrainerService
@@ -63,6 +65,11 @@ class RunContext:
             for number, source in enumerate(sources):
                 if source.address is None:
                     raise ConfigInvalid(f"{kind}.{number}.address: the orchestrator needs the env server's address")
+        for name, model in config.all_models.items():
+            if model.is_managed:
+                raise ConfigInvalid(
+                    f"models.{name}.base_url: the orchestrator does not start an engine; set its address"
+                )
         self.config, self.inference, self._on_metrics = config, config.inference, on_metrics
         self.policy = Path(config.model.name).name
         self.started_at = time.time()
@@ -83,6 +90,7 @@ class RunContext:
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
         client = InferenceClient(self.inference.base_url, client_config, version=version)
         self.client: InferenceClient = await stack.enter_async_context(client)
+        score_models = await self._connect_score_models(stack, timeout)
         connect = functools.partial(connect_source, stack=stack, timeout=timeout, secret=secret)
         train = {source.source_name: await connect(source) for source in config.train}
         evals = {source.source_name: await connect(source) for source in config.eval}
@@ -104,6 +112,7 @@ class RunContext:
             get_limit=lambda: self.limiter.limit,
             on_group_scored=self.progress.record_group,
             on_failure=self.progress.record_failure,
+            reference_scorer=ReferenceScorer(score_models),
         )
         self.evaluator = OnlineEvaluator(
             {source.source_name: (source, evals[source.source_name]) for source in config.eval},
@@ -126,6 +135,21 @@ class RunContext:
         # A new run samples from the initial weights; a resumed run waits for those of its trainer.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.dispatcher.weights_ready.set()
+
+    async def _connect_score_models(self, stack: AsyncExitStack, timeout: float) -> dict[str, ScoreModel]:
+        """Check the models that score or sample rollouts, and return those that score, by source.
+
+        Raises what `connect_model` raises.
+        """
+        sources, models = self.config.train, self.config.all_models
+        score_names = {source.source_name: source.score_model for source in sources if source.score_model}
+        sampler_names = [source.sampler_model for source in sources if source.sampler_model]
+        scorers: dict[str, ScoreModel] = {}
+        for name in dict.fromkeys([*score_names.values(), *sampler_names]):
+            model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
+            client = await connect_model(name, models[name], model_dir, stack, timeout=timeout, scores=is_scorer)
+            scorers[name] = ScoreModel(name, client, timeout)
+        return {source: scorers[name] for source, name in score_names.items()}
 
     def _write_start_snapshot(self) -> None:
         """Write a snapshot with the state `starting`, because the status server starts after all connections."""

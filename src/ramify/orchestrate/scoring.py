@@ -4,7 +4,7 @@ Scoring is a pure function of the group's traces, so a resumed run scores a grou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batches import BatchGroup
 from ramify.orchestrate.filters import Filter, apply_filters
 from ramify.orchestrate.group_tracker import GroupTracker
+from ramify.orchestrate.reference_scores import NodeScores
 from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Forest
 
@@ -60,21 +61,32 @@ def build_rollout_id(group: int, attempt: int) -> str:
     return f"{group}.{attempt}"
 
 
-def score_complete_group(tracker: GroupTracker, source: SourceSpec, rules: ScoringRules) -> ScoredGroup:
-    """Score a complete group. If it cannot be trained on, the result says why."""
+def score_complete_group(
+    tracker: GroupTracker, source: SourceSpec, rules: ScoringRules, reference_scores: NodeScores | None = None
+) -> ScoredGroup:
+    """Score a complete group. If it cannot be trained on, the result says why.
+
+    `reference_scores` has the logprobs of another model for the annotations that need them.
+    """
     rewards = [trace.reward for trace in tracker.traces if trace.reward is not None]
     if len(rewards) < len(tracker.traces):
         names = {name for trace in tracker.traces for name, entry in trace.rewards.items() if entry is None}
         return ScoredGroup(None, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=", ".join(sorted(names)))
     with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise ValueNotFinite below
-        return _score_rewarded_group(tracker, source, rules, rewards)
+        return _score_rewarded_group(tracker, source, rules, rewards, reference_scores or {})
 
 
 def _score_rewarded_group(
-    tracker: GroupTracker, source: SourceSpec, rules: ScoringRules, rewards: Sequence[float]
+    tracker: GroupTracker,
+    source: SourceSpec,
+    rules: ScoringRules,
+    rewards: Sequence[float],
+    reference_scores: NodeScores,
 ) -> ScoredGroup:
     mean = safe_mean(rewards)
-    annotations = source.algorithm.annotate(tracker.traces)
+    annotations = [
+        _add_reference(annotation, reference_scores) for annotation in source.algorithm.annotate(tracker.traces)
+    ]
     filtered = apply_filters(rules.filters, tracker.traces, annotations, rules.vocab_size)
     notes = _build_attempt_notes(tracker, annotations, filtered.filters_by_trace)
 
@@ -97,6 +109,13 @@ def _score_rewarded_group(
         detail = overlong if forest.dropped.overlong_calls else "all token weights are zero"
         return drop(DropReason.NOTHING_TRAINABLE, detail)
     return ScoredGroup(mean, notes, filtered.fired_by_filter, group, forest)
+
+
+def _add_reference(annotation: Annotation, reference_scores: NodeScores) -> Annotation:
+    logprobs = reference_scores.get((annotation.trace_id, annotation.node))
+    if logprobs is None or annotation.ref_logprobs is not None:
+        return annotation
+    return replace(annotation, ref_logprobs=logprobs)
 
 
 def _build_attempt_notes(

@@ -35,6 +35,11 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
         add_wait("sampling", f"{num_in_flight} attempts", detail)
     elif not admission.num_free_slots and not admission.is_finished:
         add_wait("sampling", "a free slot", f"{admission.num_active} of {admission.limits.slots} groups active")
+    scoring_waits = list(run.dispatcher.reference_scorer.waits.values())
+    for name in dict.fromkeys(name for name, _ in scoring_waits):
+        starts = [since for other, since in scoring_waits if other == name]
+        detail = f"{len(starts)} groups are sampled and wait for their scores"
+        add_wait("scoring", f"the model {name!r}", detail, since=now - min(starts))
     if not trainer_service.has_trainer:
         add_wait("orchestrator", "a trainer", "no trainer has connected")
     elif trainer_service.pending_request is not None:

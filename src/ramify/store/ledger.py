@@ -119,10 +119,12 @@ class Ledger:
         *,
         rollouts: Sequence[tuple[RolloutRecord, Sequence[Trace]]] = (),
         states: Mapping[str, Any] | None = None,
+        reference_scores: bytes | None = None,
     ) -> None:
         """Record that a group has its rewards.
 
         `notes` has plain data about attempts by their index. `rollouts` replaces the rollouts that scoring changed.
+        `reference_scores` are the encoded scores of another model, if one scored the group.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -131,6 +133,9 @@ class Ledger:
             for index, attempt_notes in (notes or {}).items():
                 query = "UPDATE attempts SET notes = ? WHERE number = ? AND attempt = ?"
                 connection.execute(query, (msgspec.msgpack.encode(dict(attempt_notes)), group_number, index))
+            if reference_scores is not None:
+                query = "INSERT OR REPLACE INTO reference_scores VALUES (?, ?)"
+                connection.execute(query, (group_number, reference_scores))
             _save_states(connection, states)
 
         await self._submit_change(apply, rollouts)
@@ -147,13 +152,14 @@ class Ledger:
             dropped = GroupState.DROPPED.value
             query = "UPDATE attempts SET state = ?, reason = ?, detail = ? WHERE number = ? AND state != ?"
             connection.execute(query, (dropped, reason.value, detail, group_number, dropped))
+            _delete_reference_scores(connection, group_number)
             _save_states(connection, states)
 
         await self._submit_change(apply)
 
     # -- batches and history -------------------------------------------------------------------------------------
 
-    async def record_batch(self, batch: BatchRecord) -> None:
+    async def record_batch(self, batch: BatchRecord, states: Mapping[str, Any] | None = None) -> None:
         """Record a batch. It may be served once this returns, and never changes afterwards."""
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -164,8 +170,10 @@ class Ledger:
                 _transition_group(connection, number, GroupState.BATCHED)
                 _transition_attempts(connection, number, GroupState.BATCHED)
                 connection.execute("UPDATE groups SET step = ? WHERE number = ?", (batch.step, number))
+                _delete_reference_scores(connection, number)
             members, counts = msgspec.msgpack.encode(batch.group_numbers), msgspec.msgpack.encode(batch.counts)
             _insert(connection, "batches", batch.step, members, batch.annotations, counts)
+            _save_states(connection, states)
 
         await self._submit_change(apply)
 
@@ -251,6 +259,11 @@ class Ledger:
         query = "SELECT name, value FROM states WHERE substr(name, 1, ?) = ?"
         rows = self.store.select(query, (len(prefix), prefix))
         return {name.removeprefix(prefix): msgspec.msgpack.decode(value) for name, value in rows}
+
+    def get_reference_scores(self, group_number: int) -> bytes | None:
+        """Return the encoded scores of another model for a scored group that is not in a batch; None without one."""
+        rows = self.store.select("SELECT scores FROM reference_scores WHERE number = ?", (group_number,))
+        return rows[0][0] if rows else None
 
     def sources(self) -> dict[str, int | None]:
         """Return the number of tasks in one epoch of each declared source; None for a source without epochs."""
@@ -346,6 +359,10 @@ def _set_progress(connection: sqlite3.Connection, name: str, value: int) -> None
 def _save_states(connection: sqlite3.Connection, states: Mapping[str, Any] | None) -> None:
     for name, value in (states or {}).items():
         connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, msgspec.msgpack.encode(value)))
+
+
+def _delete_reference_scores(connection: sqlite3.Connection, group_number: int) -> None:
+    connection.execute("DELETE FROM reference_scores WHERE number = ?", (group_number,))
 
 
 def _transition_group(connection: sqlite3.Connection, group_number: int, target: GroupState) -> None:

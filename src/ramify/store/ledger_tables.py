@@ -25,6 +25,8 @@ LEDGER_TABLES = (
     "CREATE INDEX IF NOT EXISTS attempts_by_rollout ON attempts (rollout)",
     """CREATE TABLE IF NOT EXISTS batches (
         step INTEGER PRIMARY KEY, members BLOB NOT NULL, annotations BLOB NOT NULL, counts BLOB NOT NULL)""",
+    # The scores of other models for groups that are scored but not in a batch yet; a batch holds those of its groups.
+    "CREATE TABLE IF NOT EXISTS reference_scores (number INTEGER PRIMARY KEY, scores BLOB NOT NULL)",
     """CREATE TABLE IF NOT EXISTS served (
         incarnation INTEGER NOT NULL, step INTEGER NOT NULL, members BLOB NOT NULL,
         PRIMARY KEY (incarnation, step)) WITHOUT ROWID""",

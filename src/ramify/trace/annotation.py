@@ -5,6 +5,8 @@ Annotations are kept beside the trace, never in it: the stored trace stays exact
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ramify.trace.columns import Float32Array
 from ramify.trace.trace import Trace
 
@@ -21,8 +23,11 @@ class Annotation:
     - `trace_id`, `node`: the trace, and the index of the node in it.
     - `span`: the range [start, stop) of the tokens, relative to the node. None: the sampled tokens.
     - `advantage`: how much better the tokens were than expected.
-    - `rl`, `ce`, `ref_kl`: the weights of the policy gradient, of the cross entropy and of the KL penalty.
-    - `ref_logprobs`: the logprobs of the tokens under the reference model.
+    - `rl`, `ce`: the weights of the policy gradient and of the cross entropy.
+    - `ref_kl`, `kl`: the weights of the reverse KL to a reference model: as a policy gradient, which distils the
+      reference, and as a penalty (the k3 estimator).
+    - `ref_logprobs`: the logprobs of the tokens under the reference model. The orchestrator adds those that are missing
+      where `ref_kl` or `kl` is not zero.
     """
 
     trace_id: str
@@ -33,6 +38,12 @@ class Annotation:
     ce: TokenWeight = 0.0
     ref_kl: TokenWeight = 0.0
     ref_logprobs: Float32Array | None = None
+    kl: TokenWeight = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a weight applies to the logprobs of a reference model."""
+        return bool(np.any(self.ref_kl) or np.any(self.kl))
 
 
 @dataclass(slots=True, frozen=True, eq=False)

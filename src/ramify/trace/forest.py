@@ -38,7 +38,7 @@ SEGMENT_DTYPE = np.dtype(
 )
 
 
-LOSS_COMPONENTS = ("rl", "ce", "ref_kl")
+LOSS_COMPONENTS = ("rl", "ce", "ref_kl", "kl")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -53,13 +53,14 @@ class Targets:
     token_index: Int32Array
     logits_index: Int32Array
     call: Int32Array  # index into `Forest.calls`: the model call
-    version: Int32Array  # index into `Forest.versions`: the sampling weights; -1 if unknown
+    version: Int32Array  # index into `Forest.versions`: the sampling weights; -1 if unknown, or if only ce applies
     logprob: Float32Array  # of the sampler; NaN if only ce applies
     advantage: Float32Array
     rl: Float32Array
     ce: Float32Array
     ref_kl: Float32Array
     ref_logprob: Float32Array  # of the reference model; NaN if unknown
+    kl: Float32Array
 
     def __len__(self) -> int:
         return len(self.token)
@@ -77,7 +78,7 @@ class Targets:
     def empty(cls) -> "Targets":
         """Return targets without entries."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-        return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats)
+        return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats, floats)
 
 
 _TARGET_COLUMNS = tuple(column.name for column in fields(Targets))

@@ -60,8 +60,9 @@ def build_targets(
         ce=_expand_per_token(annotations, "ce", spans.lengths),
         ref_kl=_expand_per_token(annotations, "ref_kl", spans.lengths),
         ref_logprob=_expand_per_token(annotations, "ref_logprobs", spans.lengths),
+        kl=_expand_per_token(annotations, "kl", spans.lengths),
     )
-    on_policy = (targets.rl != 0) | (targets.ref_kl != 0)
+    on_policy = (targets.rl != 0) | (targets.ref_kl != 0) | (targets.kl != 0)
     trained = on_policy | (targets.ce != 0)
     _reject_untrainable(concatenated, annotated_traces, annotations, spans, tokens, targets, on_policy, trained)
     dropped = DroppedTargets()
@@ -85,7 +86,11 @@ def build_targets(
         env_index = envs.setdefault(annotated.env, len(envs))
         calls.append((trace_index, annotation.node, env_index, annotated.temperature))
     if not on_policy.all():
-        targets = replace(targets, logprob=np.where(on_policy, targets.logprob, np.float32(np.nan)))
+        targets = replace(
+            targets,
+            logprob=np.where(on_policy, targets.logprob, np.float32(np.nan)),
+            version=np.where(on_policy, targets.version, np.int32(-1)),  # another model may have sampled them
+        )
     if not trained.all():
         targets = targets.select(np.flatnonzero(trained))
     has_targets = np.zeros(len(annotations), bool)
@@ -319,21 +324,25 @@ def _reject_untrainable(
     trained: Mask,
 ) -> None:
     """Raise if a target cannot be used by its loss; the message names the token."""
-    has_ref_kl = targets.ref_kl != 0
+    has_reference = (targets.ref_kl != 0) | (targets.kl != 0)
     not_trainable = concatenated.nodes["trainable"][spans.node_indices] == 0
     tempered = np.array([annotated.temperature != 1 for annotated in annotated_traces], bool)[spans.trace_indices]
     finite = np.isfinite(targets.advantage)
     for name in LOSS_COMPONENTS:
         finite &= np.isfinite(getattr(targets, name))
     not_finite: dict[str, Callable[[], npt.NDArray[Any]]] = {
-        "has an rl or ref_kl weight but no finite sampler logprob": lambda: on_policy & ~np.isfinite(targets.logprob),
-        "has a ref_kl weight but no finite reference logprob": lambda: has_ref_kl & ~np.isfinite(targets.ref_logprob),
+        "has an rl, ref_kl or kl weight but no finite sampler logprob": lambda: (
+            on_policy & ~np.isfinite(targets.logprob)
+        ),
+        "has a ref_kl or kl weight but no finite reference logprob": (
+            lambda: has_reference & ~np.isfinite(targets.ref_logprob)
+        ),
         "has an advantage or weight that is not finite": lambda: ~finite,
     }
     problems: dict[str, Callable[[], npt.NDArray[Any]]] = {
         "is the first token of a root, so no token predicts it": lambda: trained & (targets.logits_index < 0),
-        "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & not_trainable[targets.call],
-        "has a ref_kl weight at a temperature that is not 1": lambda: has_ref_kl & tempered[targets.call],
+        "has an rl, ref_kl or kl weight but its node is not trainable": lambda: on_policy & not_trainable[targets.call],
+        "has a ref_kl or kl weight at a temperature that is not 1": lambda: has_reference & tempered[targets.call],
         "is an image placeholder": lambda: trained & concatenated.placeholder_mask[tokens],
         **not_finite,
     }

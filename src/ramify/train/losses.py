@@ -1,9 +1,10 @@
 """Loss functions: each maps the columns of `Entries` to one value per entry.
 
 The loss of a batch is Σ over components c of (1/N_c) Σ w_c·ℓ_c, where N_c counts the entries of component c in the
-whole batch. For `rl`, ℓ is one of `LOSSES` or any function with the same signature, given by import path; `ce` and
-`ref_kl` are fixed. In the formulas π is the trained policy, π_s the policy that sampled, ρ = π/π_s, A the advantage,
-and sg(x) passes no gradient. A loss only calls methods of tensors, so this module is importable without torch.
+whole batch. For `rl`, ℓ is one of `LOSSES` or any function with the same signature, given by import path; `ce`,
+`ref_kl` and `kl` are fixed. In the formulas π is the trained policy, π_s the policy that sampled, ρ = π/π_s, A the
+advantage, and sg(x) passes no gradient. A loss only calls methods of tensors, so this module is importable without
+torch.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ def ref_kl(entries: Entries, *, tau: float = 1e-3) -> LossTerm:
     log_ratio = entries.log_ratio
     gap = (entries.reference_logprob - entries.logprob).detach()
     return LossTerm(-gap * log_ratio.exp() + tau * log_ratio**2)
+
+
+def kl(entries: Entries) -> LossTerm:
+    """Penalty for the distance to the reference model, the k3 estimator: e^d − d − 1 with d = log π_ref − log π."""
+    gap = entries.reference_logprob - entries.logprob
+    return LossTerm(gap.exp() - gap - 1)
 
 
 def dppo(entries: Entries, *, low: float = 0.2, high: float = 0.2, tau: float = 1e-3) -> LossTerm:

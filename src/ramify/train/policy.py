@@ -22,7 +22,7 @@ from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrop
 from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.train.lm_head import compute_logprobs
-from ramify.train.losses import LossFunction, ce, ref_kl
+from ramify.train.losses import LossFunction, ce, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
 
@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
         self.model, self.layout = model, layout
         self.sliding_windows = get_sliding_windows(model.config)
         self.max_positions = get_longrope_limit(model.config.get_text_config())
-        self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl}
+        self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl, "kl": kl}
         self.train()
         _disable_dropout(model)
 

@@ -16,7 +16,7 @@ import trl
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 ROWS, LENGTH = 6, 9
-LOW, HIGH, CAP, BAND = 0.2, 0.28, 2.0, (0.5, 2.0)
+LOW, HIGH, CAP, BAND, BETA = 0.2, 0.28, 2.0, (0.5, 2.0), 0.04
 
 
 def trainer(**settings) -> SimpleNamespace:
@@ -52,11 +52,13 @@ def main() -> None:
     logprob = (sampler + 0.5 * torch.randn(ROWS, LENGTH)).clamp(max=-0.01)
     advantages = torch.randn(ROWS)
     ratio = (logprob - sampler).exp()
+    reference = sampler.roll(1, 0)
     cases = {
         "ppo": {"loss_type": "bnpo"},
         "ppo, mean of sequences": {"loss_type": "grpo"},
         "ppo, fixed length": {"loss_type": "dr_grpo"},
         "ppo, all tokens": {"loss_type": "dapo"},
+        "ppo, beta": {"loss_type": "bnpo", "beta": BETA},
         "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
         "gspo": {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
         "tis": {"use_vllm": True, "ratio": ratio.clamp(max=CAP)},
@@ -80,6 +82,8 @@ def main() -> None:
             "advantages": advantages,
             "num_items_in_batch": mask.sum(),
         }
+        if settings.get("beta"):
+            inputs["ref_per_token_logps"] = reference
         if correction is None:
             inputs["old_per_token_logps"] = sampler
         else:
@@ -94,6 +98,8 @@ def main() -> None:
         "longest": LENGTH,
         "logprob": logprob[inside].tolist(),
         "sampler": sampler[inside].tolist(),
+        "reference": reference[inside].tolist(),
+        "beta": BETA,
         "advantages": advantages.tolist(),
         "cases": found,
     }

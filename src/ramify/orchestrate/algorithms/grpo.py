@@ -1,6 +1,7 @@
 """GRPO: reward minus the mean of the group, in standard deviations of the group (Shao et al. 2024, 2402.03300)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from pydantic import Field
@@ -12,7 +13,7 @@ from ramify.orchestrate.algorithms.base import (
     count_sampled_tokens,
     subtract_mean,
 )
-from ramify.trace import Trace
+from ramify.trace import Annotation, Trace
 
 EPSILON = 1e-6
 
@@ -24,6 +25,8 @@ class GrpoConfig(AlgorithmConfig):
     """Divide by the standard deviation of the group, so that groups with similar rewards count as much as others."""
     length_penalty: float = Field(default=0.0, ge=0)
     """Reward penalty for length: full for the longest rollout of the group, 0 for the shortest, linear between."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty to the source's `reference`."""
 
 
 class Grpo(Algorithm):
@@ -39,6 +42,10 @@ class Grpo(Algorithm):
         if not self.config.normalize or len(centered_rewards) < 2:
             return centered_rewards
         return centered_rewards / (centered_rewards.std(ddof=1) + EPSILON)
+
+    def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
+        """Return the annotations of the group, with the weight of the KL penalty."""
+        return [replace(annotation, kl=self.config.beta) for annotation in super().annotate(group)]
 
 
 def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:

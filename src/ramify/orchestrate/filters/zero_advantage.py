@@ -13,6 +13,6 @@ class ZeroAdvantage(Filter):
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether no annotation of the rollout has an effect."""
         return not any(
-            np.any(np.abs(annotation.advantage) > ZERO_TOLERANCE) or np.any(annotation.ce) or np.any(annotation.ref_kl)
+            np.any(np.abs(annotation.advantage) > ZERO_TOLERANCE) or np.any(annotation.ce) or annotation.needs_reference
             for annotation in rollout.annotations
         )

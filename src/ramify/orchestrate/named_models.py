@@ -1,0 +1,71 @@
+"""The other models of a run, as the orchestrator reaches them: their servers, and whether they can score.
+
+A model whose tokenizer is another one, or which returns no logprobs of prompts, is refused before the first rollout.
+"""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from ramify.async_calls import fail_after
+from ramify.client import ClientConfig, InferenceClient
+from ramify.client.generate_api import decode_json
+from ramify.client.http_client import HttpClient, RequestFailed, send_request
+from ramify.errors import ProviderError, RamifyError, RequestInvalid, TokenizerMismatch, TokensRequired
+from ramify.infer.config import NamedModelConfig
+from ramify.render.tokenizer import Tokenizer
+
+PROBE_TIMEOUT = 60.0  # seconds for a server to tokenize a text
+PROBE_TEXT = "The 13 quick foxes jump.\n\tdef f(x): return {x: 'naïve', 2**10}  # <b>北京</b> 🙂 élan ©"
+
+
+async def connect_model(
+    name: str, config: NamedModelConfig, model_dir: Path, stack: AsyncExitStack, *, timeout: float, scores: bool
+) -> InferenceClient:
+    """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
+
+    With `scores`, they must return logprobs of prompts too. Raises ProviderError if no server answers within `timeout`
+    seconds, TokensRequired or TokenizerMismatch.
+    """
+    client = InferenceClient(config.base_url, ClientConfig(server_wait_timeout=timeout))
+    try:
+        await stack.enter_async_context(client)
+        tokenizer = Tokenizer(model_dir)
+        for url in config.base_url:
+            await check_tokenizer(url, tokenizer)
+        token_ids = tokenizer.encode(PROBE_TEXT).ids.tolist()
+        if scores:
+            await client.score(token_ids, timeout=PROBE_TIMEOUT, start=1)
+    except RamifyError as error:
+        problem = f"models.{name}: {error.message}"
+        if isinstance(error, TokensRequired):
+            raise TokensRequired(f"{problem}; use a native or vLLM server for a teacher or reference") from error
+        raise type(error)(problem) from error
+    return client
+
+
+async def check_tokenizer(url: str, tokenizer: Tokenizer) -> None:
+    """Raise TokenizerMismatch unless a server tokenizes as `tokenizer` does: a text, and every added token."""
+    for text in (PROBE_TEXT, "".join(tokenizer.added_tokens)):
+        expected, actual = tokenizer.encode(text).ids.tolist(), await _tokenize(url, text)
+        if actual != expected:
+            difference = next((i for i, pair in enumerate(zip(actual, expected)) if pair[0] != pair[1]), len(actual))
+            raise TokenizerMismatch(
+                f"{url} has another tokenizer than {tokenizer.name}: they tokenize {text[:24]!r}... differently from "
+                f"token {difference} on; use a model with the policy's tokenizer"
+            )
+
+
+async def _tokenize(url: str, text: str) -> list[int]:
+    body = {"prompt": text, "add_special_tokens": False}
+    try:
+        async with (
+            fail_after(PROBE_TIMEOUT, f"{url}/tokenize"),
+            HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1) as http,
+        ):
+            reply = decode_json(await send_request(http, "POST", "/tokenize", body), dict[str, Any], url)
+            return [int(token_id) for token_id in reply["tokens"]]
+    except RequestFailed as error:
+        raise ProviderError(str(error)) from error
+    except (ProviderError, RequestInvalid, KeyError, TypeError, ValueError) as error:
+        raise TokenizerMismatch(f"{url} does not tokenize a text, so tokenizers cannot be compared: {error}") from error

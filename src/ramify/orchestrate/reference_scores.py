@@ -1,0 +1,161 @@
+"""Scores of another model: the logprobs of sampled tokens under a teacher or a reference.
+
+A rollout is a tree, and each of its nodes is scored once. One request scores the path from a root to a node, but
+returns logprobs only from the first node on that no other request scores; the engine has the tokens before it in its
+prefix cache. Requests that fork from the scored part of another one are sent after it, because a prefix is cached only
+once it is computed.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from ramify.async_calls import cancel_all
+from ramify.errors import BatchCorrupt
+from ramify.orchestrate.algorithms import Algorithm
+from ramify.store.ledger import GroupRecord
+from ramify.trace import Annotation, Trace
+from ramify.trace.columns import Float32Array, Int32Array
+
+MAX_CONCURRENT_REQUESTS = 64
+
+NodeKey = tuple[str, int]  # trace id and node
+NodeScores = dict[NodeKey, Float32Array]  # logprobs of the annotated tokens of each node
+
+
+class ScoreClient(Protocol):
+    """What scoring needs of an `InferenceClient`."""
+
+    async def score(
+        self, token_ids: Sequence[int], *, session: str | None = None, timeout: float = 600.0, start: int = 0
+    ) -> Float32Array:
+        """Return the logprob of every token from `start` on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreModel:
+    """A model that scores: its name in `[models]`, a client of its servers, and the seconds that a request may take."""
+
+    name: str
+    client: ScoreClient
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """One path to score from token `start` on. `spans` are the tokens [begin, stop) of each node it scores."""
+
+    token_ids: Int32Array
+    start: int
+    spans: dict[NodeKey, tuple[int, int]]
+    wave: int
+    """Requests of a wave are sent together, after those of the wave before."""
+
+
+def plan_requests(traces: Sequence[Trace], annotations: Sequence[Annotation]) -> list[ScoreRequest]:
+    """Return the requests that score every annotated node whose weights need a reference, each node once."""
+    spans_by_trace: dict[str, dict[int, tuple[int, int]]] = {}
+    for annotation in annotations:
+        if annotation.needs_reference and annotation.ref_logprobs is None:
+            spans_by_trace.setdefault(annotation.trace_id, {})[annotation.node] = annotation.span or (-1, -1)
+    return [
+        request
+        for trace in traces
+        if trace.id in spans_by_trace
+        for request in _plan_trace(trace, spans_by_trace[trace.id])
+    ]
+
+
+def _plan_trace(trace: Trace, spans: Mapping[int, tuple[int, int]]) -> list[ScoreRequest]:
+    graph, requests = trace.graph, list[ScoreRequest]()
+    owner_waves: dict[int, int] = {}  # by scored node: the wave of its request
+    for last_node in sorted(spans, reverse=True):  # children follow their parents, so a path is found by its end
+        if last_node in owner_waves:
+            continue
+        offset, wave, node_spans = 0, 0, dict[NodeKey, tuple[int, int]]()
+        for node in graph.path_nodes(last_node):
+            size = graph.token_stop(node) - graph.token_start(node)
+            if node in owner_waves:
+                wave = owner_waves[node] + 1
+            elif node in spans:
+                begin, stop = spans[node] if spans[node][0] >= 0 else trace.nodes[node].sampled_span
+                node_spans[trace.id, node] = (offset + begin, offset + stop)
+            offset += size
+        for _, node in node_spans:
+            owner_waves[node] = wave
+        end = max(stop for _, stop in node_spans.values())
+        start = min(begin for begin, _ in node_spans.values())
+        requests.append(ScoreRequest(graph.path_tokens(last_node)[:end], start, node_spans, wave))
+    return requests
+
+
+class ReferenceScorer:
+    """Scores groups with other models, which are given by source.
+
+    `waits` has, by the number of a group that is being scored, the name of the model and the monotonic time at which
+    scoring began.
+    """
+
+    def __init__(self, models: Mapping[str, ScoreModel]) -> None:
+        self._models = models
+        self.waits: dict[int, tuple[str, float]] = {}
+
+    async def score(self, group: GroupRecord, traces: Sequence[Trace], algorithm: Algorithm) -> NodeScores | None:
+        """Return the scores that the algorithm needs; None if its source has no model, or a reward is missing."""
+        model = self._models.get(group.source)
+        if model is None or any(trace.reward is None for trace in traces):
+            return None
+        self.waits[group.number] = (model.name, time.monotonic())
+        try:
+            annotations = algorithm.annotate(traces)
+            return await score_annotations(
+                model.client, traces, annotations, session=str(group.number), timeout=model.timeout
+            )
+        finally:
+            del self.waits[group.number]
+
+
+async def score_annotations(
+    client: ScoreClient, traces: Sequence[Trace], annotations: Sequence[Annotation], *, session: str, timeout: float
+) -> NodeScores:
+    """Return the scores that the annotations need. Raises the first failure of a request.
+
+    Requests with the same `session` go to one server, whose prefix cache they share.
+    """
+    requests, scores = plan_requests(traces, annotations), NodeScores()
+    limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+
+    async def send(request: ScoreRequest) -> Float32Array:
+        async with limit:
+            return await client.score(request.token_ids.tolist(), session=session, timeout=timeout, start=request.start)
+
+    for wave in sorted({request.wave for request in requests}):
+        in_wave = [request for request in requests if request.wave == wave]
+        tasks = [asyncio.create_task(send(request)) for request in in_wave]
+        try:
+            for request, logprobs in zip(in_wave, await asyncio.gather(*tasks), strict=True):
+                scores |= {key: logprobs[begin:stop] for key, (begin, stop) in request.spans.items()}
+        finally:
+            await cancel_all(tasks)
+    return scores
+
+
+def encode_scores(scores: NodeScores) -> bytes:
+    """Return the scores as the ledger stores them."""
+    rows = [(trace_id, node, np.asarray(values, "<f4").tobytes()) for (trace_id, node), values in scores.items()]
+    return msgspec.msgpack.encode(rows)
+
+
+def decode_scores(data: bytes) -> NodeScores:
+    """Return the scores that `encode_scores` encoded. Raises BatchCorrupt."""
+    try:
+        rows = msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]])
+        return {(trace_id, node): np.frombuffer(values, "<f4") for trace_id, node, values in rows}
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BatchCorrupt(f"stored reference scores cannot be read: {error}") from error

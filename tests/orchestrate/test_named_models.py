@@ -1,0 +1,99 @@
+"""A teacher that cannot be used is refused before the first rollout, with its name and the reason."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from ramify.errors import ProviderError, TokenizerMismatch, TokensRequired
+from ramify.infer.config import NamedModelConfig
+from ramify.model.resolve import resolve_model_path
+from ramify.orchestrate.named_models import connect_model
+from ramify.render.tokenizer import Tokenizer
+from tests.client.fake import Fake
+from tests.infer.llama import build_core, write_llama
+from tests.infer.serving import run_server
+
+TINY = resolve_model_path("tiny")
+
+
+async def connect(url: str, *, scores: bool = True, timeout: float = 5.0) -> None:
+    async with AsyncExitStack() as stack:
+        config = NamedModelConfig(base_url=[url])
+        await connect_model("teacher", config, TINY, stack, timeout=timeout, scores=scores)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    message = r"models.teacher: http://\S+ has another tokenizer than .*tiny"
+    core = build_core(write_llama(tmp_path / "model"))
+    with run_server(core) as (url, _), pytest.raises(TokenizerMismatch, match=message):
+        asyncio.run(connect(url, scores=False))
+
+
+class TokenizingFake(Fake):
+    """A fake engine with the tokenizer of a directory, which returns no logprobs of prompts."""
+
+    directory = TINY
+
+    async def control(self, path, exchange) -> None:
+        if path == "/tokenize":
+            ids = Tokenizer(self.directory).encode(exchange.body["prompt"]).ids
+            await exchange.reply({"tokens": ids.tolist()})
+        else:
+            await super().control(path, exchange)
+
+
+def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
+    async def check() -> None:
+        async with TokenizingFake() as fake:
+            await connect(fake.url, scores=False)
+            message = rf"models.teacher: {fake.url} sent a response without prompt logprobs; use a native or vLLM"
+            with pytest.raises(TokensRequired, match=message):
+                await connect(fake.url)
+
+    asyncio.run(check())
+
+
+def test_a_chat_endpoint_is_refused_as_a_scorer():
+    class ChatFake(Fake):
+        def card(self) -> dict[str, object]:
+            return {"id": "gpt", "owned_by": "openai"}
+
+    async def check() -> None:
+        async with ChatFake() as fake:
+            with pytest.raises(TokensRequired, match=r"models.teacher: .*owned by 'openai'"):
+                await connect(fake.url)
+
+    asyncio.run(check())
+
+
+def test_an_absent_server_is_named():
+    with pytest.raises(ProviderError, match=r"models.teacher: no inference server came up within 0.3 s"):
+        asyncio.run(connect("http://127.0.0.1:9", timeout=0.3))
+
+
+def test_a_server_that_does_not_tokenize_cannot_be_compared():
+    async def check() -> None:
+        async with Fake() as fake:
+            with pytest.raises(TokenizerMismatch, match=r"models.teacher: .* does not tokenize a text"):
+                await connect(fake.url)
+
+    asyncio.run(check())
+
+
+def test_special_tokens_are_compared(tmp_path):
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((TINY / file).read_bytes())
+    table = json.loads((tmp_path / "tokenizer.json").read_text())
+    first, second = table["added_tokens"][:2]
+    first["content"], second["content"] = second["content"], first["content"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+
+    async def check() -> None:
+        async with TokenizingFake() as fake:
+            fake.directory = tmp_path
+            with pytest.raises(TokenizerMismatch, match="another tokenizer"):
+                await connect(fake.url, scores=False)
+
+    asyncio.run(check())

@@ -1,0 +1,102 @@
+"""Scores of another model: every node once, along the tree, by a real engine whose counters say what it computed."""
+
+import asyncio
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from ramify.client import InferenceClient
+from ramify.orchestrate.algorithms import AlgorithmConfig
+from ramify.orchestrate.algorithms.opd import Opd
+from ramify.orchestrate.reference_scores import decode_scores, encode_scores, plan_requests, score_annotations
+from ramify.trace import Message, Trace
+from tests.infer.llama import VOCAB, build_core, reference, write_llama
+from tests.infer.serving import run_server
+
+REPLY = 160
+OPD = Opd(AlgorithmConfig())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A native server, its core and transformers' own model."""
+    directory = write_llama(tmp_path_factory.mktemp("model"), positions=2048)
+    core = build_core(directory, kv_cache_tokens=16384, max_num_batched_tokens=1024, block_size=16)
+    with run_server(core) as (url, _):
+        yield url, core, reference(directory)
+
+
+def tokens(rng: Random, count: int) -> list[int]:
+    return [rng.randrange(4, VOCAB) for _ in range(count)]
+
+
+def add_reply(trace: Trace, parent: int, rng: Random) -> int:
+    ids = [3, *tokens(rng, REPLY)]
+    span = (1, 1 + REPLY)
+    return trace.add_node(parent, Message("assistant", ""), ids, sampled_span=span, logprobs=[-1.0] * REPLY)
+
+
+def build_group(rng: Random, size: int) -> list[Trace]:
+    """Attempts at one prompt, with one reply each."""
+    prompt, traces = tokens(rng, 203), [Trace(id=f"a{index}") for index in range(size)]
+    for trace in traces:
+        add_reply(trace, trace.add_node(-1, Message("user", ""), prompt), rng)
+    return traces
+
+
+def build_forked_trace(rng: Random) -> list[Trace]:
+    """One trace with a turn that three others continue, one of which forks again."""
+    trace = Trace(id="forked")
+    first = add_reply(trace, trace.add_node(-1, Message("user", ""), tokens(rng, 101)), rng)
+    second, third = (add_reply(trace, trace.add_node(first, Message("user", ""), tokens(rng, 40)), rng) for _ in "ab")
+    for parent in (second, second, third, first):
+        add_reply(trace, trace.add_node(parent, Message("user", ""), tokens(rng, 35)), rng)
+    return [trace]
+
+
+@pytest.mark.parametrize("build", [lambda rng: build_group(rng, 16), build_forked_trace], ids=["group", "forks"])
+def test_a_tree_is_scored_with_at_most_a_tenth_more_tokens_than_it_has(served, build):
+    url, core, model = served
+    traces = build(Random(1))
+    annotations = OPD.annotate(traces)
+
+    async def score():
+        async with InferenceClient(url) as client:
+            return await score_annotations(client, traces, annotations, session="g", timeout=60)
+
+    before = core.counters.computed_tokens
+    scores = asyncio.run(score())
+    num_unique = sum(trace.total_tokens for trace in traces) - sum(
+        len(trace.nodes[0].token_ids) for trace in traces[1:]
+    )
+    assert core.counters.computed_tokens - before <= 1.1 * num_unique
+    assert scores.keys() == {(annotation.trace_id, annotation.node) for annotation in annotations}
+    for trace in traces:
+        for node in trace.sampled_nodes:
+            path = torch.tensor(trace.graph.path_tokens(node))
+            with torch.no_grad():
+                logprobs = model(path[None]).logits[0].log_softmax(-1)
+            expected = logprobs[:-1].gather(1, path[1:, None])[-REPLY:, 0]
+            assert scores[trace.id, node] == pytest.approx(expected.numpy(), abs=1e-3)
+
+
+def test_requests_that_share_a_scored_prefix_are_sent_one_after_the_other():
+    (trace,) = build_forked_trace(Random(2))
+    requests = plan_requests([trace], OPD.annotate([trace]))
+    scored = [node for request in requests for _, node in request.spans]
+    assert sorted(scored) == trace.sampled_nodes and len(set(scored)) == len(scored)
+    for request in requests:
+        path = request.token_ids.tolist()
+        for other in requests:
+            shared = int(np.logical_and.accumulate([a == b for a, b in zip(path, other.token_ids.tolist())]).sum())
+            if other is not request and other.start < shared and request.start >= shared:
+                assert other.wave < request.wave
+
+
+def test_scores_survive_their_encoding():
+    scores = {("a", 3): np.array([-0.5, -1.25], np.float32), ("b", 1): np.array([], np.float32)}
+    decoded = decode_scores(encode_scores(scores))
+    assert decoded.keys() == scores.keys()
+    assert all(np.array_equal(decoded[key], scores[key]) for key in scores)
