@@ -13,7 +13,7 @@ class CodingTask(rf.Taskset):
     def load(self) -> Iterator[rf.Task]:
         """Yield two tasks."""
         for number in range(2):
-            yield rf.Task(prompt=PROMPT, key=f"add-{number}", requires=("walls",))
+            yield rf.Task(prompt=PROMPT, key=f"add-{number}", requires=("isolation",))
 
     async def setup(self, runtime: rf.Runtime) -> None:
         """Write the wrong function and its check."""

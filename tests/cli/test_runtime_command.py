@@ -30,7 +30,7 @@ def test_list_names_every_capability_and_the_reason_for_a_missing_one(capsys):
     assert main(["runtime", "list", "local"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["local", "  usable: yes"]
-    assert any(line.startswith("  walls: no: its programs are not isolated") for line in lines)
+    assert any(line.startswith("  isolation: no: its programs are not isolated") for line in lines)
 
 
 def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path):

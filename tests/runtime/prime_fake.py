@@ -1,4 +1,4 @@
-"""A stand-in for the HTTP API of prime-sandboxes: each sandbox is a directory of this machine, without walls.
+"""A stand-in for the HTTP API of prime-sandboxes: each sandbox is a directory of this machine, without isolation.
 
 It has the routes that the SDK calls for a sandbox's life, its files and its live processes. The latter speak the
 Connect protocol: messages of protobuf, each behind a byte of flags and its length.

@@ -1,4 +1,4 @@
-"""What is particular to containers: their walls, the way to the gateway, and what a killed worker leaves.
+"""What is particular to containers: their isolation, the way to the gateway, and what a killed worker leaves.
 
 Those that need an engine run with `make test-containers`; the others ask a stand-in for the engine's program.
 """
@@ -21,7 +21,7 @@ from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
 
-ISOLATION = Capability.WALLS
+ISOLATION = Capability.ISOLATION
 DOCKER_INFO = {
     "ServerVersion": "27.1.0",
     "MemoryLimit": True,
@@ -70,7 +70,7 @@ def test_missing_engine_is_named(monkeypatch):
 def test_limit_that_the_engine_does_not_have_is_refused(make_engine):
     make_engine(DOCKER_INFO)
     runtime = ContainerRuntime()
-    runtime.check_task(Task(image="debian:12", requires=("walls", "private_network")))
+    runtime.check_task(Task(image="debian:12", requires=("isolation", "private_network")))
     with pytest.raises(ConfigInvalid, match=r"cpus in the task's resources needs cpu_limit .* docker info reports"):
         runtime.check_task(Task(resources={"cpus": 1}))
 

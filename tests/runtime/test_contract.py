@@ -288,21 +288,21 @@ def test_what_the_runtime_cannot_enforce_is_refused_by_name(kind):
     with pytest.raises(ConfigInvalid, match=r"resources.memory_gb is unknown, expected memory_mb"):
         runtime.check_task(Task(resources={"memory_gb": 1}))
     if kind == "local":
-        with pytest.raises(ConfigInvalid, match=r"needs walls of the runtime 'local'.*not isolated"):
-            runtime.check_task(Task(requires=("walls",)))
+        with pytest.raises(ConfigInvalid, match=r"needs isolation of the runtime 'local'.*not isolated"):
+            runtime.check_task(Task(requires=("isolation",)))
         with pytest.raises(ConfigInvalid, match="disk_mb in the task's resources needs disk_limit"):
             runtime.check_task(Task(resources={"disk_mb": 100}))
         with pytest.raises(ConfigInvalid, match=r"disk_mb in runtime.limits .* needs disk_limit"):
             runtime_class(config_class(limits={"disk_mb": 100})).check_task(Task())
     elif kind == "container":
-        runtime.check_task(Task(requires=("walls", "private_network"), resources={"cpus": 0.5}))
+        runtime.check_task(Task(requires=("isolation", "private_network"), resources={"cpus": 0.5}))
         with pytest.raises(ConfigInvalid, match="disk_mb in the task's resources needs disk_limit"):
             runtime.check_task(Task(resources={"disk_mb": 100}))
     elif kind == "hosted":
-        runtime.check_task(Task(requires=("walls",), resources={"disk_mb": 10_000}))
+        runtime.check_task(Task(requires=("isolation",), resources={"disk_mb": 10_000}))
         with pytest.raises(ConfigInvalid, match="needs private_network of the runtime 'hosted'"):
             runtime.check_task(Task(requires=("private_network",)))
         with pytest.raises(ConfigInvalid, match="max_processes in the task's resources needs process_limit"):
             runtime.check_task(Task(resources={"max_processes": 100}))
     else:
-        runtime.check_task(Task(requires=("walls", "private_network"), resources={"disk_mb": 100}))
+        runtime.check_task(Task(requires=("isolation", "private_network"), resources={"disk_mb": 100}))

@@ -82,4 +82,4 @@ def test_keys_of_the_container_exist(file):
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "repair"], ids=lambda file: file.name)
 def test_shipped_repair_configs_use_the_sandbox(file):
     text = file.read_text()
-    assert text.count('runtime = { id = "sandbox"') == text.count('requires = ["walls"]') == 2
+    assert text.count('runtime = { id = "sandbox"') == text.count('requires = ["isolation"]') == 2

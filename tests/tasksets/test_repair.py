@@ -198,11 +198,11 @@ def test_case_passes_only_with_exactly_the_expected_result(reported, reason):
     assert failed.get("x") == reason
 
 
-def test_walls_are_required_on_request():
-    task = next(iter(build_plugin("taskset", {"id": "repair", "requires": ["walls"]}).load()))
-    assert task.requires == ("walls",)
-    with pytest.raises(ConfigInvalid, match="walls"):
-        work(TASKSET | {"requires": ["walls"]})
+def test_isolation_is_required_on_request():
+    task = next(iter(build_plugin("taskset", {"id": "repair", "requires": ["isolation"]}).load()))
+    assert task.requires == ("isolation",)
+    with pytest.raises(ConfigInvalid, match="isolation"):
+        work(TASKSET | {"requires": ["isolation"]})
 
 
 def test_agent_with_a_shell_repairs_the_module():

@@ -36,14 +36,14 @@ CommandLine = Sequence[str] | str
 class Capability(StrEnum):
     """Something that a runtime enforces or supports.
 
-    - `WALLS`: programs cannot reach files, processes and sockets of the machine.
+    - `ISOLATION`: programs cannot reach files, processes and sockets of the machine.
     - `PRIVATE_NETWORK`: programs reach nothing over the network but the gateway of their rollout.
     - `MEMORY_LIMIT`, `PROCESS_LIMIT`, `DISK_LIMIT`, `CPU_LIMIT`: the resource of the same name is limited.
     - `IMAGES`: a task may name a container image.
     - `GATEWAY`: programs can reach the gateway of their rollout.
     """
 
-    WALLS = "walls"
+    ISOLATION = "isolation"
     PRIVATE_NETWORK = "private_network"
     MEMORY_LIMIT = "memory_limit"
     PROCESS_LIMIT = "process_limit"

@@ -31,7 +31,7 @@ class Task(BaseModel):
     - `setup`: shell command lines that prepare a runtime for the task, that of the agent and that of the rewards.
     - `pre_run`: shell command lines that run right before the agent starts, in its runtime only.
     - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
-    - `requires`: what the runtime must enforce or support, such as "walls"; see `Capability`.
+    - `requires`: what the runtime must enforce or support, such as "isolation"; see `Capability`.
     - `outputs`: paths in the work directory, or "." for all of it. If given, rewards and metrics get a fresh runtime,
       which holds only these files and directories of the agent's.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
@@ -49,7 +49,7 @@ class Task(BaseModel):
     setup: tuple[str, ...] = ()
     pre_run: tuple[str, ...] = ()
     resources: dict[str, float] = Field(default_factory=dict)
-    requires: tuple[Literal["walls", "private_network"], ...] = ()
+    requires: tuple[Literal["isolation", "private_network"], ...] = ()
     outputs: tuple[str, ...] | None = None
     timeout: float | None = Field(default=None, gt=0)
     scoring_timeout: float | None = Field(default=None, gt=0)

@@ -73,7 +73,7 @@ def find_capabilities() -> Capabilities:
     """Return what a sandbox enforces on this machine."""
     available, reasons = find_limit_capabilities()
     reasons[Capability.IMAGES] = "a sandbox shows the system of this machine; use the runtime 'container'"
-    always = {Capability.WALLS, Capability.PRIVATE_NETWORK, Capability.GATEWAY, Capability.DISK_LIMIT}
+    always = {Capability.ISOLATION, Capability.PRIVATE_NETWORK, Capability.GATEWAY, Capability.DISK_LIMIT}
     return Capabilities(available | always, reasons)
 
 

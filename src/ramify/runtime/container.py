@@ -78,7 +78,7 @@ class ContainerRuntime(ShellRuntime):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Walls, images and a private network; limits as far as the engine has them."""
+        """Isolation, images and a private network; limits as far as the engine has them."""
         return find_capabilities(self._get_engine(), self.config)
 
     def check_task(self, task: Task) -> None:

@@ -33,7 +33,7 @@ def find_capabilities(engine: ContainerEngine, config: ContainerRuntimeConfig) -
     isolation_problem = _find_isolation_problem(engine, config, info)
     problems: dict[Capability, str | None] = {
         Capability.IMAGES: None,
-        Capability.WALLS: isolation_problem,
+        Capability.ISOLATION: isolation_problem,
         Capability.PRIVATE_NETWORK: isolation_problem or _find_network_problem(engine, config, info),
         Capability.DISK_LIMIT: f"{engine.name} does not limit files on most disks; use the runtime 'sandbox'",
         Capability.GATEWAY: find_gateway_problem(engine, config),

@@ -15,16 +15,16 @@ from pathlib import Path
 HELPER_TIMEOUT = 20.0  # seconds
 
 
-async def open_listener(pid: int, first_process_name: str) -> socket.socket:
+async def open_listener(pid: int, expected_argument: str) -> socket.socket:
     """Return a socket that listens in the network of a container.
 
     - `pid`: the container's first process.
-    - `first_process_name`: one of the arguments of that process; a process without it is refused.
+    - `expected_argument`: one of the arguments of that process; a process without it is refused.
 
     Raises OSError if the process is not visible here, or if its network may not be entered.
     """
     arguments = await asyncio.to_thread(Path(f"/proc/{pid}/cmdline").read_bytes)
-    if first_process_name.encode() not in arguments.split(b"\0"):
+    if expected_argument.encode() not in arguments.split(b"\0"):
         raise ProcessLookupError(f"process {pid} of this machine is not the container's first process")
     ours, theirs = socket.socketpair()
     with ours, theirs:

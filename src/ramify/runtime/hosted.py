@@ -55,8 +55,8 @@ class HostedRuntime(ShellRuntime):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Walls, images and the limits of a virtual machine; the gateway if its public address is configured."""
-        available = {Capability.WALLS, Capability.IMAGES, Capability.MEMORY_LIMIT, Capability.DISK_LIMIT}
+        """Isolation, images and the limits of a virtual machine; the gateway if its public address is configured."""
+        available = {Capability.ISOLATION, Capability.IMAGES, Capability.MEMORY_LIMIT, Capability.DISK_LIMIT}
         available.add(Capability.CPU_LIMIT)
         reasons = {
             Capability.PRIVATE_NETWORK: "its sandboxes are on the internet; `allow_hosts` restricts what they reach",

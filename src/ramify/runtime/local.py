@@ -50,7 +50,7 @@ class LocalRuntime(Runtime):
         super().__init__(config or LocalRuntimeConfig())
         self._marker = f"{uuid.uuid4().hex[:MARKER_LENGTH]}."
         self._creation_time = time.time()
-        self._sandbox_dir: Path | None = None
+        self._root_dir: Path | None = None
         self._open_files: BoxFiles | None = None
         self._relative_workdir = PurePath()
         self._limits = ResourceLimits()
@@ -62,14 +62,14 @@ class LocalRuntime(Runtime):
     @property
     def workdir(self) -> Path:
         """The work directory, which is created on first use. Raises SandboxError after `stop`."""
-        return self._get_sandbox_dir() / "work" / self._relative_workdir
+        return self._get_root_dir() / "work" / self._relative_workdir
 
     @property
     def kept_workdir(self) -> Path | None:
         """The work directory itself, if it was created."""
-        if not self._stopped or self._sandbox_dir is None or not self.config.keep_workdir:
+        if not self._stopped or self._root_dir is None or not self.config.keep_workdir:
             return None
-        return self._sandbox_dir / "work" / self._relative_workdir
+        return self._root_dir / "work" / self._relative_workdir
 
     @property
     def capabilities(self) -> Capabilities:
@@ -103,8 +103,8 @@ class LocalRuntime(Runtime):
         if self._cgroup is not None:
             await asyncio.to_thread(self._cgroup.remove)
             self._cgroup = None
-        if self._sandbox_dir is not None and not self.config.keep_workdir:
-            await asyncio.to_thread(_remove_sandbox, self._sandbox_dir)
+        if self._root_dir is not None and not self.config.keep_workdir:
+            await asyncio.to_thread(_remove_directory, self._root_dir)
 
     async def spawn(
         self,
@@ -163,35 +163,35 @@ class LocalRuntime(Runtime):
 
     @property
     def _files(self) -> BoxFiles:
-        sandbox_dir = self._get_sandbox_dir()
+        root_dir = self._get_root_dir()
         if self._open_files is None:
-            root_fd = os.open(sandbox_dir, os.O_RDONLY | os.O_DIRECTORY)
+            root_fd = os.open(root_dir, os.O_RDONLY | os.O_DIRECTORY)
             workdir = PurePath("work") / self._relative_workdir
-            self._open_files = BoxFiles(root_fd, sandbox_dir, workdir, self.config.max_file_mb)
+            self._open_files = BoxFiles(root_fd, root_dir, workdir, self.config.max_file_mb)
         return self._open_files
 
-    def _get_sandbox_dir(self) -> Path:
+    def _get_root_dir(self) -> Path:
         if self._stopped:
             raise SandboxError("the runtime was stopped; it cannot run anything any more")
-        if self._sandbox_dir is None:
-            self._sandbox_dir = self._create_sandbox()
-        return self._sandbox_dir
+        if self._root_dir is None:
+            self._root_dir = self._create_root_dir()
+        return self._root_dir
 
-    def _create_sandbox(self) -> Path:
+    def _create_root_dir(self) -> Path:
         parent = Path(self.config.workdir_root or tempfile.gettempdir())
-        sandbox_dir = parent / (DIRECTORY_PREFIX + make_owner_name(self._marker.rstrip(".")))
+        root_dir = parent / (DIRECTORY_PREFIX + make_owner_name(self._marker.rstrip(".")))
         try:
-            sandbox_dir.mkdir(mode=0o700)
+            root_dir.mkdir(mode=0o700)
             for name in ("home", "tmp", PurePath("work") / self._relative_workdir):
-                (sandbox_dir / name).mkdir(parents=True)
+                (root_dir / name).mkdir(parents=True)
         except OSError as error:
             raise SandboxError(f"cannot create a work directory in {parent}: {error}") from error
-        return sandbox_dir
+        return root_dir
 
     def _build_env(self) -> dict[str, str]:
-        sandbox_dir = self._get_sandbox_dir()
+        root_dir = self._get_root_dir()
         inherited = {name: os.environ[name] for name in self.config.inherit_env if name in os.environ}
-        return inherited | {"HOME": str(sandbox_dir / "home"), "TMPDIR": str(sandbox_dir / "tmp")} | self.config.env
+        return inherited | {"HOME": str(root_dir / "home"), "TMPDIR": str(root_dir / "tmp")} | self.config.env
 
 
 class LocalProcess(PipedProcess):
@@ -271,7 +271,7 @@ def _find_capabilities() -> Capabilities:
     available, reasons = find_limit_capabilities()
     reasons[Capability.IMAGES] = "it runs the programs of this machine; use the runtime 'container'"
     reasons[Capability.DISK_LIMIT] = "its files are on the machine's disk; use the runtime 'sandbox'"
-    for capability in (Capability.WALLS, Capability.PRIVATE_NETWORK):
+    for capability in (Capability.ISOLATION, Capability.PRIVATE_NETWORK):
         reasons[capability] = "its programs are not isolated; use the runtime 'sandbox' or 'container'"
     return Capabilities(available | {Capability.GATEWAY}, reasons)
 
@@ -286,7 +286,7 @@ def _iter_abandoned_directories(parent: Path) -> Iterator[AbandonedThing]:
 
 def _remove_abandoned_directory(directory: Path, marker: str) -> None:
     kill_marked_processes(marker)
-    _remove_sandbox(directory)
+    _remove_directory(directory)
 
 
 def _is_own_directory(path: Path) -> bool:
@@ -305,13 +305,13 @@ async def _write_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
         raise
 
 
-def _remove_sandbox(sandbox_dir: Path) -> None:
+def _remove_directory(directory: Path) -> None:
     """Remove the directory, even if it is nested too deep for Python or has directories without permissions."""
     with contextlib.suppress(RecursionError):
-        shutil.rmtree(sandbox_dir, ignore_errors=True)
-    if sandbox_dir.exists():
-        argv = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(sandbox_dir)]
+        shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        argv = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(directory)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(argv, stderr=subprocess.DEVNULL, check=False, timeout=REMOVE_TIMEOUT)
-    if sandbox_dir.exists():
-        raise SandboxError(f"the work directory {sandbox_dir} cannot be removed")
+    if directory.exists():
+        raise SandboxError(f"the work directory {directory} cannot be removed")

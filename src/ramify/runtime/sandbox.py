@@ -77,7 +77,7 @@ class SandboxRuntime(Runtime):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Walls and a private network always; limits where this process may create control groups."""
+        """Isolation and a private network always; limits where this process may create control groups."""
         return find_capabilities()
 
     def check_task(self, task: Task) -> None:

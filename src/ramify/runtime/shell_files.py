@@ -1,7 +1,7 @@
 """The files of a box that has a shell: they are read and written by short shell scripts that run in the box.
 
 The rules are those of `box_files`: regular files only, no links anywhere in a path, limited sizes. Here they are not
-what keeps the machine safe, since the scripts run inside the walls: a link leads to a file of the box. What comes out
+what keeps the machine safe, since the scripts run in the box: a link leads to a file of the box. What comes out
 is an archive that an agent may have forged (see `archive`).
 """
 

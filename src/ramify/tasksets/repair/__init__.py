@@ -32,8 +32,8 @@ class RepairConfig(rf.TasksetConfig):
     """Number of bugs. Default: all of the split."""
     seed: int = 0
     """Determines the order of the bugs."""
-    requires: tuple[Literal["walls", "private_network"], ...] = ()
-    """What the runtime must enforce. Without walls, an agent could read the tests in the installed package."""
+    requires: tuple[Literal["isolation", "private_network"], ...] = ()
+    """What the runtime must enforce. Without isolation, an agent could read the tests in the installed package."""
     timeout: float = Field(default=20.0, gt=0)
     """Seconds that all tests of a module may take together."""
 
@@ -101,7 +101,7 @@ class Repair(rf.Taskset):
         return find_failed_cases(cases, results), len(cases)
 
 
-def build_task(bug: dict[str, Any], requires: tuple[Literal["walls", "private_network"], ...]) -> RepairTask:
+def build_task(bug: dict[str, Any], requires: tuple[Literal["isolation", "private_network"], ...]) -> RepairTask:
     """Return the task of a bug."""
     source = read_source(bug["module"])
     cases = {case["id"]: case for case in load_cases()[bug["module"]]}
