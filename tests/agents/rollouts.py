@@ -1,10 +1,7 @@
 """Rollouts of a program with the scripted server, and the checks of their traces."""
 
-import contextlib
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +9,13 @@ import numpy as np
 
 from ramify.client import ClientConfig, InferenceClient
 from ramify.gateway import Gateway, TokenPolicy
+from ramify.infer.config import EngineConfig
 from ramify.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
-from tests.agents.scripts import build_script
-from tests.clients.run import wait_for_address
+from tests.scripted_server import ScriptedServer, run_scripted_server
 
 TASKSET = "tests.agents.coding_task:CodingTask"
-STOP_DEADLINE = 60  # seconds
 
 
 def build_source(program: str, programs: Path) -> dict[str, Any]:
@@ -33,22 +29,11 @@ def build_source(program: str, programs: Path) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def serve_script(program: str, model: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Run the scripted server for a program; yield its address and the file in which it logs its calls."""
-    script, log, calls = (folder / f"{program}.{suffix}" for suffix in ("script.json", "server.log", "calls.jsonl"))
-    script.write_text(json.dumps(build_script(program)))
-    calls.write_text("")
-    command = [sys.executable, "-m", "tests.agents.scripted_server", str(model), str(script), str(calls)]
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            yield wait_for_address(process, log), calls
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_DEADLINE)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def serve_script(program: str, model: Path, folder: Path) -> AbstractContextManager[ScriptedServer]:
+    """Run the scripted server for a program."""
+    engine = EngineConfig(dtype="float32", kv_cache_tokens=400_000, max_num_batched_tokens=2048)
+    script = "tests.agents.scripts:reply_to"
+    return run_scripted_server(folder, script, program, model=str(model), engine=engine, name=program)
 
 
 async def run_rollout(source: dict[str, Any], url: str, model: Path) -> Trace:

@@ -47,13 +47,13 @@ def check(name: str, programs: Path, model: Path, output: Path, *, training: boo
     """Check one program and return whether it passed; the result is shown."""
     start = time.monotonic()
     try:
-        with serve_script(name, model, output) as (url, calls):
-            rollout = run_rollout(build_source(name, programs), url, model)
+        with serve_script(name, model, output) as server:
+            rollout = run_rollout(build_source(name, programs), server.url, model)
             trace = asyncio.run(asyncio.wait_for(rollout, ROLLOUT_DEADLINE))
-            check_trace(trace, calls)
+            check_trace(trace, server.calls)
             seconds = time.monotonic() - start
             print(f"== {name}: {trace.num_turns} calls, {trace.total_tokens} tokens exact, {seconds:.0f} s", flush=True)
-            for step in train(name, programs, url, model, output) if training else []:
+            for step in train(name, programs, server.url, model, output) if training else []:
                 needed = f"{step.unique_context} context + {step.replies} sampled"
                 print(f"   trained {step.packed} tokens for {needed}: {step.ratio:.3f} times", flush=True)
                 assert step.ratio <= MAX_TOKEN_RATIO, step

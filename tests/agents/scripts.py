@@ -12,6 +12,7 @@ LOOK = "wc -l check.py"
 RIGHT = r"printf 'def add(a, b):\n    return a + b\n' > calc.py"
 WRONG = r"printf 'def add(a, b):\n    return a * b\n' > calc.py"
 CHECK = "python3 check.py"
+NO_TOOLS_REPLY = "A title"  # to a call without tools, such as one that asks for a title
 LAST = "I repaired `add` in calc.py, and ran the check."
 
 
@@ -20,12 +21,16 @@ def call_tool(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def build_script(program: str) -> dict[str, list[str]]:
-    """Return the replies for a program."""
-    call = CALLS[program]
-    last = LAST if program != "mini-swe-agent" else call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    first = [f"I repair the function.\n{call(LOOK)}\n{call(command)}" for command in (RIGHT, WRONG)]
-    return {"first_replies": first, "later_replies": [f"Now the check.\n{call(CHECK)}", last]}
+def reply_to(program: str, prompt: str, seed: int) -> str:
+    """Return the reply to a prompt of a program: by the number of replies in it and, for the first, by the seed."""
+    call, num_replies = CALLS[program], prompt.count("<|im_start|>assistant") - 1
+    if "</tools>" not in prompt:
+        return NO_TOOLS_REPLY
+    if num_replies == 0:
+        return f"I repair the function.\n{call(LOOK)}\n{call((RIGHT, WRONG)[seed % 2])}"
+    if num_replies == 1:
+        return f"Now the check.\n{call(CHECK)}"
+    return LAST if program != "mini-swe-agent" else call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
 CALLS = {

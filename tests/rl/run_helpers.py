@@ -1,25 +1,19 @@
 """Helpers that run `ramify rl` and other commands like a user, in a directory of the test."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ramify.cli import main
-from ramify.launch.ports import PortReservation
 from ramify.launch.run_queries import read_metrics
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 KILLS = 20 if FULL else 2
 TIMEOUT = 240.0  # seconds for one command
-START_TIMEOUT = 60.0  # seconds for an engine
 REPLAYED = ["--trainer.threads", "1", "--trainer.optim.lr", "1e-4"]
 
 CONFIG = """
@@ -86,28 +80,3 @@ def replay_gradient_norms(directory: Path, capsys: pytest.CaptureFixture[str], o
     arguments = ["trainer", "-m", "tiny", "-o", str(output), "--replay", str(directory), *REPLAYED, *more]
     assert main(arguments) == 0
     return [float(norm) for norm in re.findall(r"grad_norm=(\S+)", capsys.readouterr().out)]
-
-
-@contextlib.contextmanager
-def run_scripted_server(directory: Path, script: str) -> Iterator[str]:
-    """Run the engine with the function `module:name` as the script of the agent; yield its address."""
-    url = PortReservation({"engine": "http://127.0.0.1:0"}).addresses["engine"]
-    arguments = [url.rpartition(":")[2], script]
-    with (directory / "engine.txt").open("w") as output:
-        command = [sys.executable, "-m", "tests.rl.scripted_server", *arguments]
-        server = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not is_healthy(url):
-            assert server.poll() is None and time.monotonic() < deadline, (directory / "engine.txt").read_text()
-            time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
-
-
-def is_healthy(url: str) -> bool:
-    with contextlib.suppress(OSError):
-        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
-    return False

@@ -11,7 +11,8 @@ from ramify.store import RunStore
 from ramify.trace import Forest, Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rl.note_taking import NUM_DIGITS
-from tests.rl.run_helpers import run_command, run_scripted_server
+from tests.rl.run_helpers import run_command
+from tests.scripted_server import run_scripted_server
 
 RUNTIMES = ["local"] if find_unsupported_reason() else ["local", "sandbox"]
 STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
@@ -50,11 +51,11 @@ max_turns = 30
 def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("compacted")
-    with run_scripted_server(home, "tests.rl.note_taking:reply_to") as url:
+    with run_scripted_server(home, "tests.rl.note_taking:reply_to") as server:
         sources = "".join(SOURCE.replace("RUNTIME", runtime) for runtime in RUNTIMES)
-        (home / "rl.toml").write_text(CONFIG.replace("BASE_URL", url) + sources)
+        (home / "rl.toml").write_text(CONFIG.replace("BASE_URL", server.url) + sources)
         result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())
-        assert result.returncode == 0, result.stdout + result.stderr + (home / "engine.txt").read_text()
+        assert result.returncode == 0, result.stdout + result.stderr + server.log.read_text()
     return home
 
 

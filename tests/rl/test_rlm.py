@@ -9,7 +9,8 @@ from ramify.store import RunStore
 from ramify.trace import Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rl.recursion import NUM_CALLS
-from tests.rl.run_helpers import FULL, metrics, run_command, run_scripted_server
+from tests.rl.run_helpers import FULL, metrics, run_command
+from tests.scripted_server import run_scripted_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wikispeedia" / "rl_rlm.toml"
 STEPS = 2
@@ -38,11 +39,13 @@ sampling = {{ max_tokens = 200 }}
 def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("recursive")
-    with run_scripted_server(home, "tests.rl.recursion:reply_to") as url:
-        config = CONFIG.replace("BASE_URL", url).replace("RUNTIME", "local" if find_unsupported_reason() else "sandbox")
+    with run_scripted_server(home, "tests.rl.recursion:reply_to") as server:
+        config = CONFIG.replace("BASE_URL", server.url).replace(
+            "RUNTIME", "local" if find_unsupported_reason() else "sandbox"
+        )
         (home / "rl.toml").write_text(config)
         result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())
-        assert result.returncode == 0, result.stdout + result.stderr + (home / "engine.txt").read_text()
+        assert result.returncode == 0, result.stdout + result.stderr + server.log.read_text()
     return home
 
 
