@@ -14,7 +14,8 @@ NUM_STEPS = 10
 VALIDATE_DEADLINE = 3600  # seconds
 # tiny writes text backwards, in these tags
 READABLE = {"instructions": SYSTEM, "answer_tag": "reversed_text"}
-TRAINED = {"spell_backward": {"max_word_len": 4}, "sentence_reordering": {"max_words_in_sentence": 4}}
+TRAINED = {"spell_backward": {"max_word_len": 4}, "palindrome_generation": {"max_length": 5}}
+EVERY_GROUP = {"filters": []}  # also those whose attempts earn equal rewards
 VALIDATE_SCRIPT = """
 import asyncio, json, sys
 from itertools import islice
@@ -63,6 +64,8 @@ def check(python: Path, output: Path) -> None:
     assert len(valid) >= MIN_DATASETS
     for dataset, parameters in TRAINED.items():
         taskset = {"id": "reasoning-gym", "dataset": dataset, "parameters": parameters, **READABLE}
-        traces = train(output, dataset, {"taskset": taskset, "python": str(python)}, steps=NUM_STEPS)
+        traces = train(
+            output, dataset, {"taskset": taskset, "python": str(python)}, steps=NUM_STEPS, orchestrator=EVERY_GROUP
+        )
         rewards = [trace.reward for trace in traces if trace.reward is not None]
         print(f"   {dataset}: {NUM_STEPS} steps, mean reward {sum(rewards) / len(rewards):.3f}", flush=True)

@@ -84,7 +84,7 @@ def test_missing_custom_reward_is_an_error(tmp_path, reward, message):
 
 
 def test_unknown_reward_is_refused():
-    with pytest.raises(ValidationError, match="'exact', 'boxed' or"):
+    with pytest.raises(ValidationError, match="'exact', 'boxed', 'math-verify', 'tests' or"):
         DatasetConfig(path="rows.jsonl", reward="exakt")
 
 

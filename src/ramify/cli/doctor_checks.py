@@ -35,6 +35,7 @@ print(json.dumps({
 EXTRA_PURPOSES = {
     "local": "training, and sampling with the native engine, on this machine",
     "lora": "training LoRA adapters, with peft",
+    "math": "the reward math-verify of the taskset dataset",
     "mcp": "tools of MCP servers",
     "parquet": "exports to parquet, and datasets in parquet or arrow files",
     "plot": "ramify plot",

@@ -6,20 +6,31 @@ Columns and reward are named in the config, so a file like GSM8K or MATH needs n
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from pydantic import Field, field_validator
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.answers import extract_boxed, is_same_value
+from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
 from ramify.tasksets.data_files import DataRow, read_rows
 from ramify.tasksets.splits import EVAL_SHARE, assign_split
 
 BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."
+CODE_INSTRUCTIONS = "Write a Python program. Put all of it in one code block."
+TESTS_REWARD, MATH_VERIFY_REWARD = "tests", "math-verify"
+DEFAULT_INSTRUCTIONS = {
+    "boxed": BOXED_INSTRUCTIONS,
+    MATH_VERIFY_REWARD: BOXED_INSTRUCTIONS,
+    TESTS_REWARD: CODE_INSTRUCTIONS,
+}
+MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
 Scorer = Callable[[rf.Task, rf.Trace], float]
@@ -39,13 +50,22 @@ class DatasetConfig(rf.TasksetConfig):
     system: str | None = None
     """The column with the system prompt, if there is one."""
     instructions: str | None = None
-    """The system prompt of all rows, if there is no such column. Default for `boxed`: a request for \\boxed{}."""
+    """The system prompt of all rows, if there is no such column. Default: a request for \\boxed{}, or for `tests` one
+    for a code block."""
     reward: str = "exact"
-    """`exact`: the reply equals the answer. `boxed`: the last \\boxed{} has its value. `path.py:function`: your own.
+    """`exact`: the reply equals the answer. `boxed`: the last \\boxed{} has its value. `math-verify`: the package
+    math-verify finds its value anywhere in the reply. `tests`: the last code block passes the tests of the row.
+    `path.py:function`: your own.
 
     The function takes (task, trace) and returns a number; `task.row` is the row. The path is relative to the current
     directory.
     """
+    tests: str = "tests"
+    """The column with the tests, for the reward `tests`."""
+    test_python: str = "python3"
+    """The Python of the runtime, for the reward `tests`."""
+    test_timeout: float = Field(default=10.0, gt=0)
+    """Seconds for each test, for the reward `tests`."""
     eval_share: float = Field(default=EVAL_SHARE, ge=0, le=1)
     """The share of rows, chosen by their prompts, in the `eval` split. Use 0 or 1 for a file of one split."""
     num_tasks: int | None = Field(default=None, ge=1)
@@ -54,8 +74,10 @@ class DatasetConfig(rf.TasksetConfig):
     @field_validator("reward")
     @classmethod
     def _reward_must_be_known(cls, reward: str) -> str:
-        if reward not in SCORERS and not reward.partition(":")[0].endswith(".py"):
-            raise ValueError(f"expected {', '.join(map(repr, SCORERS))} or 'path.py:function', found {reward!r}")
+        if reward not in (*SCORERS, TESTS_REWARD) and not reward.partition(":")[0].endswith(".py"):
+            raise ValueError(
+                f"expected {', '.join(map(repr, (*SCORERS, TESTS_REWARD)))} or 'path.py:function', found {reward!r}"
+            )
         return reward
 
 
@@ -64,9 +86,18 @@ class Dataset(rf.Taskset):
 
     config: DatasetConfig
 
+    def __new__(cls, config: DatasetConfig) -> Self:
+        """Return a taskset whose reward uses the runtime if the config asks for tests."""
+        is_code = cls is Dataset and config.reward == TESTS_REWARD
+        return cast(Self, object.__new__(CodeDataset)) if is_code else object.__new__(cls)
+
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
-        self._scorer = SCORERS[config.reward] if config.reward in SCORERS else _load_scorer(config.reward)
+        if config.reward == MATH_VERIFY_REWARD and importlib.util.find_spec("math_verify") is None:
+            raise ConfigInvalid(
+                f"taskset.reward: {sys.prefix} lacks the package math-verify; pip install 'ramify[math]', or use boxed"
+            )
+        self._scorer = self._find_scorer()
 
     def load(self) -> Iterator[rf.Task]:
         """Return the first `num_tasks` rows of the split as tasks."""
@@ -79,33 +110,65 @@ class Dataset(rf.Taskset):
 
     def gold(self, task: rf.Task) -> str | None:
         """Return the answer in the form that the reward expects; None for a custom reward."""
-        if self.config.reward == "boxed":
+        if self.config.reward in ("boxed", MATH_VERIFY_REWARD):
             return f"\\boxed{{{extract_final_answer(str(task.answer))}}}"
         return str(task.answer) if self.config.reward == "exact" else None
 
     def _iter_tasks(self) -> Iterator[rf.Task]:
         config = self.config
-        has_custom_reward = config.reward not in SCORERS
         seen: set[str] = set()
         for row_number, row in enumerate(read_rows(config.path, config.part), 1):
             prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
             prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
             if assign_split(prompt_text, config.eval_share) != config.split:
                 continue
-            answer = _get_column(row, config.answer, row_number)
             task = rf.Task.model_validate(
-                {"prompt": prompt, "system": self._get_system_prompt(row, row_number), "answer": answer}
-                | ({"row": row} if has_custom_reward else {})
+                {"prompt": prompt, "system": self._get_system_prompt(row, row_number)}
+                | self._build_task_fields(row, row_number)
             )
             if task.identity not in seen:
                 seen.add(task.identity)
                 yield task
 
+    def _find_scorer(self) -> Scorer:
+        name = self.config.reward
+        return SCORERS[name] if name in SCORERS else _load_scorer(name)
+
+    def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
+        """Return what the reward needs of a row."""
+        fields = {"answer": _get_column(row, self.config.answer, row_number)}
+        return fields if self.config.reward in SCORERS else {**fields, "row": row}
+
     def _get_system_prompt(self, row: DataRow, row_number: int) -> str | None:
         config = self.config
         if config.system is not None:
             return _get_column(row, config.system, row_number)
-        return BOXED_INSTRUCTIONS if config.instructions is None and config.reward == "boxed" else config.instructions
+        return DEFAULT_INSTRUCTIONS.get(config.reward) if config.instructions is None else config.instructions
+
+
+class CodeDataset(Dataset):
+    """Programming problems from data files, whose tests run in the rollout's runtime."""
+
+    async def correct(  # pyright: ignore[reportIncompatibleMethodOverride] - a hook takes what it names
+        self, task: rf.Task, trace: rf.Trace, runtime: rf.Runtime
+    ) -> float:
+        """1 if the last code block passes all tests of the row, else 0."""
+        config, tests = self.config, CodeTests.from_plain(task.tests)  # pyright: ignore[reportAttributeAccessIssue]
+        code = extract_code(trace.last_reply)
+        passed = await count_passed(runtime, code, tests, python=config.test_python, timeout=config.test_timeout)
+        trace.info["passed_tests"] = passed
+        return float(passed == max(1, len(tests.pairs)))
+
+    def gold(self, task: rf.Task) -> str | None:
+        """Return the answer, which is a program, in a code block; None if the row has none."""
+        return None if task.answer is None else f"```python\n{task.answer}\n```"
+
+    def _find_scorer(self) -> Scorer:
+        return score_exact  # not used: `correct` runs the tests
+
+    def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
+        tests = parse_tests(row, self.config.tests, row_number)
+        return {"answer": row.get(self.config.answer), "tests": tests.to_plain(), "requires": ("walls",)}
 
 
 def score_exact(task: rf.Task, trace: rf.Trace) -> float:
@@ -127,7 +190,16 @@ def extract_final_answer(answer: str) -> str:
     return answer.strip() if boxed_answer is None else boxed_answer
 
 
-SCORERS: dict[str, Scorer] = {"exact": score_exact, "boxed": score_boxed}
+def score_math_verify(task: rf.Task, trace: rf.Trace) -> float:
+    """Return 1 if math-verify finds the final answer in the reply, else 0."""
+    library = import_module("math_verify")
+    # Its own timeouts need signals, which work in the main thread only; the rollout's scoring timeout applies.
+    expected = library.parse(f"\\boxed{{{extract_final_answer(str(task.answer))}}}", parsing_timeout=None)
+    found = library.parse(trace.last_reply[-MAX_PARSED_CHARS:], parsing_timeout=None)
+    return float(library.verify(expected, found, timeout_seconds=None))
+
+
+SCORERS: dict[str, Scorer] = {"exact": score_exact, "boxed": score_boxed, MATH_VERIFY_REWARD: score_math_verify}
 
 
 def _get_column(row: DataRow, name: str, row_number: int) -> Any:
