@@ -15,6 +15,7 @@ from .env import metric as metric
 from .env import reward as reward
 from .env import stop as stop
 from .env import tool as tool
+from .env import turn_reward as turn_reward
 from .env.judge import JudgeConfig as JudgeConfig
 from .env.judge import RubricJudge as RubricJudge
 from .env.user import ModelUser as ModelUser

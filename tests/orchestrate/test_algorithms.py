@@ -6,6 +6,7 @@ import pytest
 
 from ramify.env import plugin
 from ramify.errors import ConfigInvalid, TraceInvalid
+from ramify.trace import Message
 from tests.orchestrate.rollouts import group, rollout
 
 
@@ -103,3 +104,51 @@ def test_custom_algorithm_is_loaded_like_any_plugin(tmp_path):
         "        return (rewards == rewards.max()).astype(float)\n"
     )
     assert advantages(str(file), group(0.1, 0.7, 0.3)) == [0.0, 1.0, 0.0]
+
+
+def turn_rollout(name: str, *turn_rewards: float | None, outcome: float = 0.0, weight: float = 1.0):
+    trace = rollout(name, outcome, turns=len(turn_rewards))
+    trace.rewards["step"] = (sum(value or 0.0 for value in turn_rewards), weight)
+    trace.info["turn_rewards"] = {"step": list(turn_rewards)}
+    return trace
+
+
+def test_turn_credit_compares_what_was_earned_from_a_turn_on():
+    traces = [turn_rollout("a", 1.0, 0.0, 1.0, weight=0.5), turn_rollout("b", None, 1.0, outcome=3.0, weight=0.5)]
+    # returns of a: 1.0, 0.5, 0.5; of b: 3.5, 3.5 and, after its end, the outcome of 3
+    assert advantages("turn_credit", traces) == pytest.approx([1.0 - 3.5, 0.5 - 3.5, 0.5 - 3.0, 2.5, 3.0])
+
+
+def test_baseline_of_a_turn_does_not_depend_on_where_the_rollout_stopped():
+    """A rollout that goes on without reward changes no advantage of the others."""
+    short = [turn_rollout("a", 1.0, 2.0), turn_rollout("b", 0.5), turn_rollout("c", 0.0, 1.0)]
+    longer = [turn_rollout("a", 1.0, 2.0), turn_rollout("b", 0.5, 0.0), turn_rollout("c", 0.0, 1.0)]
+    found = [advantages("turn_credit", traces) for traces in (short, longer)]
+    assert found[0][:2] == pytest.approx(found[1][:2]) and found[0][-2:] == pytest.approx(found[1][-2:])
+    assert advantages("turn_credit", [turn_rollout("a", 1.0)]) == [0.0]
+
+
+def test_turn_credit_without_turn_rewards_is_rloo():
+    traces = group(*REWARDS, turns=2)
+    assert advantages("turn_credit", traces) == pytest.approx(advantages("rloo", traces))
+
+
+def test_echo_adds_cross_entropy_on_tool_output():
+    traces = group(1.0, 0.0)
+    node = traces[0].add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))
+    found = plugin.build_plugin("algorithm", {"id": "echo", "role_weights": {"tool": 0.25}}).annotate(traces)
+    (echoed,) = [annotation for annotation in found if annotation.ce]
+    assert (echoed.trace_id, echoed.node, echoed.span, echoed.ce, echoed.rl) == ("t0", node, (1, 3), 0.25, 0.0)
+    assert [annotation.advantage for annotation in found[:2]] == advantages("grpo", traces)
+
+
+def test_distillation_weights():
+    traces = [rollout("a", 1.0), rollout("b", 0.25)]
+    opd = plugin.build_plugin("algorithm", {"id": "opd"}).annotate(traces)
+    assert [(note.trace_id, note.rl, note.ref_kl, note.needs_reference) for note in opd] == [
+        ("a", 0.0, 1.0, True),
+        ("b", 0.0, 1.0, True),
+    ]
+    sft = plugin.build_plugin("algorithm", {"id": "sft", "min_reward": 0.5}).annotate(traces)
+    assert [(note.trace_id, note.rl, note.ce, note.needs_reference) for note in sft] == [("a", 0.0, 1.0, False)]
+    assert {note.kl for note in plugin.build_plugin("algorithm", {"id": "grpo", "beta": 0.1}).annotate(traces)} == {0.1}

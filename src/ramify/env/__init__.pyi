@@ -7,6 +7,7 @@ from .decorators import metric as metric
 from .decorators import reward as reward
 from .decorators import stop as stop
 from .decorators import tool as tool
+from .decorators import turn_reward as turn_reward
 from .hook import Hook as Hook
 from .judge import Judge as Judge
 from .judge import ReferenceJudge as ReferenceJudge

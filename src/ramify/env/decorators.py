@@ -18,6 +18,7 @@ class HookKind(StrEnum):
 
     REWARD = "reward"
     GROUP_REWARD = "group_reward"
+    TURN_REWARD = "turn_reward"
     METRIC = "metric"
     STOP = "stop"
     TOOL = "tool"
@@ -58,6 +59,19 @@ def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     Each number is a score of its rollout, which is multiplied by `weight`.
     """
     return _attach_mark(function, HookMark(HookKind.GROUP_REWARD, weight))
+
+
+@overload
+def turn_reward(function: F, /) -> F: ...
+@overload
+def turn_reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
+def turn_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
+    """Mark a method that scores the turns of a rollout: it returns one number or None for each, in order.
+
+    The sum of the numbers is a score of the rollout, which is multiplied by `weight`. The algorithm `turn_credit` also
+    uses the single numbers.
+    """
+    return _attach_mark(function, HookMark(HookKind.TURN_REWARD, weight))
 
 
 def metric(function: F, /) -> F:

@@ -92,11 +92,13 @@ PLUGIN_KINDS = {
         "ramify.orchestrate.algorithms:Algorithm",
         {
             "dr_grpo": "ramify.orchestrate.algorithms.dr_grpo:DrGrpo",
+            "echo": "ramify.orchestrate.algorithms.echo:Echo",
             "grpo": "ramify.orchestrate.algorithms.grpo:Grpo",
             "max_rl": "ramify.orchestrate.algorithms.max_rl:MaxRl",
             "opd": "ramify.orchestrate.algorithms.opd:Opd",
             "rloo": "ramify.orchestrate.algorithms.rloo:Rloo",
             "sft": "ramify.orchestrate.algorithms.sft:Sft",
+            "turn_credit": "ramify.orchestrate.algorithms.turn_credit:TurnCredit",
         },
     ),
     "filter": PluginKind(

@@ -34,7 +34,8 @@ _FIELDS_BY_HOOK_NAME = {
 class TasksetHooks:
     """The hooks of one taskset: decorated methods by kind, and hooks by method name, None if it has no such method."""
 
-    rewards: tuple[Hook, ...] = ()
+    rewards: tuple[Hook, ...] = ()  # those of single turns too
+    turn_reward_names: frozenset[str] = frozenset()
     group_rewards: tuple[Hook, ...] = ()
     metrics: tuple[Hook, ...] = ()
     stops: tuple[Hook, ...] = ()
@@ -82,7 +83,8 @@ def collect_hooks(taskset: Taskset) -> TasksetHooks:
         if "traces" not in hook.injected_parameters:
             raise ConfigInvalid(f"{owner}.{hook.name}: a group reward scores all attempts, so it must name `traces`")
     return TasksetHooks(
-        rewards=tuple(hooks_by_kind[HookKind.REWARD]),
+        rewards=(*hooks_by_kind[HookKind.REWARD], *hooks_by_kind[HookKind.TURN_REWARD]),
+        turn_reward_names=frozenset(hook.name for hook in hooks_by_kind[HookKind.TURN_REWARD]),
         group_rewards=tuple(hooks_by_kind[HookKind.GROUP_REWARD]),
         metrics=tuple(hooks_by_kind[HookKind.METRIC]),
         stops=tuple(hooks_by_kind[HookKind.STOP]),

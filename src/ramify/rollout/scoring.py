@@ -9,11 +9,13 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from ramify.async_calls import fail_after
+from ramify.config.schema import is_list
 from ramify.env import Hook, RolloutContext, Task
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.trace import Trace
+from ramify.trace.header import TURN_REWARDS_KEY
 
 
 def build_unscored_rewards(env: Environment) -> dict[str, Any]:
@@ -28,10 +30,25 @@ async def score_trace(env: Environment, context: RolloutContext, *, with_metrics
         async with fail_after(context.task.scoring_timeout or env.source.timeouts.scoring, "scoring"):
             for hook in env.hooks.rewards:
                 with _record_failures([trace]), raise_environment_faults(hook.name):
-                    trace.rewards[hook.name] = (await hook(context), hook.weight)
+                    value = await hook(context)
+                    if hook.name in env.hooks.turn_reward_names:
+                        value = _record_turn_rewards(hook, value, trace)
+                    trace.rewards[hook.name] = (value, hook.weight)
             for hook in env.hooks.metrics if with_metrics else ():
                 with _record_failures([trace]), raise_environment_faults(hook.name):
                     trace.metrics[hook.name] = await hook(context)
+
+
+def _record_turn_rewards(hook: Hook, values: Any, trace: Trace) -> float:
+    """Store the rewards of the turns in the trace's info, and return their sum."""
+    expected = f"{hook.name}: expected a number or None for each of {trace.num_turns} turns"
+    if not is_list(values):
+        raise EnvironmentFault(f"{expected}, got a {type(values).__qualname__}")
+    if len(values) != trace.num_turns:
+        raise EnvironmentFault(f"{expected}, got {len(values)} values")
+    scores = [None if value is None else float(value) for value in values]
+    trace.info[TURN_REWARDS_KEY] = {**trace.info.get(TURN_REWARDS_KEY, {}), hook.name: scores}
+    return sum(score for score in scores if score is not None)
 
 
 async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> None:

@@ -9,6 +9,7 @@ from ramify.errors import Failure, ValueRefused
 from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_plain
 
 TRACE_SCHEMA = 1
+TURN_REWARDS_KEY = "turn_rewards"  # the key in the `info` of a trace: by reward, a number or None for each turn
 
 WeightedScore = tuple[float, float] | None
 
