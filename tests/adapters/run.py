@@ -17,7 +17,7 @@ from ramify.cli.env import install
 from ramify.processes.interpreter import ENVIRONMENTS_VARIABLE
 
 # By environment: what is installed besides its extra.
-PACKAGES: dict[str, list[str]] = {"reasoning-gym": [], "verifiers-v0": [], "verifiers": []}
+PACKAGES: dict[str, list[str]] = {"reasoning-gym": [], "verifiers-v0": [], "verifiers": [], "openenv": []}
 
 
 def main() -> int:

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 import ramify as rf
+from ramify.adapters.refusals import find_policy_refusal
 from ramify.adapters.verifiers import Verifiers, VerifiersConfig
 from ramify.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
-from ramify.adapters.verifiers.refusals import find_policy_refusal
 from ramify.adapters.verifiers.rewards import add_reward_hooks
 from ramify.env import collect_hooks
 from ramify.errors import ConfigInvalid, ProviderError

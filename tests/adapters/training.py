@@ -53,6 +53,14 @@ def write_run(folder: Path, name: str, source: dict[str, Any], *, steps: int, **
     return file
 
 
+def write_eval(folder: Path, name: str, config: dict[str, Any]) -> Path:
+    """Write the configuration of an eval."""
+    file = folder / f"{name}.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(tomli_w.dumps({"sampling": {"max_tokens": 32}, **config, "name": name, "output": str(folder)}))
+    return file
+
+
 def train(folder: Path, name: str, source: dict[str, Any], *, steps: int, **tables: Any) -> list[Trace]:
     """Train `steps` steps, check that they were trained, and return the traces of all rollouts."""
     run_ramify("rl", "@", str(write_run(folder, name, source, steps=steps, **tables)))

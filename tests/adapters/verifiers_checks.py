@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
-from tests.adapters.training import run_ramify, train
+from tests.adapters.training import run_ramify, train, write_eval
 
 HERE = Path(__file__).parent
 NUM_STEPS = 3
@@ -40,10 +39,8 @@ def evaluate_and_train(python: Path, output: Path, taskset: dict[str, Any]) -> N
     name = taskset["env"]
     source = {"taskset": {"id": "verifiers", **taskset}, "python": str(python)}
     source["sampling"] = {"temperature": 1.0, "max_tokens": 32}
-    file = output / f"{name}-eval.toml"
-    output.mkdir(parents=True, exist_ok=True)
-    file.write_text(tomli_w.dumps({**source, "name": f"{name}-eval", "num_tasks": 4, "repetitions": 2}))
-    run_ramify("eval", "@", str(file), "-m", "tiny", "-o", str(output))
+    file = write_eval(output, f"{name}-eval", {**source, "num_tasks": 4, "repetitions": 2})
+    run_ramify("eval", "@", str(file), "-m", "tiny")
     traces = train(output, name, source, steps=NUM_STEPS)
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     print(f"   {name}: {NUM_STEPS} steps, {len(traces)} rollouts, mean {sum(rewards) / len(rewards):.3f}", flush=True)

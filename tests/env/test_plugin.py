@@ -53,6 +53,7 @@ def test_builtin_names():
             "harbor",
             "swe",
             "repair",
+            "openenv",
             "reasoning-gym",
             "verifiers",
         )

@@ -37,6 +37,7 @@ EXTRA_PURPOSES = {
     "lora": "training LoRA adapters, with peft",
     "math": "the reward math-verify of the taskset dataset",
     "mcp": "tools of MCP servers",
+    "openenv": "servers of the taskset openenv on this machine; the taskset itself does not need it",
     "parquet": "exports to parquet, and datasets in parquet or arrow files",
     "plot": "ramify plot",
     "prime": "the runtime hosted, with sandboxes of Prime Intellect",

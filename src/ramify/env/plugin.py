@@ -48,6 +48,7 @@ PLUGIN_KINDS = {
             "general-agent": "ramify.tasksets.general_agent:GeneralAgent",
             "harbor": "ramify.tasksets.harbor:Harbor",
             "repair": "ramify.tasksets.repair:Repair",
+            "openenv": "ramify.adapters.openenv:OpenEnv",
             "reasoning-gym": "ramify.adapters.reasoning_gym:ReasoningGym",
             "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
             "swe": "ramify.tasksets.swe:Swe",

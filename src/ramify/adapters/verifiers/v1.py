@@ -14,9 +14,9 @@ from typing import Any
 
 import ramify as rf
 from ramify.adapters.packages import import_package
+from ramify.adapters.refusals import find_policy_refusal
 from ramify.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment
 from ramify.adapters.verifiers.plain_state import keep_plain_fields
-from ramify.adapters.verifiers.refusals import find_policy_refusal
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
 LOCAL_RUNTIME = {"type": "subprocess"}  # of the agent, instead of a remote sandbox

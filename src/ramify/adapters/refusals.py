@@ -1,4 +1,4 @@
-"""Why a model call failed, as the gateway recorded it: verifiers only sees an HTTP error."""
+"""Why a model call failed, as the gateway recorded it: an environment only sees an HTTP error."""
 
 import ramify as rf
 from ramify.errors import ProviderError

@@ -1,0 +1,139 @@
+"""The taskset openenv against a server that speaks the protocol."""
+
+import asyncio
+import contextlib
+import sys
+
+import pytest
+from aiohttp import web
+
+import ramify as rf
+from ramify.adapters.openenv.server import LocalServer
+from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.gateway import Gateway
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from tests.adapters.openenv_servers import StandInServer
+from tests.rollout.helpers import error_names, scripted_policy
+
+
+@contextlib.asynccontextmanager
+async def serving(server: StandInServer):
+    runner = web.AppRunner(server.app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def load(url: str, **keys) -> Environment:
+    table = {"id": "openenv", "base_url": url, "action_field": "message", "observation_field": "text", **keys}
+    return Environment.load(SourceConfig(taskset=table, timeouts={"setup": 10}))
+
+
+async def rollout(env: Environment, gateway: Gateway, replies: list[str], number: int = 0) -> rf.Trace:
+    task = next(env.iter_tasks())
+    episode = await run_attempt(env, task, policy=scripted_policy(replies), gateway=gateway, id=f"r{number}")
+    return episode.traces[0]
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def test_observations_are_messages_and_replies_are_actions():
+    async def play():
+        async with serving(StandInServer()) as url, Gateway() as gateway:
+            env = load(url, instructions="Count.")
+            return await rollout(env, gateway, ["one", "two"])
+
+    trace = run(play())
+    assert [(node.message.role, node.message.text) for node in trace.nodes] == [
+        *(("system", "Count."), ("user", "step 0"), ("assistant", "one")),
+        *(("user", "step 1"), ("assistant", "two")),
+    ]
+    assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 3.0, 2.0)
+
+
+def test_more_rollouts_than_sessions_wait():
+    server = StandInServer(max_sessions=8)
+
+    async def play():
+        async with serving(server) as url, Gateway() as gateway:
+            env = load(url)
+            return await asyncio.gather(*(rollout(env, gateway, ["one", "two"], n) for n in range(32)))
+
+    traces = run(play())
+    assert [error_names(trace) for trace in traces] == [[]] * 32
+    assert [trace.reward for trace in traces] == [3.0] * 32
+    assert server.most_open <= 8 and any(trace.info["session_waits"] for trace in traces)
+
+
+def test_session_that_ends_is_a_named_failure():
+    server = StandInServer()
+
+    async def play():
+        async with serving(server) as url, Gateway() as gateway:
+            env = load(url, action_field=None, max_invalid_actions=2)
+
+            async def close_soon():
+                while not server.sockets:
+                    await asyncio.sleep(0.01)
+                await server.sockets[0].close()
+
+            trace, _ = await asyncio.gather(rollout(env, gateway, ['{"message": "one"}'] * 2), close_soon())
+            return trace
+
+    trace = run(play())
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert "ended the session" in trace.errors[0].message or "cannot be reached" in trace.errors[0].message
+
+
+def test_reply_that_is_no_action_is_answered_and_ends_the_rollout():
+    async def play():
+        async with serving(StandInServer()) as url, Gateway() as gateway:
+            env = load(url, action_field=None, max_invalid_actions=3)
+            return await rollout(env, gateway, ["hello", "[1]", '{"text": "x"}'])
+
+    trace = run(play())
+    assert (trace.stop, trace.reward, error_names(trace)) == ("invalid_action", 0.0, [])
+    assert [node.message.text for node in trace.nodes if "no valid action" in node.message.text]
+
+
+def test_unreachable_server_is_named():
+    async def play():
+        async with Gateway() as gateway:
+            return await rollout(load("http://127.0.0.1:9"), gateway, [])
+
+    assert "the OpenEnv server at http://127.0.0.1:9 cannot be reached" in run(play()).errors[0].message
+
+
+def test_one_server_must_be_named():
+    with pytest.raises(ConfigInvalid, match="set one of base_url, command and image"):
+        load("http://127.0.0.1:9", command=["server"])
+
+
+def test_local_server_is_started_again_after_it_was_killed():
+    async def check():
+        server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=20)
+        try:
+            first = await server.get_base_url()
+            first_pid = server.pid
+            assert await server.get_base_url() == first
+            server.stop()
+            await server.get_base_url()
+            assert server.pid != first_pid
+        finally:
+            server.stop()
+
+    run(check())
+
+
+def test_server_that_exits_is_named():
+    async def check():
+        await LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=20).get_base_url()
+
+    with pytest.raises(EnvironmentFault, match="exited with 3 while it started"):
+        run(check())
