@@ -12,7 +12,7 @@ from ramify.adapters.openenv.server import LocalServer
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.gateway import Gateway
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from tests.adapters.openenv_servers import StandInServer
+from tests.adapters.openenv_stand_in import StandInServer
 from tests.rollout.helpers import error_names, scripted_policy
 
 

@@ -85,7 +85,7 @@ def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_pat
     (task,) = env.iter_tasks()
     result = asyncio.run(validate_task(env, task))
     assert (result.problem, result.reward, result.trace.info["passed_tests"]) == (None, 1.0, 1)
-    with pytest.raises(ConfigInvalid, match="walls"):
+    with pytest.raises(ConfigInvalid, match="isolation"):
         Environment.load(SourceConfig(taskset=table)).check_task(task)
 
 

@@ -168,7 +168,7 @@ class CodeDataset(Dataset):
 
     def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
         tests = parse_tests(row, self.config.tests, row_number)
-        return {"answer": row.get(self.config.answer), "tests": tests.to_plain(), "requires": ("walls",)}
+        return {"answer": row.get(self.config.answer), "tests": tests.to_plain(), "requires": ("isolation",)}
 
 
 def score_exact(task: rf.Task, trace: rf.Trace) -> float:

@@ -49,7 +49,7 @@ class OpenEnvSession:
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Take an action and return the observation, with `reward` and `done`. Raises ActionInvalid."""
         response = await self._request({"type": "step", "data": action})
-        if response.get("type") == "error" and response["data"].get("code") == "VALIDATION_ERROR":
+        if response.get("type") == "error" and response["data"].get("code") == INVALID:
             raise ActionInvalid(
                 json.dumps(response["data"].get("errors", response["data"].get("message")), default=str)
             )
