@@ -1,4 +1,4 @@
-"""Servers made with the package of OpenEnv: `python openenv_servers.py NAME PORT MAX_SESSIONS`; NAME is echo or counter."""
+"""Servers made with the package of OpenEnv: `python openenv_servers.py NAME PORT MAX_SESSIONS`, of echo or counter."""
 
 import sys
 
