@@ -157,6 +157,9 @@ def test_the_formula_of_every_loss_in_the_docs_gives_the_same_values():
         np.testing.assert_allclose(loss(entries).loss.detach(), values, rtol=1e-9, atol=1e-12, err_msg=name)
     weights = np.where(advantage > 0, 0.5, 0.0)
     assert names["total"](-logprob, weights) == pytest.approx(-0.5 * logprob[weights > 0].mean())
+    losses, rollout = np.array([1.0, 2.0, 4.0]), np.array([0, 0, 1])
+    assert names["sequence_mean"](losses, np.ones(3), rollout) == pytest.approx((1.5 + 4.0) / 2)
+    assert names["fixed_mean"](losses, np.ones(3), rollout, 5) == pytest.approx((3.0 + 4.0) / 5 / 2)
     assert isinstance(names["reinforce"](entries), LossTerm)
 
 

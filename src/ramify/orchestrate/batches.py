@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import BatchCorrupt
+from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization, NormalizationType, normalize_forests
 from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.batch import Batch, PackSpec, count_entries, pack_forests, split_across_ranks
@@ -28,6 +29,7 @@ class BatchGroup:
     temperature: float
     rollout_ids: tuple[str, ...]
     annotations: tuple[Annotation, ...]
+    normalization: LossNormalization = TOKEN_MEAN
 
     def build_forest(self, traces: Sequence[Trace], seq_len: int | None) -> Forest:
         """Build the forest of the group from its traces; traces without an annotation are left out.
@@ -76,12 +78,19 @@ def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[
     for group in groups:
         traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
         forests.append(group.build_forest(traces, seq_len))
+    forests = normalize_groups(groups, forests)
     counts = count_entries(forests)
     if counts != {**dict.fromkeys(counts, 0), **stored_batch.counts}:  # an older batch has fewer components
         raise BatchCorrupt(
             f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
         )
     return forests
+
+
+def normalize_groups(groups: Sequence[BatchGroup], forests: Sequence[Forest]) -> list[Forest]:
+    """Return the forests of a batch with the weights that the normalization of each group's source means."""
+    names, normalizations = [group.source_name for group in groups], [group.normalization for group in groups]
+    return normalize_forests(forests, names, normalizations)
 
 
 def split_by_rank(
@@ -118,6 +127,7 @@ class _StoredGroup(msgspec.Struct, array_like=True):
     rollout_ids: list[str]
     trace_ids: list[str]
     annotations: list[_StoredAnnotation]
+    normalization: tuple[NormalizationType, int] = ("token", 1)  # batches of earlier versions have none
 
 
 class _StoredContent(msgspec.Struct, array_like=True):
@@ -137,7 +147,10 @@ def _encode_group(group: BatchGroup) -> _StoredGroup:
         for annotation in group.annotations
     ]
     rollout_ids = list(group.rollout_ids)
-    return _StoredGroup(group.number, group.source_name, group.temperature, rollout_ids, list(indices), annotations)
+    normalization = (group.normalization.type, group.normalization.tokens)
+    return _StoredGroup(
+        group.number, group.source_name, group.temperature, rollout_ids, list(indices), annotations, normalization
+    )
 
 
 def _decode_group(stored_group: _StoredGroup) -> BatchGroup:
@@ -151,7 +164,14 @@ def _decode_group(stored_group: _StoredGroup) -> BatchGroup:
         for stored in stored_group.annotations
     )
     rollout_ids = tuple(stored_group.rollout_ids)
-    return BatchGroup(stored_group.number, stored_group.source_name, stored_group.temperature, rollout_ids, annotations)
+    return BatchGroup(
+        stored_group.number,
+        stored_group.source_name,
+        stored_group.temperature,
+        rollout_ids,
+        annotations,
+        LossNormalization(*stored_group.normalization),
+    )
 
 
 def _encode_value(value: Any) -> Any:

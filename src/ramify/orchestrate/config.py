@@ -60,6 +60,11 @@ class TrainSourceConfig(ServedSourceConfig):
     reference: str | None = None
     """The model of `[models]` that the policy stays close to with `beta`. Default: `start`, the model that the run
     starts from."""
+    normalization: Literal["token", "sequence", "fixed"] = "token"
+    """How the loss is averaged: over all tokens, over rollouts of the mean of their tokens (`sequence`), or over
+    rollouts of the sum of their tokens divided by `normalization_tokens` (`fixed`)."""
+    normalization_tokens: int | None = Field(default=None, ge=1)
+    """The number of tokens that `fixed` divides by, usually the most tokens of a rollout."""
     curriculum: CurriculumConfig = ShuffleConfig()
 
     @field_validator("algorithm")
@@ -82,6 +87,12 @@ class TrainSourceConfig(ServedSourceConfig):
             raise ValueError(f"sampling.temperature: {problem}, got {self.sampling.temperature:g}")
         if self.sampler_model is not None and self.endpoint is not None:
             raise ValueError("endpoint: not allowed with the algorithm 'sft', whose teacher samples")
+        return self
+
+    @model_validator(mode="after")
+    def _normalization_tokens_belong_to_fixed(self) -> "TrainSourceConfig":
+        if (self.normalization == "fixed") != (self.normalization_tokens is not None):
+            raise ValueError("normalization_tokens: required with normalization = 'fixed', and only then")
         return self
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 from ramify.errors import ConfigInvalid, Failure, TransitionRefused
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
 from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
-from ramify.orchestrate.batches import BatchGroup, encode_batch, rebuild_forests
+from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
 from ramify.orchestrate.group_tracker import (
     MISSING_REWARD,
     AttemptOutcome,
@@ -223,7 +223,7 @@ class OrchestratorCore:
                 scored_groups = [self._scored_groups[number] for number in numbers]
                 batch = encode_batch(self.admission.next_step, scored_groups, self.scoring_rules.seq_len)
                 await self.ledger.record_batch(batch)
-                self._forests_by_step[batch.step] = [forest for _, forest in scored_groups]
+                self._forests_by_step[batch.step] = normalize_groups(*zip(*scored_groups))
                 self.admission.record_batch(numbers)
                 for number in numbers:
                     self._untrack_group(number)

@@ -24,6 +24,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connected_source import ConnectedSource, connect_source
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.named_models import connect_model
+from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugins
 from ramify.orchestrate.progress import RunProgress
@@ -195,6 +196,7 @@ class RunContext:
                 group_size=self.config.get_group_size(config),
                 max_tries=config.max_tries,
                 temperature=config.sampling.temperature,
+                normalization=LossNormalization(config.normalization, config.normalization_tokens or 1),
                 group_rewards=train[name].group_rewards,
                 tasks_per_epoch=train[name].num_tasks if config.curriculum.type == "shuffle" else None,
             )

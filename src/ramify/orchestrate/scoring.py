@@ -15,6 +15,7 @@ from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batches import BatchGroup
 from ramify.orchestrate.filters import Filter, apply_filters
 from ramify.orchestrate.group_tracker import GroupTracker
+from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization
 from ramify.orchestrate.reference_scores import NodeScores
 from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Forest
@@ -29,6 +30,7 @@ class SourceSpec:
     group_size: int = 16  # attempts per group
     max_tries: int = 3  # most tries of an attempt
     temperature: float = 1.0
+    normalization: LossNormalization = TOKEN_MEAN
     group_rewards: frozenset[str] = frozenset()  # names of the rewards that compare all attempts of a group
     tasks_per_epoch: int | None = None  # None if its curriculum has no epochs
 
@@ -98,7 +100,9 @@ def _score_rewarded_group(
     if not filtered.annotations:
         return drop(DropReason.FILTERED, ", ".join(filtered.enforced_filters))
     rollout_ids = tuple(build_rollout_id(tracker.number, attempt) for attempt in sorted(tracker.rollouts))
-    group = BatchGroup(tracker.number, source.name, source.temperature, rollout_ids, filtered.annotations)
+    group = BatchGroup(
+        tracker.number, source.name, source.temperature, rollout_ids, filtered.annotations, source.normalization
+    )
     try:
         forest = group.build_forest(tracker.traces, rules.seq_len)
     except ValueNotFinite as error:

@@ -1,0 +1,87 @@
+"""A teacher that dies or stops answering: the run goes on, and no rollout is trained without its scores."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from ramify.orchestrate.batches import rebuild_forests
+from ramify.store import RunStore
+from ramify.store.ledger import Ledger
+from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command
+
+STEPS, FAULTS = 24, 5
+STOP_SECONDS = 4.0
+CONFIG = f"""
+name = "run"
+max_steps = {STEPS}
+seq_len = 256
+
+[models.teacher]
+name = "tiny"
+
+[orchestrator]
+batch_size = 32
+group_size = 4
+max_staleness = 2
+
+[checkpoint]
+interval = 4
+
+[launch]
+max_restarts = 100
+
+[[train]]
+name = "reverse"
+taskset = {{ id = "reverse-text", num_tasks = 64 }}
+sampling = {{ max_tokens = 40 }}
+max_turns = 1
+algorithm = {{ id = "opd" }}
+teacher = "teacher"
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="a run in which the teacher is killed and stopped ten times")
+def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
+    (tmp_path / "rl.toml").write_text(CONFIG)
+    path = tmp_path / "outputs" / "run"
+    with (tmp_path / "output.txt").open("w") as output:
+        run = subprocess.Popen(command("rl", "@", "rl.toml"), cwd=tmp_path, stdout=output, stderr=output)
+        try:
+            for fault in range(2 * FAULTS):
+                pid = wait_for_teacher(run, path, num_steps=2 * fault)
+                if fault % 2:
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(STOP_SECONDS)
+                    os.kill(pid, signal.SIGCONT)
+            assert run.wait(TIMEOUT) == 0, (tmp_path / "output.txt").read_text()
+        finally:
+            run.kill()
+            run.wait()
+    assert len(metrics(tmp_path, "train/grad_norm")) == STEPS
+    assert run_command("why", "outputs/run", "--audit", cwd=tmp_path).returncode == 0
+    with RunStore.open(path, write=False) as store:
+        for batch in Ledger.open_readonly(store).batches():
+            for forest in rebuild_forests(batch, store.read_traces):
+                assert forest.targets.ref_kl.all() and np.isfinite(forest.targets.ref_logprob).all()
+
+
+def wait_for_teacher(run: subprocess.Popen[bytes], path, num_steps: int) -> int:
+    """Wait until the teacher is ready and `num_steps` are trained, and return its pid."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        assert run.poll() is None and time.monotonic() < deadline, f"the run ended before step {num_steps}"
+        time.sleep(0.1)
+        try:
+            processes = json.loads((path / "run.json").read_text())["processes"]
+            teacher, step = processes["models/teacher"], json.loads((path / "status.json").read_text())["step"]
+        except (OSError, ValueError, KeyError):
+            continue
+        if teacher["state"] == "ready" and step >= num_steps:
+            return teacher["pid"]
