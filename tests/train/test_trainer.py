@@ -249,6 +249,10 @@ def test_metrics_equal_a_count_token_by_token():
                 sums[suffix]["max_log_ratio"].append(abs(log_ratio))
                 sums[suffix]["entropy"].append(float(entropy[t]))
                 sums[suffix]["masked"].append(float(masked[t]))
+                if np.isfinite(reference := float(pack.targets.ref_logprob[t])):
+                    sums[suffix]["reference_kl"].append(float(logprob[t]) - reference)
+                    sums[suffix]["reference_agreement"].append(min(1.0, math.exp(reference - float(logprob[t]))))
+                    sums[suffix]["reference_cross_entropy"].append(-reference)
     assert len(sums) == 1 + 2 * 4  # two envs, staleness 1 to 4
     for suffix, columns in sums.items():
         assert metrics[f"entries{suffix}"] == len(columns["entropy"])
@@ -259,6 +263,7 @@ def test_metrics_equal_a_count_token_by_token():
         assert exact * 0.999 <= metrics[f"p999_log_ratio{suffix}"] <= max(1.2 * exact, 2e-5), suffix
     flat_tokens = sum(forest.flat_tokens for forest in build_forests())
     assert metrics["forest/token_ratio"] == flat_tokens / sum(pack.num_tokens for pack in packs)
+    assert len(sums[""]["reference_kl"]) > 0
     assert {"train/grad_norm", "train/tokens_per_second", "train/lr", "loss/rl", "loss/ce"} <= metrics.keys()
 
 

@@ -27,9 +27,12 @@ class MetricKey(NamedTuple):
     staleness: int | None  # None if the version is unknown
 
 
-# A row of sums: entries, entries with a sampler logprob, Σ(ρ − log ρ − 1), Σ entropy, masked entries; then a histogram
-# of |log ρ| between LOG_RATIO_EDGES, since counts add up where quantiles do not; last, max |log ρ|.
-SUM_COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked")
+# A row of sums: entries, entries with a sampler logprob, Σ(ρ − log ρ − 1), Σ entropy, masked entries; entries with a
+# reference logprob, Σ(log π − log π_ref), Σ min(1, π_ref / π), Σ −log π_ref; then a histogram of |log ρ| between
+# LOG_RATIO_EDGES, since counts add up where quantiles do not; last, max |log ρ|.
+SAMPLER_COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked")
+REFERENCE_COLUMNS = ("referenced", "reference_kl", "reference_agreement", "reference_cross_entropy")
+SUM_COLUMNS = (*SAMPLER_COLUMNS, *REFERENCE_COLUMNS)
 LOG_RATIO_EDGES = 2.0 ** (np.arange(-64, 13) / 4)  # 1.5e-5 to 8, each a fifth above the one before
 NUM_COLUMNS = len(SUM_COLUMNS) + len(LOG_RATIO_EDGES) + 1 + 1
 QUANTILE = 0.999
@@ -136,6 +139,11 @@ def _sum_by_key(inputs: ModelInputs, output: PolicyOutput, key_index: np.ndarray
         masked[inputs.head_inputs.component_entries["rl"]] = output.masked.to(dtype)
     mismatch_kl = log_ratio.exp() - log_ratio - 1
     columns = [torch.ones_like(log_ratio), sampled, mismatch_kl, output.entropy.to(dtype), masked]
+    reference = inputs.head_inputs.all_entries.reference_logprob.to(dtype)
+    distance = (output.logprob.to(dtype) - reference).nan_to_num(0.0)
+    referenced = (~reference.isnan()).to(dtype)
+    agreement = (-distance).exp().clamp(max=1.0) * referenced
+    columns += [referenced, distance, agreement, -reference.nan_to_num(0.0)]
     table[:, : len(SUM_COLUMNS)].index_add_(0, index, torch.stack(columns, 1))
     bins = torch.bucketize(log_ratio.abs(), edges.to(dtype))
     table[:, len(SUM_COLUMNS) : -1].index_put_((index, bins), sampled, accumulate=True)
@@ -204,11 +212,13 @@ class StepMetrics:
 
 
 def _compute_means(row: np.ndarray) -> dict[str, float]:
-    entries, sampled, kl, entropy, masked = map(float, row[: len(SUM_COLUMNS)])
+    entries, sampled, kl, entropy, masked, referenced, *reference_sums = map(float, row[: len(SUM_COLUMNS)])
     means = {"entries": entries, "entropy": entropy / max(1.0, entries)}
     if sampled:
         means |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": float(row[-1])}
         means["p999_log_ratio"] = _compute_quantile(row[len(SUM_COLUMNS) : -1], float(row[-1]))
+    if referenced:
+        means |= {name: value / referenced for name, value in zip(REFERENCE_COLUMNS[1:], reference_sums, strict=True)}
     return means
 
 
