@@ -3,6 +3,7 @@ from .env import ChatClient as ChatClient
 from .env import ChatClientConfig as ChatClientConfig
 from .env import Endpoint as Endpoint
 from .env import Judge as Judge
+from .env import RolloutAgent as RolloutAgent
 from .env import RolloutContext as RolloutContext
 from .env import Runtime as Runtime
 from .env import RuntimeConfig as RuntimeConfig

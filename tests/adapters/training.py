@@ -43,6 +43,7 @@ def run_ramify(*arguments: str) -> str:
 def write_run(folder: Path, name: str, source: dict[str, Any], *, steps: int, **tables: Any) -> Path:
     """Write the configuration of a run on one source; `tables` replace keys of the default one."""
     config = tomllib.loads(RUN)
+    config |= tables.pop("run", {})
     for key, table in tables.items():
         config[key] = {**config.get(key, {}), **table}
     source = {"sampling": {"temperature": 1.0, "max_tokens": 48}, "name": name, **source}

@@ -54,6 +54,7 @@ def test_builtin_names():
             "swe",
             "repair",
             "openenv",
+            "textarena",
             "reasoning-gym",
             "verifiers",
         )

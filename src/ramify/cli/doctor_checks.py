@@ -43,6 +43,7 @@ EXTRA_PURPOSES = {
     "prime": "the runtime hosted, with sandboxes of Prime Intellect",
     "reasoning-gym": "the taskset reasoning-gym",
     "tensorboard": "metrics in TensorBoard",
+    "textarena": "the taskset textarena",
     "trackio": "metrics in Trackio",
     "verifiers": "the taskset verifiers, with environments of its generation v1",
     "verifiers-v0": "the taskset verifiers, with environments of its generation v0",

@@ -52,6 +52,7 @@ PLUGIN_KINDS = {
             "reasoning-gym": "ramify.adapters.reasoning_gym:ReasoningGym",
             "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
             "swe": "ramify.tasksets.swe:Swe",
+            "textarena": "ramify.adapters.textarena:TextArena",
             "verifiers": "ramify.adapters.verifiers:Verifiers",
             "wikispeedia": "ramify.tasksets.wikispeedia:Wikispeedia",
             "wordle": "ramify.tasksets.wordle:Wordle",

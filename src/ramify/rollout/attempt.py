@@ -12,17 +12,19 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ramify.async_calls import fail_after
-from ramify.env import RolloutContext, Task, ToolSet, User
-from ramify.errors import ConfigInvalid, Failure, RamifyError, TokensRequired, ValueRefused
+from ramify.env import RolloutAgent, RolloutContext, Task, ToolSet, User
+from ramify.errors import ConfigInvalid, EnvironmentFault, Failure, RamifyError, TokensRequired, ValueRefused
 from ramify.gateway.main_calls import find_side_calls
 from ramify.gateway.policy import Policy
 from ramify.gateway.session import RolloutSession
 from ramify.harness.initial_messages import get_user_prompt_texts
+from ramify.rollout.agents import make_agent_trace
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.rollout.harness_timeout import HarnessTimeout
@@ -90,11 +92,11 @@ class AttemptRunner:
         train: bool,
         on_progress: ProgressCallback | None,
     ) -> None:
-        source = env.source
         seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
         self.harness_timeout = task.timeout or env.harness.config.timeout
         self.runtime = RetryingRuntime(env.runtime_pool.take())
+        self._policy, self._seed_text, self._train = policy, seed_text, train
         self.trace = Trace(
             id=id,
             episode=id,
@@ -107,20 +109,10 @@ class AttemptRunner:
             runtime=env.runtime_metadata,
             sampler={"model": policy.name, "sampling": env.sampling_metadata},
         )
-        self.session = RolloutSession(
-            self.trace,
-            policy,
-            sampling=source.sampling,
-            limits=env.limits,
-            models=env.open_models(),
-            is_training=train,
-            seed=derive_seed(seed_text),
-            call_timeout=self.harness_timeout + source.timeouts.engine_stall,
-            max_retries=source.model_retries,
-        )
-        self.session.is_agent_running = False
+        self.session = self._make_session(self.trace)
+        self.sessions = [self.session]  # one for each agent
         self.context = RolloutContext(task, self.trace, self.runtime, random.Random(seed_text))
-        self._gateway, self._on_progress, self._train = gateway, on_progress, train
+        self._gateway, self._on_progress = gateway, on_progress
         if on_progress is not None:
             self.session.on_reply = lambda _: on_progress("turn", self.trace)
 
@@ -128,16 +120,48 @@ class AttemptRunner:
         """Run all phases, clean up, and return the episode."""
         if self._gateway is not None:
             self.context.endpoint = self._gateway.register(self.session)
+            self.context.add_agent = self._add_agent
         try:
             await self._run_phases()
         finally:
             await _run_uncancellable(self._close())
-        self.trace.timing.model = self.session.model_seconds
-        self.trace.timing.stalled = self.session.clock.seconds
-        self._exclude_side_calls()
-        _drop_unserializable_info(self.trace)
+        for session in self.sessions:
+            session.trace.timing.model = session.model_seconds
+            session.trace.timing.stalled = session.clock.seconds
+            self._exclude_side_calls(session)
+            _drop_unserializable_info(session.trace)
         self._report_phase("done")
-        return Episode((self.trace,))
+        return Episode(tuple(session.trace for session in self.sessions))
+
+    def _make_session(self, trace: Trace, agent: str = "") -> RolloutSession:
+        source = self.env.source
+        session = RolloutSession(
+            trace,
+            self._policy,
+            sampling=source.sampling,
+            limits=self.env.limits,
+            models=self.env.open_models(),
+            is_training=self._train,
+            seed=derive_seed(f"{self._seed_text}:{agent}" if agent else self._seed_text),
+            call_timeout=self.harness_timeout + source.timeouts.engine_stall,
+            max_retries=source.model_retries,
+        )
+        session.is_agent_running = False
+        return session
+
+    def _add_agent(self, name: str) -> RolloutAgent:
+        """Return a new agent of the rollout; the first one has the rollout's own trace."""
+        assert self._gateway is not None and self.context.endpoint is not None
+        if any(session.trace.agent == name for session in self.sessions) or not name:
+            raise EnvironmentFault(f"add_agent: expected a name that no agent has, found {name!r}")
+        if not self.trace.agent:
+            self.trace.agent = name
+            return RolloutAgent(self.trace, self.context.endpoint)
+        trace = make_agent_trace(self.trace, name, build_unscored_rewards(self.env))
+        session = self._make_session(trace, name)
+        session.is_agent_running = self.session.is_agent_running
+        self.sessions.append(session)
+        return RolloutAgent(trace, self._gateway.register(session))
 
     async def _run_phases(self) -> None:
         timeouts = self.env.source.timeouts
@@ -146,7 +170,9 @@ class AttemptRunner:
             tools, user = await self._run_phase("setup", fail_after(timeouts.setup, "setup"), self._setup())
             try:
                 timeout = HarnessTimeout(self.harness_timeout, self.session.clock, timeouts.engine_stall)
-                self.trace.stop = await self._run_phase("harness", timeout, self.run_harness(tools, user))
+                stop = await self._run_phase("harness", timeout, self.run_harness(tools, user))
+                for session in self.sessions:
+                    session.trace.stop = session.trace.stop or stop
             except RamifyError as error:
                 if error.blame != "policy":
                     raise
@@ -155,12 +181,12 @@ class AttemptRunner:
         except RamifyError as error:
             self._record_failure(error)
 
-    def _exclude_side_calls(self) -> None:
-        """Mark the calls that `harness.train` excludes from training."""
+    def _exclude_side_calls(self, session: RolloutSession) -> None:
+        """Mark the calls of one agent that `harness.train` excludes from training."""
         if self.env.harness.config.train == "main":
-            side_calls = find_side_calls(self.session.recorded_calls, get_user_prompt_texts(self.task))
+            side_calls = find_side_calls(session.recorded_calls, get_user_prompt_texts(self.task))
             for node, reason in sorted(side_calls.items()):
-                self.trace.exclude_from_training(node, reason)
+                session.trace.exclude_from_training(node, reason)
 
     async def finalize_and_score(self) -> None:
         """Run the `finalize` hook, the rewards and the metrics."""
@@ -173,7 +199,8 @@ class AttemptRunner:
             await self._replace_runtime(self.task.outputs)
         if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
             self.trace.info[SCORING_STATE_KEY] = _save_state_or_reason(self.context.state)
-        await score_trace(self.env, self.context)
+        for session in self.sessions:
+            await score_trace(self.env, replace(self.context, trace=session.trace))
         self.trace.timing.scoring = time.monotonic() - start
 
     async def _replace_runtime(self, outputs: Sequence[str]) -> None:
@@ -206,7 +233,8 @@ class AttemptRunner:
         try:
             return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
         finally:
-            self.session.is_agent_running = False
+            for session in self.sessions:
+                session.is_agent_running = False
 
     async def _run_phase(
         self, name: str, timeout: fail_after | HarnessTimeout, coroutine: Coroutine[Any, Any, Any]
@@ -222,8 +250,9 @@ class AttemptRunner:
             setattr(self.trace.timing, name, time.monotonic() - start)
 
     def _record_failure(self, error: RamifyError) -> None:
-        self.trace.stop = error.name
-        self.trace.errors.append(Failure.from_exception(error))
+        for session in self.sessions:
+            session.trace.stop = error.name
+            session.trace.errors.append(Failure.from_exception(error))
 
     def _report_phase(self, phase: str) -> None:
         if self._on_progress is not None:
@@ -231,10 +260,11 @@ class AttemptRunner:
 
     async def _close(self) -> None:
         """Close the session and stop the runtime. A failure here does not change the result; the trace records it."""
-        if self._gateway is not None:
-            self._gateway.unregister(self.session)
-        else:
-            self.session.close()
+        for session in self.sessions:
+            if self._gateway is not None:
+                self._gateway.unregister(session)
+            else:
+                session.close()
         try:
             async with fail_after(CLOSE_TIMEOUT, "stopping the runtime"):
                 await self._stop_runtime()
