@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -230,9 +231,15 @@ def test_gradients_are_clipped_to_max_norm():
     assert float(clipped_norm) == pytest.approx(1e-4, rel=1e-3)
 
 
+def add_reference_logprobs(forest):
+    """Return the forest with a reference logprob for every other entry."""
+    values = np.where(np.arange(len(forest.targets)) % 2, np.nan, -4.5).astype(np.float32)
+    return replace(forest, targets=replace(forest.targets, ref_logprob=values))
+
+
 def test_metrics_equal_a_count_token_by_token():
     trainer = make_trainer("qwen3", lr=1e-9)
-    packs = pack_forests(build_forests(), 70)
+    packs = pack_forests([add_reference_logprobs(forest) for forest in build_forests()], 70)
     metrics = trainer.step(Batch.from_packs(4, packs)).to_dict()
     sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for pack in packs:
