@@ -30,6 +30,21 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     assert "orchestrator.filters.0.windw: unknown key" in text
 
 
+def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
+    tables = {
+        "taskset": {"id": "reverse-text", "max_char": 3},
+        "harness": {"id": "chatt"},
+        "runtime": {"id": "local", "workdir_rot": "/"},
+    }
+    with pytest.raises(ConfigInvalid) as caught:
+        check_plugin_tables(config(tmp_path, train=[tables]))
+    text = caught.value.message
+    assert text.startswith("3 problems in the configuration:")
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
+    assert "train.0.harness.id: unknown harness 'chatt'; did you mean 'chat'?" in text
+    assert "train.0.runtime.workdir_rot: unknown key; did you mean train.0.runtime.workdir_root?" in text
+
+
 def test_plugin_check_returns_environment_identities(tmp_path):
     found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
     assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]

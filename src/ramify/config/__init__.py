@@ -7,7 +7,14 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
 from ramify.config.component import parse_component
 from ramify.config.dump import dry_run, dump_toml, write_toml
-from ramify.config.parser import parse, parse_section, pop_flags, raise_config_invalid, read_stored_config
+from ramify.config.parser import (
+    parse,
+    parse_problems,
+    parse_section,
+    pop_flags,
+    raise_config_invalid,
+    read_stored_config,
+)
 from ramify.config.renamed_keys import to_new_keys, to_old_keys
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "get_explicit_values",
     "parse",
     "parse_component",
+    "parse_problems",
     "parse_section",
     "pop_flags",
     "raise_config_invalid",

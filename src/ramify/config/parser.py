@@ -109,3 +109,11 @@ def raise_config_invalid(problems: Sequence[tuple[str, str]], *, cause: BaseExce
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"
     lines = [f"  {key}: {text}" if key else f"  {text}" for key, text in problems]
     raise ConfigInvalid("\n".join([count, *lines])) from cause
+
+
+def parse_problems(error: ConfigInvalid) -> list[tuple[str, str]]:
+    """Return the problems that `raise_config_invalid` raised; an error with another message is one problem."""
+    head, *lines = error.message.splitlines()
+    if not head.endswith("in the configuration:"):
+        return [("", error.message)]
+    return [(key, text) if text else ("", key) for key, _, text in (line.strip().partition(": ") for line in lines)]

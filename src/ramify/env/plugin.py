@@ -11,14 +11,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_section, raise_config_invalid, to_new_keys
+from ramify.config import Config, parse_problems, parse_section, raise_config_invalid, to_new_keys
 from ramify.env.plugin_config import get_config_class
+from ramify.errors import ConfigInvalid
 from ramify.errors.origin import describe_exception
 from ramify.names import suggest
 
@@ -128,6 +129,23 @@ def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None
         raise_config_invalid([(f"{table_key}.id", f"required: the name of a {kind}")])
     cls = find_plugin_class(kind, table["id"], table_key=table_key)
     return cls, parse_section(get_config_class(cls, Config), dict(table), key=table_key)
+
+
+def resolve_plugins(tables: Iterable[tuple[str, str, Mapping[str, Any]]]) -> list[tuple[type, Config]]:
+    """Return the class and the config of each table, given as kind, key and table.
+
+    Raises ConfigInvalid with the problems of all tables.
+    """
+    resolved: list[tuple[type, Config]] = []
+    problems: list[tuple[str, str]] = []
+    for kind, table_key, table in tables:
+        try:
+            resolved.append(resolve_plugin(kind, table, table_key=table_key))
+        except ConfigInvalid as error:
+            problems += parse_problems(error)
+    if problems:
+        raise_config_invalid(problems)
+    return resolved
 
 
 def update_plugin_keys(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:

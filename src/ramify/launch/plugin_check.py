@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.config import raise_config_invalid
+from ramify.config import parse_problems, raise_config_invalid
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.interpreter import find_other_interpreter
@@ -97,15 +97,14 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
                 problems.append((f"{source_key}.taskset", text))
         except ConfigInvalid as error:
-            problems += [_prefix_key(source_key, key, text) for key, text in _parse_problems(error.message)]
+            problems += [_prefix_key(source_key, key, text) for key, text in parse_problems(error)]
             continue
         if request.get("start"):
             problems += [(f"{source_key}.taskset", text) for text in _find_first_task_problems(environment)]
-    for kind, table_key, table in request["tables"]:
-        try:
-            plugin.resolve_plugin(kind, table, table_key=table_key)
-        except ConfigInvalid as error:
-            problems += _parse_problems(error.message)
+    try:
+        plugin.resolve_plugins(request["tables"])
+    except ConfigInvalid as error:
+        problems += parse_problems(error)
     if request.get("start") and request["loss"] is not None:
         problems += _find_loss_problems(request["loss"])
     return {"problems": problems, "environments": environments}
@@ -138,14 +137,6 @@ def _prefix_key(key_prefix: str, key: str, text: str) -> tuple[str, str]:
     """Return a problem of a source with keys that are relative to the whole configuration."""
     prefixed = re.sub(r"did you mean (?=[a-z]\w*\.)", f"did you mean {key_prefix}.", text)
     return (f"{key_prefix}.{key}" if key else key_prefix, prefixed)
-
-
-def _parse_problems(message: str) -> list[tuple[str, str]]:
-    """Split a message of `raise_config_invalid` into its problems; any other message is one problem."""
-    head, *lines = message.splitlines()
-    if not head.endswith("in the configuration:"):
-        return [("", message)]
-    return [(key, text) if text else ("", key) for key, _, text in (line.strip().partition(": ") for line in lines)]
 
 
 if __name__ == "__main__":

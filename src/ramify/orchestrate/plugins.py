@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.config import raise_config_invalid
 from ramify.env import plugin
-from ramify.errors import ConfigInvalid
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.curriculum import build_curriculum
@@ -23,15 +21,7 @@ class RunPlugins:
 
 def load_plugins(config: RunConfig) -> RunPlugins:
     """Load every algorithm and filter. Raises ConfigInvalid with all wrong keys."""
-    plugins: list[Any] = []
-    problems: list[str] = []
-    for kind, key, table in config.plugin_tables:
-        try:
-            plugins.append(plugin.build_plugin(kind, table, table_key=key))
-        except ConfigInvalid as error:
-            problems += error.message.splitlines()[1:]
-    if problems:
-        raise_config_invalid([("", problem.strip()) for problem in problems])
+    plugins: list[Any] = [plugin_class(table) for plugin_class, table in plugin.resolve_plugins(config.plugin_tables)]
     algorithms = dict(zip([source.source_name for source in config.train], plugins))
     return RunPlugins(algorithms, tuple(plugins[len(config.train) :]))
 

@@ -51,15 +51,17 @@ class Environment:
         """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts."""
         if (python := find_other_interpreter(source.python)) is not None:
             raise ConfigInvalid(f"python: this process runs {sys.executable}; run it with {python} -m ramify")
+        harness_table = {"id": "chat", **source.harness}
+        runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
+        tables = {"taskset": source.taskset, "harness": harness_table, "runtime": runtime_table}
+        *_, runtime = plugin.resolve_plugins([(kind, kind, table) for kind, table in tables.items()])
+        runtime_class: type[Runtime]
+        runtime_class, runtime_config = runtime
         taskset: Taskset = _build_plugin("taskset", source.taskset)
         hooks = collect_hooks(taskset)
-        harness_table = {"id": "chat", **source.harness}
         if hooks.run_agent is not None and harness_table["id"] == "chat":
             harness_table["id"] = "taskset"
         harness: Harness = _build_plugin("harness", harness_table)
-        runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
-        runtime_class: type[Runtime]
-        runtime_class, runtime_config = plugin.resolve_plugin("runtime", runtime_table)
         if not isinstance(runtime_config, RuntimeConfig):
             config_type = type(runtime_config).__qualname__
             raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {config_type}")
