@@ -90,3 +90,27 @@ def test_busy_run_is_refused(capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["rl", "envs.py:Sound", "--name", "run", "--dry-run"]) == 1
     assert "RunBusy: outputs/run is in use by another `ramify rl`" in capsys.readouterr().err
+
+
+def test_problems_of_plugin_tables_name_the_file_or_flag(capsys):
+    Path("run.toml").write_text('[[train]]\ntaskset = { id = "envs.py:Sound", size = 3 }\nharness = { id = "chatt" }\n')
+    flags = ["--train.0.runtime.wrkdir_root", "/", "--train.0.algorithm.id=grop"]
+    for command in (["rl"], ["orchestrator", "-b", "http://127.0.0.1:9"]):
+        assert main([*command, "@", "run.toml", *flags]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "4 problems in the configuration:"
+        origins = {line.split(":")[0].strip(): line.rpartition(" ")[2] for line in lines[1:]}
+        assert origins == {
+            "train.0.taskset.size": "(run.toml)",
+            "train.0.harness.id": "(run.toml)",
+            "train.0.runtime.wrkdir_root": "(--train.0.runtime.wrkdir_root)",
+            "train.0.algorithm.id": "(--train.0.algorithm.id)",
+        }
+
+
+def test_flags_that_a_command_adds_itself_are_not_named(capsys):
+    for command, flag in {"eval": "--runtime.bad", "validate": "--runtime.bad", "rl": "--train.0.runtime.bad"}.items():
+        assert main([command, "envs.py:Sond", flag, "1"]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert any(line.endswith("taskset.id: envs.py has no Sond; did you mean Sound?") for line in lines)
+        assert any(line.endswith(f"({flag})") for line in lines)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import SHORT_FLAGS, expand_short_flags, expand_taskset_id
-from ramify.config import dry_run, parse, pop_flags
+from ramify.config import add_origins, dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
@@ -43,26 +43,39 @@ def run(argv: Sequence[str]) -> int:
         if old_flag in argv:
             raise ConfigInvalid(f"{old_flag} is now called {flag}")
     (fresh, accept, show, keep, dry), rest = pop_flags(argv, COMMAND_FLAGS)
-    config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
+    args = expand_arguments(rest)
+    config = parse(EvalConfig, args, prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
     if (python := find_other_interpreter(config.python)) is not None:
         run_command_in(python, "eval", argv)
-    from ramify.evals.display import EvalContent  # the rest is loaded here, not for help
-    from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
+    with add_origins(EvalConfig, args, argv):
+        if dry:
+            return _print_plan(config, fresh=fresh, accept=accept)
+        return _evaluate(config, argv, fresh=fresh, accept=accept, show=show, keep=keep)
+
+
+def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
+    """Check what the evaluation would refuse at its start, and print how many rollouts it would run."""
+    from ramify.evals.plan import load_plan  # loaded here, not for help
+    from ramify.evals.policy import check_server
+    from ramify.evals.run import find_rollouts_to_run, get_run_path, with_eval_split
+    from ramify.rollout import Environment
+
+    config = with_eval_split(config)
+    environment = Environment.load(config.source)
+    rollouts = asyncio.run(load_plan(environment, config))
+    check_server(config)
+    path = get_run_path(config)
+    missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
+    dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
+    return 0
+
+
+def _evaluate(config: EvalConfig, argv: Sequence[str], *, fresh: bool, accept: bool, show: bool, keep: bool) -> int:
+    """Run the missing rollouts, print the report, and return the exit code."""
+    from ramify.evals.display import EvalContent  # loaded here, not for help
+    from ramify.evals.run import evaluate, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog
 
-    if dry:
-        from ramify.evals.plan import load_plan
-        from ramify.evals.policy import check_server
-        from ramify.rollout import Environment
-
-        config = with_eval_split(config)
-        environment = Environment.load(config.source)
-        rollouts = asyncio.run(load_plan(environment, config))
-        check_server(config)
-        path = get_run_path(config)
-        missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
-        dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
-        return 0
     resume_command = format_resume_command("eval", argv)
     previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a script's shell for commands started with `&`

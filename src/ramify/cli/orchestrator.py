@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse, pop_flags, raise_config_invalid
+from ramify.config import add_origins, parse, pop_flags, raise_config_invalid
 from ramify.display import LogDisplay
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
@@ -36,7 +36,8 @@ def run(argv: Sequence[str]) -> int:
         raise_config_invalid([("inference", message)])
     check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
-        return _run_with_env_servers(config, dry=dry, accept=accept)
+        with add_origins(RunConfig, args, argv):
+            return _run_with_env_servers(config, dry=dry, accept=accept)
     if dry:
         print(f"would orchestrate {config.path}: {config.max_steps} steps, {len(config.train)} train sources")
         return 0

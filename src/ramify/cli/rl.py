@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import dry_run, parse, pop_flags
+from ramify.config import add_origins, dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import RunConfig
@@ -32,15 +32,27 @@ COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, and print its plan or run it."""
     (fresh, accept, dry), rest = pop_flags(argv, COMMAND_FLAGS)
-    config = parse(RunConfig, expand_arguments(rest), prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
-    if dry:
-        from ramify.launch.plan import build_plan
-        from ramify.launch.preflight import check_start
+    args = expand_arguments(rest)
+    config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
+    with add_origins(RunConfig, args, argv):
+        if dry:
+            return _print_plan(config, fresh=fresh, accept=accept)
+        return _train(config, argv, fresh=fresh, accept=accept)
 
-        plan = build_plan(config, dry_run=True)
-        check_start(config, fresh=fresh, accept_changes=accept)
-        dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
-        return 0
+
+def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
+    """Check what the run would refuse at its start, and print its plan."""
+    from ramify.launch.plan import build_plan  # loaded here, not for help
+    from ramify.launch.preflight import check_start
+
+    plan = build_plan(config, dry_run=True)
+    check_start(config, fresh=fresh, accept_changes=accept)
+    dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
+    return 0
+
+
+def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool) -> int:
+    """Run the training, print how it ended, and return the exit code."""
     from ramify.cli.run_lookup import describe_resume
     from ramify.launch.api import rl
     from ramify.launch.completion import format_finished

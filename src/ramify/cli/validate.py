@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
-from ramify.config import Config, parse
+from ramify.config import Config, add_origins, parse
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout.config import TimeoutsConfig
 
@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
 
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
-    env = Environment.load(source)
+    with add_origins(ValidateConfig, args, argv):
+        env = Environment.load(source)
     tasks = load_first_tasks(env, config.num_tasks or MAX_TASKS)
     results = asyncio.run(_validate_tasks(env, tasks, config))
     _print_report(env, results, capped=config.num_tasks is None and len(tasks) == MAX_TASKS)

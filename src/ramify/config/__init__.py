@@ -7,6 +7,7 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
 from ramify.config.component import parse_component
 from ramify.config.dump import dry_run, dump_toml, write_toml
+from ramify.config.origins import add_origins
 from ramify.config.parser import (
     parse,
     parse_problems,
@@ -20,6 +21,7 @@ from ramify.config.renamed_keys import to_new_keys, to_old_keys
 __all__ = [
     "Config",
     "RunName",
+    "add_origins",
     "dry_run",
     "dump_toml",
     "expand_model_name",

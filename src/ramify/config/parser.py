@@ -56,10 +56,10 @@ def build_config(
     flags = [argument for argument in arguments if isinstance(argument, FlagArgument)]
     argument_problems = [argument for argument in arguments if isinstance(argument, ArgumentProblem)]
 
-    bad_files = _apply_each(layers.add_file, files)
+    bad_files = apply_each(layers.add_file, files)
     if bad_files:  # without them, other problems cannot be judged
         raise_config_invalid([(problem.key, problem.reason) for problem in argument_problems + bad_files])
-    argument_problems += _apply_each(layers.add_flag, flags)
+    argument_problems += apply_each(layers.add_flag, flags)
     problems = [(problem.key, problem.reason) for problem in argument_problems]
     old_keys = layers.update_keys()
     problems += [] if accept_old_keys else [("", message) for message in old_keys]
@@ -94,7 +94,8 @@ def pop_flags(args: Sequence[str], flags: Sequence[str]) -> tuple[list[bool], li
     return [flag in args for flag in flags], [arg for arg in args if arg not in flags]
 
 
-def _apply_each(apply: Callable[[Any], None], arguments: Sequence[Any]) -> list[ArgumentProblem]:
+def apply_each(apply: Callable[[Any], None], arguments: Sequence[Any]) -> list[ArgumentProblem]:
+    """Add each file or flag to the layers, and return those that cannot be added."""
     problems: list[ArgumentProblem] = []
     for argument in arguments:
         try:
