@@ -6,6 +6,7 @@ Its rewards and metrics become rewards and metrics by name.
 
 import importlib
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from ramify.adapters.verifiers.environment import VerifiersEnvironment
 from ramify.adapters.verifiers.rewards import add_reward_hooks
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
+MAX_CACHED_GROUPS = 256  # whose scores are kept until all hooks have read them
 STATE_KEY = "verifiers"  # in the `info` of a trace
 
 
@@ -41,6 +43,7 @@ class Verifiers(rf.Taskset):
         super().__init__(config)
         random.seed(config.seed)
         self._environment = _load_environment(config)
+        self._group_scores: OrderedDict[tuple[str, ...], list[dict[str, float]]] = OrderedDict()
         add_reward_hooks(self, self._environment.weights, from_group=self._environment.scores_groups)
 
     def load(self) -> Iterator[rf.Task]:
@@ -61,7 +64,19 @@ class Verifiers(rf.Taskset):
         return finished.stop
 
     async def score_traces(self, traces: list[rf.Trace]) -> list[dict[str, float]]:
-        """Return the scores of all attempts at a task by the environment's group rewards."""
+        """Return the scores of all attempts at a task by the environment's group rewards.
+
+        The hooks of all rewards of a group call this one after another; the environment scores the group once.
+        """
+        key = tuple(trace.id for trace in traces)
+        if key not in self._group_scores:
+            scores = await self._score_group(traces)
+            self._group_scores[key] = scores
+            while len(self._group_scores) > MAX_CACHED_GROUPS:
+                self._group_scores.popitem(last=False)
+        return self._group_scores[key]
+
+    async def _score_group(self, traces: list[rf.Trace]) -> list[dict[str, float]]:
         if missing := [trace.id for trace in traces if STATE_KEY not in trace.info]:
             raise EnvironmentFault(f"{missing[0]} has no state of verifiers, so its group cannot be scored")
         tasks = [self.task_type.from_wire(trace.task) for trace in traces]
