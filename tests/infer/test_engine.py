@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
+from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import uniform_noise
@@ -83,7 +84,18 @@ class CoreDriver:
         self.requests: list[EngineRequest] = []
         self.kv_runs: dict[EngineRequest, list[KVRun]] = {}  # older versions, and the token up to which each computed
         self.states: dict[EngineRequest, list[tuple[tuple[KVRun, ...], PolicyVersion]]] = {}
+        self.launched_states: dict[EngineRequest, list[tuple[tuple[KVRun, ...], PolicyVersion]]] = {}
         core.scheduler.requeue = self.requeue
+        if isinstance(core.runner, CudaModelRunner):
+            core.runner.launch = self.launch
+
+    def launch(self, chunks):
+        """Record the states of the tokens that are sampled now, and reported after the next step."""
+        for chunk in chunks:
+            if chunk.samples_next:
+                state = tuple(self.kv_runs[chunk.request]), self.core.version
+                self.launched_states.setdefault(chunk.request, []).append(state)
+        return CudaModelRunner.launch(self.core.runner, chunks)
 
     def requeue(self, request: EngineRequest) -> None:
         self.kv_runs[request].clear()
@@ -95,6 +107,7 @@ class CoreDriver:
         self.states[request], self.kv_runs[request] = [], []
 
     def swap(self, staged: StagedWeights, kv_mode: KVSwapMode) -> None:
+        self.core.finish_launched_step()
         if kv_mode == "keep":
             for request in self.core.scheduler.running:
                 self.kv_runs[request].append((self.core.version, request.num_computed_tokens))
@@ -102,7 +115,9 @@ class CoreDriver:
 
     def step(self) -> None:
         for request in self.core.step():
-            self.states[request].append((tuple(self.kv_runs[request]), self.core.version))
+            launched = self.launched_states.get(request)
+            state = launched.pop(0) if launched else (tuple(self.kv_runs[request]), self.core.version)
+            self.states[request].append(state)
 
     def errors(self, models, rounded_models) -> tuple[list[float], list[float]]:
         """Return the distances of the engine's logprobs from a float32 forward, and those of transformers' own."""
@@ -388,7 +403,8 @@ def test_lower_priority_number_runs_first(world):
     late, early = (core.create_request([3, 4], SamplingParams(max_tokens=2), priority=priority) for priority in (1, 0))
     core.enqueue(late)
     core.enqueue(early)
-    core.step()
+    while not early.logprobs:
+        core.step()
     assert (len(early.logprobs), len(late.logprobs)) == (1, 0)
 
 

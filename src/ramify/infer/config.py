@@ -48,6 +48,8 @@ class EngineConfig(Config):
     kv_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Fraction of the device's free memory that the KV cache may take."""
     prefix_cache: bool = True
+    share_prefixes: bool = True
+    """On a GPU, read the keys and values that several requests have in common once per step for all of them."""
     batch_invariant: bool = False
     """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
     fused_ops: bool = True

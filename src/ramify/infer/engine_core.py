@@ -4,7 +4,10 @@ Everything here is a step or runs between two steps, on one thread, so nothing n
 directly. `Engine` owns the thread.
 """
 
+import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import isnan
 from typing import Literal
 
@@ -14,6 +17,7 @@ import torch
 from ramify.errors import ConfigInvalid, ContextOverflow, DeadlineExceeded, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.block_pool import BlockPool
 from ramify.infer.config import EngineConfig
+from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
@@ -36,6 +40,15 @@ def context_overflow_error(prompt_length: str, limit: int) -> ContextOverflow:
     return ContextOverflow(f"{maximum}; the prompt has {prompt_length} tokens. {advice}")
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose tokens are being sampled: the requests that get one, each with the index of its token."""
+
+    sampling: list[tuple[EngineRequest, int]]
+    wait: Callable[[], tuple[list[int], list[float]]]
+    version: PolicyVersion
+
+
 class EngineCore:
     """A model, its cache and its queue. `version` names the current weights."""
 
@@ -47,14 +60,7 @@ class EngineCore:
         if max_cached_tokens < 2:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
             raise ConfigInvalid(f"{problem}; raise inference.kv_memory_fraction or inference.kv_cache_tokens")
-        self.runner = ModelRunner(
-            model,
-            self.counters,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            fused=config.fused_ops,
-            fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
-        )
+        self.runner = _build_runner(model, config, self.counters, num_blocks)
         self.pool = BlockPool(num_blocks, block_size, self.counters, enable_prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
@@ -65,6 +71,8 @@ class EngineCore:
         self.scheduler.version = version
         self.max_model_len = min(_max_model_len(model, config), max_cached_tokens)
         self._last_deadline_check = time.monotonic()
+        self._launched: LaunchedStep | None = None  # its tokens have not been read yet
+        self._unreported: list[EngineRequest] = []  # got a token or finished between two steps
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -109,6 +117,7 @@ class EngineCore:
 
     def cancel(self, request: EngineRequest) -> None:
         """Stop a request, unless it has finished."""
+        self.finish_launched_step()
         if request.finish_reason is None:
             self.counters.cancelled += 1
             self._abort(request)
@@ -120,7 +129,7 @@ class EngineCore:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._unreported)
 
     def list_unfinished_requests(self) -> list[EngineRequest]:
         """Return all requests that have not finished."""
@@ -130,34 +139,79 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[EngineRequest]:
-        """Run one step; return the requests that got a token or finished."""
+        """Run one step; return the requests that got a token or finished.
+
+        On a GPU the step is only launched, and the tokens are those of the step before: while the GPU computes, the
+        next step is prepared.
+        """
         expired = self.expire_requests()
         chunks = self.scheduler.schedule()
-        if not chunks:
-            return expired
+        if not chunks or not self._can_launch(chunks):
+            self.finish_launched_step()
+        elif isinstance(self.runner, CudaModelRunner):
+            launched = self._launch(self.runner, chunks)
+            self.finish_launched_step()
+            self._launched, chunks = launched, []
+        # Requests may have finished with the tokens that were read just now.
+        if chunks := [chunk for chunk in chunks if chunk.request.finish_reason is None]:
+            self._run(chunks)
+        reported, self._unreported = self._unreported, []
+        return expired + reported
+
+    def _can_launch(self, chunks: list[ScheduledChunk]) -> bool:
+        """Return whether all tokens of a step are sampled without the host."""
+        return isinstance(self.runner, CudaModelRunner) and all(
+            chunk.request.is_sampled_on_device and not chunk.request.needs_prompt_logprobs for chunk in chunks
+        )
+
+    def _launch(self, runner: CudaModelRunner, chunks: list[ScheduledChunk]) -> LaunchedStep:
+        step = runner.launch(chunks)
+        self._update_counters(chunks)
+        sampling: list[tuple[EngineRequest, int]] = []
+        for chunk in step.chunks:
+            chunk.request.num_computed_tokens = chunk.stop
+            if chunk.samples_next:
+                chunk.request.expect_token(len(sampling))
+                sampling.append((chunk.request, chunk.stop))
+        return LaunchedStep(sampling, step.wait, self.version)
+
+    def finish_launched_step(self) -> None:
+        """Read the tokens of the step that was launched last, if they have not been read."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        tokens, logprobs = launched.wait()
+        rows = [row for row, (request, index) in enumerate(launched.sampling) if request.is_expecting(index)]
+        requests = [launched.sampling[row][0] for row in rows]
+        self._append_tokens(requests, [tokens[row] for row in rows], [logprobs[row] for row in rows], launched.version)
+
+    def _run(self, chunks: list[ScheduledChunk]) -> None:
+        """Compute a step and sample from its logits."""
         chunks_by_row, logits = self.runner.run(chunks)
         self._update_counters(chunks)
         for chunk in chunks_by_row:
             chunk.request.num_computed_tokens = chunk.stop
-        return expired + self._sample(chunks_by_row, logits)
-
-    def _sample(self, chunks: list[ScheduledChunk], logits: torch.Tensor) -> list[EngineRequest]:
-        requests = [chunk.request for chunk in chunks if chunk.samples_next]
+        requests = [chunk.request for chunk in chunks_by_row if chunk.samples_next]
         if len(logits) > len(requests):
-            logits = self._score_prompts(chunks, logits)
-        if not requests:
-            return []
-        compiled_ops = self.runner.compiled_ops
-        tokens, logprobs = sample_tokens(logits, requests, compiled_ops and compiled_ops.sample_tokens)
+            logits = self._score_prompts(chunks_by_row, logits)
+        if requests:
+            compiled_ops = self.runner.compiled_ops
+            tokens, logprobs = sample_tokens(logits, requests, compiled_ops and compiled_ops.sample_tokens)
+            self._append_tokens(requests, tokens, logprobs, self.version)
+
+    def _append_tokens(
+        self, requests: list[EngineRequest], tokens: list[int], logprobs: list[float], version: PolicyVersion
+    ) -> None:
         if any(map(isnan, logprobs)):  # the KV cache holds NaN too, so the engine cannot continue
-            raise ProviderError(f"the logits of {self.version} are NaN; have its weights diverged?")
+            raise ProviderError(f"the logits of {version} are NaN; have its weights diverged?")
         for request, token, logprob in zip(requests, tokens, logprobs):
-            request.append_token(token, logprob, self.version)
+            request.append_token(token, logprob, version)
             if request.finish_reason is not None:
                 self.counters.finished += 1
+                request.drop_pending()
                 self.scheduler.finish_request(request)
         self.counters.sampled_tokens += len(requests)
-        return requests
+        self._unreported += requests
 
     def _score_prompts(self, chunks: list[ScheduledChunk], logits: torch.Tensor) -> torch.Tensor:
         """Store the prompt logprobs; return the logits that remain, one row for each request that samples."""
@@ -188,6 +242,7 @@ class EngineCore:
         if now - self._last_deadline_check < DEADLINE_CHECK_INTERVAL:
             return []
         self._last_deadline_check = now
+        self.finish_launched_step()
         unfinished = self.list_unfinished_requests()
         expired = [request for request in unfinished if request.deadline is not None and request.deadline < now]
         for request in expired:
@@ -207,6 +262,7 @@ class EngineCore:
         With `recompute`, running requests are recomputed with the tokens they have; with `keep`, they continue with
         their keys and values, which no other request can use.
         """
+        self.finish_launched_step()
         running = list(self.scheduler.running)
         if kv_mode == "recompute":
             for request in running:
@@ -233,6 +289,31 @@ class EngineCore:
             "policy_incarnation": self.version.incarnation,
             "policy_step": self.version.step,
         }
+
+
+def _build_runner(
+    model: LoadedModel, config: EngineConfig, counters: EngineCounters, num_blocks: int
+) -> ModelRunner:
+    on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if on_gpu and not config.batch_invariant:
+        return CudaModelRunner(
+            model,
+            counters,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_rows=config.max_num_batched_tokens,
+            max_requests=config.max_running_requests,
+            fused=config.fused_ops,
+            share_prefixes=config.share_prefixes,
+        )
+    return ModelRunner(
+        model,
+        counters,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        fused=config.fused_ops,
+        fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
+    )
 
 
 def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:

@@ -13,7 +13,8 @@ class EngineCounters:
     rejected: int = 0
     expired: int = 0
     steps: int = 0
-    replayed_steps: int = 0  # decode steps run as CUDA graphs
+    replayed_steps: int = 0  # run as CUDA graphs
+    shared_keys: int = 0  # keys of common prefixes that a plan reads once, times the requests that do not read them
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     computed_tokens: int = 0

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ModelUnsupported, RamifyError
-from ramify.infer.cuda_graphs import CudaGraphRunner
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
@@ -60,6 +59,8 @@ class ModelRunner:
     `compiled_ops` are the operators in C, if they are used; `ops_description` names the operators for the log.
     """
 
+    uses_plans = False  # whether steps have attention plans
+
     def __init__(
         self,
         model: LoadedModel,
@@ -78,14 +79,12 @@ class ModelRunner:
         self.pool = KVPool(
             shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
         )
-        self.fused_model = build_fused_model(model.module) if fused else None
+        self.fused_model = build_fused_model(model.module, planned=self.uses_plans) if fused else None
         self.forward = self.fused_model or build_hf_forward(model.module)
         ops = self.fused_model.ops if self.fused_model else None
         self.ops_description = ops.description if ops else "the model's own code"
         self.compiled_ops = ops if isinstance(ops, CompiledDecoderOps) else None
         self.kv_buffer_bytes = 0 if self.compiled_ops else MAX_KV_BUFFER_BYTES  # attention in C reads the pool itself
-        on_cuda = model.device.type == "cuda"
-        self.cuda_graphs = CudaGraphRunner(self.fused_model, self.pool) if self.fused_model and on_cuda else None
         self._last_batch: InputBatch | None = None
         if self.fused_model is None:  # `build_fused_model` has checked a fused one
             self._check_model(min(NUM_CHECK_TOKENS, num_blocks * block_size, shape.max_positions))
@@ -96,9 +95,7 @@ class ModelRunner:
         module, device = self.model.module, self.model.device
         ids = build_check_ids(module.config, num_tokens).to(device)
         positions = torch.arange(num_tokens, device=device)
-        block_table = torch.arange(-(-num_tokens // self.block_size), device=device)
-        tile = AttentionTile(0, num_tokens, 1, num_tokens, block_table, positions.unsqueeze(0))
-        metadata = AttentionMetadata(self.pool, positions, [tile])
+        metadata = self._build_check_metadata(positions)
         try:
             logits = self.forward(ids, positions, metadata, positions)
         except (RamifyError, torch.OutOfMemoryError):
@@ -113,6 +110,12 @@ class ModelRunner:
             expected = compute_reference_logprobs(module, ids, ATTENTION_NAME)
             check_logprobs("engine", module, expected, compute_logprobs(logits[:-1], ids[1:]))
 
+    def _build_check_metadata(self, positions: Tensor) -> AttentionMetadata:
+        num_tokens = len(positions)
+        block_table = torch.arange(-(-num_tokens // self.block_size), device=positions.device)
+        tile = AttentionTile(0, num_tokens, 1, num_tokens, block_table, positions.unsqueeze(0))
+        return AttentionMetadata(self.pool, positions, [tile])
+
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
         """Compute the chunks; return them in the order of their rows, and the logits.
 
@@ -120,22 +123,9 @@ class ModelRunner:
         """
         if self.fixed_rows is not None:
             return self._run_fixed(chunks, self.fixed_rows)
-        graphs = self.cuda_graphs
-        if graphs and _is_decode_only(chunks) and graphs.can_replay(len(chunks), max(chunk.stop for chunk in chunks)):
-            return list(chunks), self._replay_graph(graphs, chunks)
         batch = self._last_batch = self._advance_batch(chunks) or self._prepare_inputs(chunks)
         chunks_by_row = [chunks[index] for index in batch.chunk_order]
         return chunks_by_row, self.forward(batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows)
-
-    def _replay_graph(self, graphs: CudaGraphRunner, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Return the logits of a step with one token per request, by a captured graph."""
-        self.counters.replayed_steps += 1
-        size = self.block_size
-        positions = np.array([chunk.start for chunk in chunks])
-        ids = np.array([chunk.request.token_ids[chunk.start] for chunk in chunks])
-        block_tables = [self._block_table(chunk) for chunk in chunks]
-        blocks = np.array([table[chunk.start // size] for table, chunk in zip(block_tables, chunks)])
-        return graphs.replay(ids, positions, blocks * size + positions % size, block_tables)
 
     def _prepare_inputs(self, chunks: Sequence[ScheduledChunk]) -> "InputBatch":
         order = sorted(range(len(chunks)), key=lambda index: (chunks[index].num_tokens, chunks[index].stop))
@@ -144,7 +134,7 @@ class ModelRunner:
         device_inputs = self._to_device(host_inputs)
         ids, positions, slots = device_inputs
         metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks_by_row))
-        logit_rows, num_rows = _list_logit_rows(chunks_by_row)
+        logit_rows, num_rows = list_logit_rows(chunks_by_row)
         decoding = [chunk.request for chunk in chunks] if len(logit_rows) == num_rows == len(chunks) else []
         if decoding:
             for tile in metadata.tiles:
@@ -287,7 +277,7 @@ class ModelRunner:
         metadata = AttentionMetadata(self.pool, self._to_device([*slots, *padding]), [tile])
         padded_ids, all_rows = self._to_device([*ids, *padding]), self._to_device(range(num_rows))
         logits = self.forward(padded_ids, padded_positions, metadata, all_rows)
-        logit_rows, _ = _list_logit_rows(chunks)
+        logit_rows, _ = list_logit_rows(chunks)
         return list(chunks), logits.index_select(0, self._to_device(logit_rows))
 
     def _to_device(self, values: Sequence[int] | np.ndarray | range) -> Tensor:
@@ -296,7 +286,7 @@ class ModelRunner:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
 
 
-def _list_logit_rows(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], int]:
+def list_logit_rows(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], int]:
     """Return the rows that need logits, and the number of all rows."""
     logit_rows: list[int] = []
     end = 0
@@ -304,11 +294,6 @@ def _list_logit_rows(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], int]:
         end += chunk.num_tokens
         logit_rows += range(end - count_logit_rows(chunk), end)
     return logit_rows, end
-
-
-def _is_decode_only(chunks: Sequence[ScheduledChunk]) -> bool:
-    """Return whether each chunk is one token that needs logits."""
-    return all(chunk.num_tokens == count_logit_rows(chunk) == 1 for chunk in chunks)
 
 
 def count_logit_rows(chunk: ScheduledChunk) -> int:

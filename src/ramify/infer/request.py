@@ -28,6 +28,7 @@ MIN_TEMPERATURE = 1e-6
 MAX_LOGIT_BIAS = 1e6  # divided by the smallest temperature it is still finite in float32
 FinishReason = Literal["stop", "length", "abort"]
 TopLogprobs = list[list[tuple[int, float]]]  # for each token the likeliest (token id, logprob)
+PENDING_TOKEN = -1
 _arrival_counter = count()
 
 
@@ -93,6 +94,11 @@ class SamplingParams:
         """Whether tokens are sampled from the unmodified distribution and no top logprobs are requested."""
         return self.temperature > 0 and not (self.has_filters or self.logit_bias or self.top_logprobs)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, and no top logprobs are requested."""
+        return self.temperature == 0 and not (self.logit_bias or self.top_logprobs)
+
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
@@ -119,17 +125,20 @@ class EngineRequest:
     cache_node: "Block | None" = None  # parent of the next shared block; None if this request must not share
     block_table: "np.ndarray | None" = None  # the ids of the first `block_table_len` blocks
     block_table_len: int = 0
+    num_pending: int = 0  # tokens at the end of `token_ids` that are being sampled; PENDING_TOKEN stands for them
+    pending_row: int = 0  # row of the last one in its step
     finish_reason: FinishReason | None = None
     error: RamifyError | None = None
     seed: int = 0
     is_plain: bool = False
+    is_greedy: bool = False
     created_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         params = self.sampling_params
         self.token_ids = list(self.prompt_token_ids)
         self.seed = random.getrandbits(64) if params.seed is None else params.seed & (1 << 64) - 1
-        self.is_plain = params.is_plain
+        self.is_plain, self.is_greedy = params.is_plain, params.is_greedy
         if params.prompt_logprobs:
             num_skipped = min(max(1, params.logprobs_start), len(self.prompt_token_ids))
             self.prompt_logprobs, self.prompt_top_logprobs = [None] * num_skipped, [[] for _ in range(num_skipped)]
@@ -160,12 +169,47 @@ class EngineRequest:
             raise AssertionError(f"request {self.arrival_index} cannot go from {self.status.name} to {status.name}")
         self.status = status
 
+    @property
+    def num_known_tokens(self) -> int:
+        """The number of tokens without those that are being sampled."""
+        return len(self.token_ids) - self.num_pending
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether the last token that it may have is sampled or being sampled."""
+        return len(self.token_ids) - len(self.prompt_token_ids) >= self.max_tokens
+
+    @property
+    def is_sampled_on_device(self) -> bool:
+        """Whether the kernels for CUDA can sample its tokens."""
+        return self.is_plain or self.is_greedy
+
+    def is_expecting(self, index: int) -> bool:
+        """Return whether the token with this index is being sampled."""
+        return self.num_known_tokens <= index < len(self.token_ids)
+
+    def expect_token(self, row: int) -> None:
+        """Note that the next token is being sampled, in this row of a step."""
+        self.token_ids.append(PENDING_TOKEN)
+        self.num_pending += 1
+        self.pending_row = row
+
+    def drop_pending(self) -> None:
+        """Forget the tokens that are being sampled: the request has finished before them."""
+        if self.num_pending:
+            del self.token_ids[-self.num_pending :]
+            self.num_pending = 0
+
     def append_token(self, token: int, logprob: float, version: PolicyVersion) -> None:
-        """Add a sampled token, and set the finish reason if it was the last.
+        """Add a sampled token, which may have been expected, and set the finish reason if it was the last.
 
         The logprob is appended last: a reader in another thread counts the logprobs first, and then finds the rest.
         """
-        self.token_ids.append(token)
+        if self.num_pending:
+            self.token_ids[-self.num_pending] = token
+            self.num_pending -= 1
+        else:
+            self.token_ids.append(token)
         if not self.version_starts or self.version_starts[-1][0] is not version:
             self.version_starts.append((version, len(self.logprobs)))
         self.logprobs.append(logprob)

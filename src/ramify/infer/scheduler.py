@@ -63,19 +63,26 @@ class Scheduler:
     def _advance_decodes(self) -> bool:
         """Move the last step's chunks on by a token, which suffices in most steps; return False without free blocks."""
         size = self.pool.block_size
+        if any(chunk.request.has_all_tokens for chunk in self._chunks):
+            return False
         for chunk in self._chunks:
             chunk.start, chunk.stop = chunk.stop, chunk.stop + 1
         for chunk in self._chunks:
             if chunk.start % size == 0 and not self.pool.allocate_slots(chunk.request, chunk.stop):
                 return False
         for chunk in self._chunks:
-            if chunk.stop % size == 0:
-                self.pool.cache_full_blocks(chunk.request, chunk.stop)
+            num_known = chunk.stop - chunk.request.num_pending
+            if num_known % size == 0:
+                self.pool.cache_full_blocks(chunk.request, num_known)
         return True
 
     def _schedule_step(self) -> list[ScheduledChunk]:
         """Schedule decoding first, then prefill that has begun, then new requests."""
-        remaining = [(len(request.token_ids) - request.num_computed_tokens, request) for request in self.running]
+        remaining = [
+            (len(request.token_ids) - request.num_computed_tokens, request)
+            for request in self.running
+            if not request.has_all_tokens
+        ]
         decoding = [request for num_tokens, request in remaining if num_tokens == 1]
         prefilling = [request for num_tokens, request in remaining if num_tokens > 1]
         chunks: dict[int, ScheduledChunk] = {}
@@ -88,8 +95,9 @@ class Scheduler:
                 chunks[request.arrival_index] = chunk
                 token_budget -= chunk.num_tokens
         for chunk in chunks.values():
-            if chunk.stop >= (chunk.request.num_shared_blocks + 1) * size:
-                self.pool.cache_full_blocks(chunk.request, chunk.stop)
+            num_known = min(chunk.stop, chunk.request.num_known_tokens)
+            if num_known >= (chunk.request.num_shared_blocks + 1) * size:
+                self.pool.cache_full_blocks(chunk.request, num_known)
         return [*chunks.values(), *self._admit_waiting(token_budget)]
 
     def _allocate_or_preempt(self, request: EngineRequest, num_tokens: int, chunks: dict[int, ScheduledChunk]) -> bool:
@@ -105,6 +113,8 @@ class Scheduler:
     def _admit_waiting(self, token_budget: int) -> Iterable[ScheduledChunk]:
         while self.waiting and token_budget and len(self.running) < self.max_running_requests:
             request = self.waiting[0][1]
+            if request.num_pending:  # it was preempted, and its last token is known after this step
+                return
             reserved = len(self.running)  # one block for each running request, or it would be preempted at once
             scope = (self.version, request.cache_salt)
             if not self.pool.allocate(request, scope, reserved_blocks=reserved, token_budget=token_budget):
@@ -130,6 +140,7 @@ class Scheduler:
         """Remove a waiting or running request."""
         self._decode_only = False
         if request.status is RequestStatus.RUNNING:
+            self.pool.cache_full_blocks(request, min(request.num_computed_tokens, request.num_known_tokens))
             self.pool.free(request)
             self.running.remove(request)
         elif request.status is RequestStatus.WAITING:

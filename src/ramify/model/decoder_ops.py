@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.paged_attention import AttentionMetadata, attend_tiles, write_kv
+from ramify.model.paged_attention import AttentionMetadata, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class DecoderOps:
 
     def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
         """Return the attention of the queries to the cache, [rows, heads * head_dim]."""
-        return attend_tiles(attn_metadata, layer_index, self._get_queries(qkv), self.sizes.scaling).flatten(1)
+        return attn_metadata.attend(self._get_queries(qkv), layer_index, self.sizes.scaling).flatten(1)
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""

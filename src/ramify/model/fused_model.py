@@ -51,8 +51,11 @@ class FusedModel:
         return self.ops.forward(self.weights, ids, positions, attn_metadata, logit_rows)
 
 
-def build_fused_model(module: Any) -> FusedModel | None:
-    """Return the fused forward of a model, or None if the model is of another type or the logits do not match."""
+def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | None:
+    """Return the fused forward of a model, or None if the model is of another type or the logits do not match.
+
+    If `planned`, its steps have attention plans, and it runs the kernels for CUDA.
+    """
     config = module.config
     if (
         config.model_type not in SUPPORTED_MODEL_TYPES
@@ -67,6 +70,11 @@ def build_fused_model(module: Any) -> FusedModel | None:
     with torch.no_grad():  # not inference mode: concatenated weights stay ordinary tensors, to be updated later
         expected = _run_check_sequence(module, build_hf_forward(module))
         fused = FusedModel(module)
+        if planned:
+            from ramify.model.cuda.decoder import CudaDecoderOps  # needs Triton
+
+            fused.ops = CudaDecoderOps(fused.sizes)
+            return fused if _logits_match(expected, _run_check_sequence(module, fused, planned=True)) else None
         try:
             fused.ops = build_cpu_ops(fused.sizes, fused.weights)
             if _logits_match(expected, _run_check_sequence(module, fused)):
@@ -142,8 +150,10 @@ def _concat_weights(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8) -> Tensor:
+def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8, *, planned: bool = False) -> Tensor:
     """Return the logits of a short sequence that is computed in three chunks, the last of one token."""
+    if planned:
+        from ramify.model.cuda.paged_attention import plan_one_sequence  # needs Triton
     config, weight = module.config, module.get_input_embeddings().weight
     device, head_dim = weight.device, module.model.layers[0].self_attn.head_dim
     pool = KVPool(config.num_hidden_layers, 1, num_tokens, config.num_key_value_heads, head_dim, weight.dtype, device)
@@ -152,9 +162,13 @@ def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8) ->
     logits: list[Tensor] = []
     for start, stop in ((0, num_tokens - 3), (num_tokens - 3, num_tokens - 1), (num_tokens - 1, num_tokens)):
         positions = torch.arange(start, stop, device=device)
-        tile = AttentionTile(0, stop - start, 1, stop - start, block_table, positions.unsqueeze(0))
+        if planned:
+            metadata = plan_one_sequence(pool, config.num_attention_heads, start, stop)
+        else:
+            tile = AttentionTile(0, stop - start, 1, stop - start, block_table, positions.unsqueeze(0))
+            metadata = AttentionMetadata(pool, positions, [tile])
         rows = torch.arange(stop - start, device=device)
-        logits.append(forward(ids[start:stop], positions, AttentionMetadata(pool, positions, [tile]), rows))
+        logits.append(forward(ids[start:stop], positions, metadata, rows))
     return torch.cat(logits)
 
 

@@ -9,6 +9,8 @@ masked. Query heads that share a key head are folded into the query axis, so key
 While the same sequences keep decoding, a step would gather almost the same keys and values as the step before. A tile
 that is advanced therefore keeps them in buffers, in the layout that attention reads, and only adds the new tokens. The
 pool stays complete, so a tile can be dropped at any time.
+
+On CUDA a step has no tiles but a plan (`ramify.model.attention_plan`), whose kernels read the pool themselves.
 """
 
 import contextlib
@@ -16,13 +18,16 @@ import ctypes
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.errors import ModelUnsupported
+
+if TYPE_CHECKING:
+    from ramify.model.cuda.paged_attention import PagedAttention
 
 SPARE_KEYS = 128  # keys that a tile's buffers can hold beyond those at the start
 PRETOUCH_BYTES = 1 << 30  # bytes of the cache that are allocated at the start on a CPU; the rest as it is used
@@ -133,14 +138,32 @@ class AttentionTile:
         return self.masks[window]
 
 
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A plan on the GPU, the positions of the rows, and the kernels that read both."""
+
+    data: Tensor
+    positions: Tensor
+    kernels: "PagedAttention"
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
-    """What attention needs to know about one step, as vLLM's class of the same name."""
+    """What attention needs to know about one step, as vLLM's class of the same name: its tiles, or its plan."""
 
     pool: KVPool
     slot_mapping: Tensor  # [rows] slot of each new token's keys and values
-    tiles: list[AttentionTile]
+    tiles: list[AttentionTile] = field(default_factory=list)
+    plan: DevicePlan | None = None
     last_layer: int = -1  # the last layer that has computed attention
+
+    def attend(self, query: Tensor, layer_index: int, scaling: float | None, window: int = 0) -> Tensor:
+        """Return the attention of [rows, heads, head_dim] queries to the cache, which has the rows' own keys."""
+        if self.plan is None:
+            return attend_tiles(self, layer_index, query, scaling, window)
+        plan, slots = self.plan, self.pool.slots[layer_index]
+        scaling = self.pool.head_dim**-0.5 if scaling is None else scaling
+        return plan.kernels(query, slots, plan.data, plan.positions, scaling=scaling, window=window)
 
 
 def write_kv(attn_metadata: AttentionMetadata, layer_index: int, key_value: Tensor) -> None:
@@ -244,7 +267,7 @@ def paged_attention(
     key_value = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [rows, 2, kv_heads, head_dim]
     write_kv(attn_metadata, module.layer_idx, key_value.reshape(rows, -1))
     window = kwargs.get("sliding_window") or 0
-    out = attend_tiles(attn_metadata, module.layer_idx, query[0].transpose(0, 1), scaling, window)
+    out = attn_metadata.attend(query[0].transpose(0, 1), module.layer_idx, scaling, window)
     return out.unsqueeze(0).contiguous(), None
 
 

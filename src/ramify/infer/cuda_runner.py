@@ -1,0 +1,294 @@
+"""Running steps on a GPU: the host prepares a step while the GPU computes the one before.
+
+`launch` copies the inputs of a step, starts its kernels and returns; `StartedStep.wait` reads its tokens. A token that
+the step before samples need not be known for that: its id is read on the device, where sampling has left it. Attention
+follows a plan (`ramify.model.attention_plan`), which is kept while the same requests decode.
+
+Steps of up to MAX_GRAPH_ROWS rows are CUDA graphs, captured for each number of rows and logits, rounded up, and then
+replayed by a single call: launching a thousand kernels from Python takes longer than they run. Padding rows write to
+block 0, which no request uses. Weights are updated in place, so graphs stay valid.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.infer.metrics import EngineCounters
+from ramify.infer.model_runner import ModelRunner, list_logit_rows
+from ramify.infer.request import EngineRequest
+from ramify.infer.scheduler import ScheduledChunk
+from ramify.infer.step_buffers import NUM_HOST_COPIES, DownloadBuffer, UploadBuffer
+from ramify.model.attention_plan import AttentionPlan, build_plan, order_by_prefix
+from ramify.model.load import LoadedModel
+from ramify.model.paged_attention import AttentionMetadata, DevicePlan
+
+MAX_GRAPH_ROWS = 1024
+ROW_STEPS = ((8, 1), (128, 8), (256, 32), (512, 64), (MAX_GRAPH_ROWS, 128))  # up to so many rows, rounded up to this
+LOGIT_STEP = 32  # of steps in which not every row has logits
+INITIAL_PARTIALS, INITIAL_PLAN_INTS = 4096, 1 << 18
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """The host's side of a step. While the same requests decode, it is advanced from step to step."""
+
+    chunks_by_row: list[ScheduledChunk]
+    order: list[int]  # of the scheduled chunks
+    requests: list[EngineRequest]  # of the scheduled chunks, in their order, if all of them decode; else empty
+    positions: np.ndarray  # [rows], int32 as all of them
+    slots: np.ndarray
+    logit_rows: np.ndarray
+    temperatures: np.ndarray  # of the rows with logits
+    seeds: np.ndarray
+    plan: AttentionPlan
+    num_rows: int  # with padding
+    num_logits: int  # with padding
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that the GPU computes or has computed. `chunks` are in the order of the rows."""
+
+    chunks: list[ScheduledChunk]
+    logits: Tensor  # valid until the next step is launched
+    wait: Callable[[], tuple[list[int], list[float]]]  # tokens and logprobs of the chunks that sample
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """A captured step and the memory of its logits."""
+
+    graph: Any
+    logits: Tensor
+
+
+class CudaModelRunner(ModelRunner):
+    """A `ModelRunner` that can launch steps. Needs Triton."""
+
+    uses_plans = True
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        counters: EngineCounters,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_requests: int,
+        fused: bool = True,
+        share_prefixes: bool = True,
+    ) -> None:
+        super().__init__(model, counters, num_blocks=num_blocks, block_size=block_size, fused=fused)
+        from ramify.model.cuda.paged_attention import PagedAttention
+
+        shape, device = model.shape, model.device
+        self._kernels = PagedAttention(
+            heads=_count_heads(model),
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=device,
+        )
+        self._kernels.reserve_partials(INITIAL_PARTIALS)
+        self._share_prefixes = share_prefixes
+        num_rows = _round_up_rows(max_rows)
+        self._rows = UploadBuffer(8 * num_rows, device)
+        self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
+        self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(_round_up_rows(max_requests), 2, dtype=torch.int32, device=device)
+        self._results = [DownloadBuffer(len(self._sampled), device) for _ in range(NUM_HOST_COPIES)]
+        self._num_launched = 0
+        self._seen: set[tuple[int, int]] = set()
+        self._drop_graphs()
+        self._last: PreparedStep | None = None
+
+    def _build_check_metadata(self, positions: Tensor) -> AttentionMetadata:
+        from ramify.model.cuda.paged_attention import plan_one_sequence
+
+        return plan_one_sequence(self.pool, _count_heads(self.model), 0, len(positions))
+
+    def launch(self, chunks: Sequence[ScheduledChunk]) -> StartedStep:
+        """Start a step and sample from its logits. Only tokens of requests that are sampled plainly are used."""
+        prepared = self._advance(chunks)
+        plan_changed = prepared is None
+        if prepared is None:
+            prepared = self._last = self._prepare(chunks)
+        else:
+            plan_changed = self._extend_block_tables(prepared)
+        if plan_changed:
+            self._upload_plan(prepared.plan)
+        self._upload_rows(prepared)
+        logits = self._run_step(prepared.num_rows, prepared.num_logits)
+        result = self._results[self._num_launched % NUM_HOST_COPIES]
+        self._num_launched += 1
+        num_sampled = len(prepared.logit_rows)
+        result.start(self._sampled[:num_sampled])
+        return StartedStep(prepared.chunks_by_row, logits[:num_sampled], partial(result.read, num_sampled))
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
+        """Compute the chunks; return them in the order of their rows, and the logits."""
+        prepared = self._prepare(chunks)
+        self._last = None
+        self._upload_plan(prepared.plan)
+        self._upload_rows(prepared)
+        return prepared.chunks_by_row, self._forward(prepared.num_rows, prepared.num_logits)[: len(prepared.logit_rows)]
+
+    # -- the host's side -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep:
+        order = self._order_rows(chunks)
+        chunks_by_row = [chunks[index] for index in order]
+        tables = [self._block_table(chunk) for chunk in chunks_by_row]
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks_by_row])
+        blocks = np.concatenate(
+            [table[np.arange(chunk.start, chunk.stop) // self.block_size] for table, chunk in zip(tables, chunks_by_row)]
+        )
+        logit_rows, num_tokens = list_logit_rows(chunks_by_row)
+        sampling = [chunk.request for chunk in chunks_by_row if chunk.samples_next]
+        all_decode = len(chunks) == num_tokens == len(logit_rows)
+        num_rows = _round_up_rows(num_tokens)
+        num_logits = num_rows if all_decode else min(num_rows, -(-len(logit_rows) // LOGIT_STEP) * LOGIT_STEP)
+        starts, stops = [chunk.start for chunk in chunks_by_row], [chunk.stop for chunk in chunks_by_row]
+        kernel_shape = self._kernels.get_shape(num_rows, share=self._share_prefixes)
+        return PreparedStep(
+            chunks_by_row=chunks_by_row,
+            order=order,
+            requests=[chunk.request for chunk in chunks] if all_decode else [],
+            positions=positions.astype(np.int32),
+            slots=(blocks * self.block_size + positions % self.block_size).astype(np.int32),
+            logit_rows=np.array(logit_rows, dtype=np.int32),
+            temperatures=np.array([request.sampling_params.temperature for request in sampling], dtype=np.float32),
+            seeds=np.array([request.seed for request in sampling], dtype=np.uint64),
+            plan=build_plan(tables, starts, stops, num_rows, kernel_shape),
+            num_rows=num_rows,
+            num_logits=num_logits,
+        )
+
+    def _order_rows(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        """Return the order of rows: decoding first, sequences with common blocks adjacent."""
+        decoding = [index for index, chunk in enumerate(chunks) if chunk.num_tokens == 1]
+        order = order_by_prefix([self._block_table(chunks[index]) for index in decoding])
+        return [decoding[index] for index in order] + [
+            index for index, chunk in enumerate(chunks) if chunk.num_tokens > 1
+        ]
+
+    def _advance(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep | None:
+        """Return the last step advanced by a token if the same requests keep decoding and the plan has room."""
+        last = self._last
+        if last is None or not last.requests or [chunk.request for chunk in chunks] != last.requests:
+            return None
+        chunks_by_row = [chunks[index] for index in last.order]
+        positions = np.array([chunk.start for chunk in chunks_by_row], dtype=np.int32)
+        num_rows = len(positions)
+        was_advanced = (positions == last.positions + 1).all() and (positions < last.plan.key_limits[:num_rows]).all()
+        if not was_advanced or not all(chunk.request.block_table_len for chunk in chunks_by_row):
+            return None
+        last.chunks_by_row, last.positions, last.slots = chunks_by_row, positions, last.slots + np.int32(1)
+        return last
+
+    def _extend_block_tables(self, step: PreparedStep) -> bool:
+        """Enter the blocks that requests have got since the last step; return whether there were any."""
+        rows = np.flatnonzero(step.positions % self.block_size == 0).tolist()
+        for row in rows:
+            index = int(step.positions[row]) // self.block_size
+            block = int(self._block_table(step.chunks_by_row[row])[index])
+            step.plan.data[step.plan.table_starts[row] + index] = block
+            step.slots[row] = block * self.block_size
+        return bool(rows)
+
+    def _upload_plan(self, plan: AttentionPlan) -> None:
+        moved = self._plan.reserve(len(plan.data)), self._kernels.reserve_partials(plan.num_partials)
+        if any(moved):
+            self._drop_graphs()
+        self._plan.upload(plan.data)
+        self.counters.shared_keys += plan.shared_keys
+
+    def _upload_rows(self, step: PreparedStep) -> None:
+        """Copy what changes in every step. A token that is not known yet is named by its row in the last step."""
+        num_rows, num_logits = step.num_rows, step.num_logits
+        rows = np.zeros((4, num_rows), dtype=np.int32)  # ids, sources, positions, slots
+        rows[1] = -1
+        end = 0
+        for chunk in step.chunks_by_row:
+            request, start = chunk.request, end
+            end += chunk.num_tokens
+            if request.num_pending and chunk.stop == len(request.token_ids):
+                rows[1, end - 1] = request.pending_row
+            if chunk.num_tokens == 1:
+                rows[0, start] = request.token_ids[chunk.start]
+            else:
+                rows[0, start:end] = request.token_ids[chunk.start : chunk.stop]
+        rows[2, :end], rows[3, :end] = step.positions, step.slots
+        logits = np.zeros((2, num_logits), dtype=np.int32)
+        temperatures, seeds = logits[1].view(np.float32), np.zeros(num_logits, dtype=np.uint64)
+        logits[0, : len(step.logit_rows)] = step.logit_rows
+        temperatures[: len(step.temperatures)], seeds[: len(step.seeds)] = step.temperatures, step.seeds
+        self._rows.upload(rows.ravel(), logits.ravel(), seeds)
+
+    # -- the GPU's side ------------------------------------------------------------------------------------------------
+
+    def _run_step(self, num_rows: int, num_logits: int) -> Tensor:
+        """Run and sample the uploaded step, by a graph if there is one or the shape has been seen before."""
+        key = (num_rows, num_logits)
+        captured = self._graphs.get(key)
+        if captured is None and self._graph_pool is not None and num_rows <= MAX_GRAPH_ROWS and key in self._seen:
+            captured = self._graphs[key] = self._capture(num_rows, num_logits)
+        if captured is None:
+            self._seen.add(key)
+            return self._forward_and_sample(num_rows, num_logits)
+        self.counters.replayed_steps += 1
+        captured.graph.replay()
+        return captured.logits
+
+    def _drop_graphs(self) -> None:
+        """Begin with no graphs: memory that they read has moved."""
+        self._graphs: dict[tuple[int, int], CapturedGraph] = {}
+        can_capture = self.model.device.type == "cuda" and self.fused_model is not None
+        self._graph_pool = torch.cuda.graph_pool_handle() if can_capture else None  # ends with the last graph in it
+
+    def _capture(self, num_rows: int, num_logits: int) -> CapturedGraph:
+        """Capture a step; nothing is computed."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            logits = self._forward_and_sample(num_rows, num_logits)
+        return CapturedGraph(graph, logits)
+
+    def _forward_and_sample(self, num_rows: int, num_logits: int) -> Tensor:
+        from ramify.model.cuda.sampling import sample_rows
+
+        logits = self._forward(num_rows, num_logits)
+        positions, logit_rows, temperatures, seeds = self._split_rows(num_rows, num_logits)[2:]
+        sample_rows(logits, temperatures, seeds, positions, logit_rows, self._sampled)
+        return logits
+
+    def _forward(self, num_rows: int, num_logits: int) -> Tensor:
+        from ramify.model.cuda.sampling import gather_ids
+
+        ids, slots, positions, logit_rows, *_ = self._split_rows(num_rows, num_logits)
+        gather_ids(ids, self._rows.device[num_rows : 2 * num_rows], self._sampled, self._ids)
+        plan = DevicePlan(self._plan.device, positions, self._kernels)
+        slot_mapping = slots if self.fused_model else slots.long()
+        metadata = AttentionMetadata(self.pool, slot_mapping, plan=plan)
+        return self.forward(self._ids[:num_rows], positions, metadata, logit_rows)
+
+    def _split_rows(self, num_rows: int, num_logits: int) -> tuple[Tensor, ...]:
+        """Return the parts of the uploaded rows: ids, slots, positions, logit rows, temperatures and seeds."""
+        sizes = [num_rows] * 4 + [num_logits] * 2 + [2 * num_logits]
+        ids, _, positions, slots, logit_rows, temperatures, seeds = self._rows.device[: sum(sizes)].split(sizes)
+        return ids, slots, positions, logit_rows, temperatures.view(torch.float32), seeds.view(torch.int64)
+
+
+def _round_up_rows(num_rows: int) -> int:
+    step = next((step for limit, step in ROW_STEPS if num_rows <= limit), ROW_STEPS[-1][1])
+    return -(-num_rows // step) * step
+
+
+def _count_heads(model: LoadedModel) -> int:
+    return model.module.config.get_text_config().num_attention_heads
