@@ -16,6 +16,7 @@ from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.infer.scheduler import Scheduler
+from ramify.model import attention_plan
 from ramify.model.weights import StagedWeights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.infer.llama import (
@@ -36,7 +37,7 @@ KVRun = tuple[PolicyVersion, int]
 A, B = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 CLOSE = 1e-4  # in float32; in bfloat16 the error may be that of transformers' own bfloat16
 EXERCISED = ["prefix_hit_tokens", "prefill_chunks", "mixed_steps", "preemptions", "evictions", "cancelled"]
-EXERCISED += ["recomputes", "kept", *(["replayed_steps"] if DEVICE == "cuda" else [])]
+EXERCISED += ["recomputes", "kept", *(["replayed_steps", "shared_keys"] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,8 @@ actions = st.one_of(
 )
 
 
-def test_logprobs_equal_those_of_transformers(world, cores):
+def test_logprobs_equal_those_of_transformers(world, cores, monkeypatch):
+    monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)  # prompts are short here
     published, models, rounded = world
     totals: Counter[str] = Counter()
     engine_errors: list[float] = []

@@ -148,7 +148,10 @@ class CudaModelRunner(ModelRunner):
         tables = [self._block_table(chunk) for chunk in chunks_by_row]
         positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks_by_row])
         blocks = np.concatenate(
-            [table[np.arange(chunk.start, chunk.stop) // self.block_size] for table, chunk in zip(tables, chunks_by_row)]
+            [
+                table[np.arange(chunk.start, chunk.stop) // self.block_size]
+                for table, chunk in zip(tables, chunks_by_row)
+            ]
         )
         logit_rows, num_tokens = list_logit_rows(chunks_by_row)
         sampling = [chunk.request for chunk in chunks_by_row if chunk.samples_next]

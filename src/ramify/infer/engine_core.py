@@ -291,9 +291,7 @@ class EngineCore:
         }
 
 
-def _build_runner(
-    model: LoadedModel, config: EngineConfig, counters: EngineCounters, num_blocks: int
-) -> ModelRunner:
+def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCounters, num_blocks: int) -> ModelRunner:
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if on_gpu and not config.batch_invariant:
         return CudaModelRunner(

@@ -16,6 +16,7 @@ only keys up to the position of a row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,9 +99,7 @@ def build_plan(
     decoding = np.arange(num_decoding)
     small = _Items(decoding, np.ones_like(decoding), decoding, own_start, limits[:num_decoding])
     large, small = (items.cut(_choose_piece_keys(items, shape)) for items in (large, small))
-    tables = [
-        table[: -(-int(limit) // shape.block_size)] for table, limit in zip(block_tables, limits)
-    ]
+    tables = [table[: -(-int(limit) // shape.block_size)] for table, limit in zip(block_tables, limits)]
     shared = sum((stop - start - 1) * (deep - shallow) * shape.block_size for start, stop, shallow, deep in runs)
     return _pack(large, small, tables, limits, num_rows, shared, shape.block_size)
 
@@ -126,7 +125,7 @@ def find_shared_runs(block_tables: Sequence[np.ndarray], shape: KernelShape) -> 
             runs.append((start, stop, depth, shared))
             depth = shared
         bounds = [start, *(start + 1 + np.flatnonzero(inner == shared)).tolist(), stop]
-        pending += [(low, high, depth) for low, high in zip(bounds, bounds[1:]) if high - low > 1]
+        pending += [(low, high, depth) for low, high in pairwise(bounds) if high - low > 1]
     return runs
 
 

@@ -16,18 +16,15 @@ On CUDA a step has no tiles but a plan (`ramify.model.attention_plan`), whose ke
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.errors import ModelUnsupported
-
-if TYPE_CHECKING:
-    from ramify.model.cuda.paged_attention import PagedAttention
 
 SPARE_KEYS = 128  # keys that a tile's buffers can hold beyond those at the start
 PRETOUCH_BYTES = 1 << 30  # bytes of the cache that are allocated at the start on a CPU; the rest as it is used
@@ -140,11 +137,11 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan on the GPU, the positions of the rows, and the kernels that read both."""
+    """A plan on the GPU, the positions of the rows, and the kernels that read both (a `PagedAttention`)."""
 
     data: Tensor
     positions: Tensor
-    kernels: "PagedAttention"
+    kernels: Callable[..., Tensor]
 
 
 @dataclass(slots=True)
@@ -162,8 +159,8 @@ class AttentionMetadata:
         if self.plan is None:
             return attend_tiles(self, layer_index, query, scaling, window)
         plan, slots = self.plan, self.pool.slots[layer_index]
-        scaling = self.pool.head_dim**-0.5 if scaling is None else scaling
-        return plan.kernels(query, slots, plan.data, plan.positions, scaling=scaling, window=window)
+        scale = self.pool.head_dim**-0.5 if scaling is None else scaling
+        return plan.kernels(query, slots, plan.data, plan.positions, scaling=scale, window=window)
 
 
 def write_kv(attn_metadata: AttentionMetadata, layer_index: int, key_value: Tensor) -> None:

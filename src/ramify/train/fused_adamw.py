@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 
 from ramify.model.device_copy import copy_to_device

@@ -11,8 +11,8 @@ gradients are bitwise reproducible.
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 

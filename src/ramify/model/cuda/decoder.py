@@ -7,8 +7,8 @@ are the activation and its product. A layer is ten kernels, four of them matrix 
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ramify.model.attention_plan import HEADER_INTS, ITEM_INTS, KernelShape, build_plan
@@ -194,9 +194,7 @@ class PagedAttention:
     def __call__(
         self, query: Tensor, cache: Tensor, plan: Tensor, positions: Tensor, *, scaling: float, window: int = 0
     ) -> Tensor:
-        """Return the attention of `query` [rows, heads, head_dim] to the slots of a layer, [rows, heads, head_dim].
-
-        """
+        """Return the attention of `query` [rows, heads, head_dim] to the slots of a layer, [rows, heads, head_dim]."""
         if query.stride()[1:] != (self.head_dim, 1):
             query = query.contiguous()
         out = torch.empty(len(query), self.heads, self.head_dim, dtype=query.dtype, device=query.device)

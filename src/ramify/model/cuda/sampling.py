@@ -7,8 +7,8 @@ part and the token in it. Temperature 0 takes the likeliest token. Sums are floa
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 PART = 2048  # tokens of the vocabulary that one program sums

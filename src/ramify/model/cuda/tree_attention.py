@@ -19,8 +19,8 @@ in the same way whatever came before, and a path gets the same result wherever i
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
