@@ -5,6 +5,7 @@
 No registry is needed. The image is imported under the name `IMAGE`.
 """
 
+import io
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 IMAGE = "localhost/ramify-test:latest"
 IMPORT_TIMEOUT = 300.0  # seconds
-REMOVED_CALLS = (
+EXCLUDED_NAMES = (  # directories of the standard library that tests do not need
     "site-packages",
     "test",
     "tests",
@@ -58,7 +59,7 @@ def _add_busybox(archive: tarfile.TarFile, busybox: str) -> None:
     ):
         info = tarfile.TarInfo(f"etc/{name}")
         info.size = len(text)
-        archive.addfile(info, __import__("io").BytesIO(text.encode()))
+        archive.addfile(info, io.BytesIO(text.encode()))
 
 
 def _add_python(archive: tarfile.TarFile) -> None:
@@ -67,7 +68,7 @@ def _add_python(archive: tarfile.TarFile) -> None:
     library = Path(sysconfig.get_paths(vars={"base": sys.base_prefix})["stdlib"])
     archive.add(program, str(program).lstrip("/"))
     _add_entry(archive, "bin/python3", tarfile.SYMTYPE, 0o777, str(program))
-    archive.add(library, str(library).lstrip("/"), filter=_leave_out)
+    archive.add(library, str(library).lstrip("/"), filter=_exclude_unneeded)
     modules = [str(path) for path in library.glob("lib-dynload/*.so")]
     listing = subprocess.run(["ldd", program, *modules], capture_output=True, text=True, check=True).stdout
     for path in sorted(set(re.findall(r"(/\S+) \(0x", listing))):
@@ -80,9 +81,9 @@ def _add_entry(archive: tarfile.TarFile, name: str, kind: bytes, mode: int, targ
     archive.addfile(info)
 
 
-def _leave_out(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def _exclude_unneeded(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     parts = Path(info.name).parts
-    return None if any(part in REMOVED_CALLS or part.startswith("config-") for part in parts) else info
+    return None if any(part in EXCLUDED_NAMES or part.startswith("config-") for part in parts) else info
 
 
 if __name__ == "__main__":
