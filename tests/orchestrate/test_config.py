@@ -177,3 +177,4 @@ def test_a_source_names_the_models_that_score_or_sample_it(read):
     config = read("--train.0.algorithm.beta", "0.1")
     assert config.train[0].score_model == "start" and config.all_models["start"].name == "tiny"
     assert not read().all_models
+    assert not read("--train.0.algorithm.beta", "0.1", "--trainer.lora.enabled", "true").all_models

@@ -1,8 +1,10 @@
 """LoRA trains only adapters, and published weights have them merged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from ramify.errors import ConfigInvalid
 from ramify.model.load import load_model
 from ramify.model.weights import apply_weights, stage_weights
 from ramify.trace import PolicyVersion
+from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import Batch, pack_forests
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
@@ -145,3 +148,30 @@ def test_an_unknown_target_is_refused(model):
         make_trainer(model, target_modules=["query"])
     trainer = make_trainer(model, target_modules=["q_proj"])
     assert all("q_proj" in name for name, _ in trainer.master_weights.named_parameters())
+
+
+def test_reference_that_is_the_starting_model_is_computed_without_adapters(model):
+    """The loss and the gradient are those with the starting model's own logprobs."""
+    trainer, start = train(model, 2), make_trainer(model)
+    (batch,) = random_batches(1)
+    with_start, with_scores = [], []
+    for pack in batch.packs:
+        logprob, _ = start.policy.compute_logprobs(start.prepare_inputs(pack))
+        scores = logprob.detach().numpy()
+        with_scores.append(replace(pack, targets=replace(pack.targets, ref_logprob=scores)))
+        missing = np.full_like(scores, START_LOGPROB)
+        with_start.append(replace(pack, targets=replace(pack.targets, ref_logprob=missing)))
+    computed, given = Batch.from_packs(0, with_start), Batch.from_packs(0, with_scores)
+    assert computed.entry_counts["start_reference"] == sum(len(pack.targets) for pack in batch.packs)
+    results = []
+    for each in (computed, given):
+        accumulator = trainer.forward_backward(each)
+        sums = accumulator.to_sums(accumulator.flatten_device_values(trainer.device).tolist())
+        gradients = {name: value.grad.clone() for name, value in trainer.master_weights.named_parameters()}
+        results.append((gradients, sums.component_losses))
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5) and results[0][1]["kl"] > 0
+    for name, gradient in results[1][0].items():
+        assert torch.allclose(results[0][0][name], gradient, rtol=1e-4, atol=1e-7), name
+    full = build_trainer(model, TrainerConfig(pack_tokens=128), SINGLE_RANK)
+    with pytest.raises(ConfigInvalid, match=r"only with lora\.enabled"):
+        full.step(computed)

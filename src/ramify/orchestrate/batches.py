@@ -116,7 +116,7 @@ class _StoredAnnotation(msgspec.Struct, array_like=True):
     rl: float | bytes
     ce: float | bytes
     ref_kl: float | bytes
-    ref_logprobs: bytes | None
+    ref_logprobs: float | bytes | None
     kl: float | bytes = 0.0  # batches of earlier versions have none
 
 

@@ -330,9 +330,12 @@ class RunConfig(Config):
 
     @property
     def all_models(self) -> dict[str, NamedModelConfig]:
-        """The other models of the run, and the model it starts from if that is a reference with an engine."""
+        """The other models of the run, and the model it starts from if that is a reference with an engine.
+
+        With LoRA it needs no engine: the trainer has it, with its adapters off.
+        """
         needs_start = any(source.score_model == START_REFERENCE for source in self.train)
-        if START_REFERENCE in self.models or not needs_start:
+        if START_REFERENCE in self.models or not needs_start or self.trainer.lora.enabled:
             return self.models
         engine = self.inference if isinstance(self.inference, EngineConfig | VLLMConfig) else EngineConfig()
         return {**self.models, START_REFERENCE: NamedModelConfig(name=self.model.name, inference=engine)}

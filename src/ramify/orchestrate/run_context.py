@@ -143,7 +143,7 @@ class RunContext:
         Raises what `connect_model` raises.
         """
         sources, models = self.config.train, self.config.all_models
-        score_names = {source.source_name: source.score_model for source in sources if source.score_model}
+        score_names = {source.source_name: source.score_model for source in sources if source.score_model in models}
         sampler_names = [source.sampler_model for source in sources if source.sampler_model]
         scorers: dict[str, ScoreModel] = {}
         for name in dict.fromkeys([*score_names.values(), *sampler_names]):
@@ -196,6 +196,7 @@ class RunContext:
                 group_size=self.config.get_group_size(config),
                 max_tries=config.max_tries,
                 temperature=config.sampling.temperature,
+                trainer_scores=bool(config.score_model) and config.score_model not in self.config.all_models,
                 normalization=LossNormalization(config.normalization, config.normalization_tokens or 1),
                 group_rewards=train[name].group_rewards,
                 tasks_per_epoch=train[name].num_tasks if config.curriculum.type == "shuffle" else None,

@@ -19,6 +19,7 @@ from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization
 from ramify.orchestrate.reference_scores import NodeScores
 from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Forest
+from ramify.trace.forest import START_LOGPROB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class SourceSpec:
     max_tries: int = 3  # most tries of an attempt
     temperature: float = 1.0
     normalization: LossNormalization = TOKEN_MEAN
+    trainer_scores: bool = False  # whether the reference is the starting model, which a trainer with adapters has
     group_rewards: frozenset[str] = frozenset()  # names of the rewards that compare all attempts of a group
     tasks_per_epoch: int | None = None  # None if its curriculum has no epochs
 
@@ -87,7 +89,8 @@ def _score_rewarded_group(
 ) -> ScoredGroup:
     mean = safe_mean(rewards)
     annotations = [
-        _add_reference(annotation, reference_scores) for annotation in source.algorithm.annotate(tracker.traces)
+        _add_reference(annotation, reference_scores, trainer_scores=source.trainer_scores)
+        for annotation in source.algorithm.annotate(tracker.traces)
     ]
     filtered = apply_filters(rules.filters, tracker.traces, annotations, rules.vocab_size)
     notes = _build_attempt_notes(tracker, annotations, filtered.filters_by_trace)
@@ -115,8 +118,10 @@ def _score_rewarded_group(
     return ScoredGroup(mean, notes, filtered.fired_by_filter, group, forest)
 
 
-def _add_reference(annotation: Annotation, reference_scores: NodeScores) -> Annotation:
+def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, trainer_scores: bool) -> Annotation:
     logprobs = reference_scores.get((annotation.trace_id, annotation.node))
+    if trainer_scores and annotation.needs_reference:
+        return replace(annotation, ref_logprobs=START_LOGPROB)
     if logprobs is None or annotation.ref_logprobs is not None:
         return annotation
     return replace(annotation, ref_logprobs=logprobs)

@@ -37,7 +37,7 @@ class Annotation:
     rl: TokenWeight = 1.0
     ce: TokenWeight = 0.0
     ref_kl: TokenWeight = 0.0
-    ref_logprobs: Float32Array | None = None
+    ref_logprobs: TokenWeight | None = None
     kl: TokenWeight = 0.0
 
     @property

@@ -38,6 +38,8 @@ SEGMENT_DTYPE = np.dtype(
 )
 
 
+# A reference logprob that the trainer computes itself: with its adapters off, it has the model that a run started from.
+START_LOGPROB = float("inf")
 LOSS_COMPONENTS = ("rl", "ce", "ref_kl", "kl")
 
 
@@ -59,7 +61,7 @@ class Targets:
     rl: Float32Array
     ce: Float32Array
     ref_kl: Float32Array
-    ref_logprob: Float32Array  # of the reference model; NaN if unknown
+    ref_logprob: Float32Array  # of the reference model; NaN if unknown, START_LOGPROB if the trainer computes it
     kl: Float32Array
 
     def __len__(self) -> int:

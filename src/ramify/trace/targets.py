@@ -21,7 +21,7 @@ from ramify.trace.columns import (
     concat_ranges,
     concat_tables,
 )
-from ramify.trace.forest import CALL_DTYPE, LOSS_COMPONENTS, DroppedTargets, PolicyVersion, Targets
+from ramify.trace.forest import CALL_DTYPE, LOSS_COMPONENTS, START_LOGPROB, DroppedTargets, PolicyVersion, Targets
 
 Mask = npt.NDArray[np.bool_]
 S = TypeVar("S", bound=np.generic)
@@ -335,7 +335,7 @@ def _reject_untrainable(
             on_policy & ~np.isfinite(targets.logprob)
         ),
         "has a ref_kl or kl weight but no finite reference logprob": (
-            lambda: has_reference & ~np.isfinite(targets.ref_logprob)
+            lambda: has_reference & ~(np.isfinite(targets.ref_logprob) | (targets.ref_logprob == START_LOGPROB))
         ),
         "has an advantage or weight that is not finite": lambda: ~finite,
     }

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, balance_packs, concat_forests, make_padding_forest, pack_trees, split_forest
-from ramify.trace.forest import LOSS_COMPONENTS
+from ramify.trace.forest import LOSS_COMPONENTS, START_LOGPROB
 
+START_REFERENCE_COUNT = "start_reference"  # the count of entries whose reference logprob the trainer computes
 FILLER_TOKENS = 128  # length of a pack that trains nothing
 
 
@@ -36,9 +38,11 @@ class Batch:
 
 
 def count_entries(forests: Sequence[Forest]) -> dict[str, int]:
-    """Return the number of entries of each component in these forests."""
+    """Return the number of entries of each component in these forests, and START_REFERENCE_COUNT if it is not 0."""
     counts = [forest.count_by_component() for forest in forests]
-    return {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS}
+    totals = {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS}
+    num_start = sum(int(np.count_nonzero(forest.targets.ref_logprob == START_LOGPROB)) for forest in forests)
+    return {**totals, START_REFERENCE_COUNT: num_start} if num_start else totals
 
 
 class PackSpec(msgspec.Struct, frozen=True):

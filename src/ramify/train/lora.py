@@ -4,6 +4,8 @@ The adapters are injected into the model in place, so layers, head, tree attenti
 Their product is added to the matrix only when weights are published: engines load an ordinary model.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,23 @@ def build_peft_config(config: LoraConfig, target_modules: list[str], *, purpose:
     return PeftConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=target_modules, lora_dropout=0.0, **settings
     )
+
+
+@contextmanager
+def disable_adapters(model: nn.Module) -> Generator[None]:
+    """Run the block with the model that training started from. Raises ConfigInvalid if the model has no adapters."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    if not layers:
+        raise ConfigInvalid(
+            "a batch needs the logprobs of the starting model, which a trainer has only with lora.enabled"
+        )
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def is_adapter_weight(name: str) -> bool:

@@ -7,6 +7,7 @@ model in one place.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
+from ramify.trace.forest import START_LOGPROB
+from ramify.train.batch import START_REFERENCE_COUNT
 from ramify.train.lm_head import compute_logprobs
+from ramify.train.lora import disable_adapters
 from ramify.train.losses import LossFunction, ce, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
@@ -63,6 +67,8 @@ class PolicyModel(nn.Module):
 
     def forward(self, inputs: ModelInputs, entry_counts: Mapping[str, int]) -> PolicyOutput:
         """Compute the pack's share of the loss of its batch, which has `entry_counts` entries of each component."""
+        if entry_counts.get(START_REFERENCE_COUNT):  # in every pack: ranks run the same collectives
+            self._add_start_logprobs(inputs)
         logprob, entropy = self.compute_logprobs(inputs)
         losses: dict[str, Tensor] = {}
         masked: Tensor | None = None
@@ -73,6 +79,17 @@ class PolicyModel(nn.Module):
         loss = sum(losses.values(), start=torch.zeros((), device=logprob.device)) if losses else 0.0 * logprob.sum()
         component_losses = {name: value.detach() for name, value in losses.items()}
         return PolicyOutput(loss, component_losses, logprob.detach(), entropy.detach(), masked)
+
+    @torch.no_grad()
+    def _add_start_logprobs(self, inputs: ModelInputs) -> None:
+        """Replace the reference logprobs that are missing by those of the model without its adapters."""
+        with disable_adapters(self.model):
+            logprob, _ = self.compute_logprobs(inputs)
+        head_inputs = inputs.head_inputs
+        reference = head_inputs.all_entries.reference_logprob
+        if len(reference):
+            reference = reference.where(reference != START_LOGPROB, logprob)
+            head_inputs.all_entries = replace(head_inputs.all_entries, reference_logprob=reference)
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the logprob and the entropy of every entry; for a pack without entries, those of its padding pairs."""
