@@ -39,7 +39,7 @@ def check(python: Path, output: Path) -> None:
     source = {"taskset": table, "python": str(python), "sampling": {"temperature": 1.0, "max_tokens": 8}}
     run_ramify("eval", "@", str(write_eval(output, "eval", {**source, "num_tasks": 2, "repetitions": 2})), "-m", "tiny")
     source = {**source, "algorithm": {"id": "rae"}}
-    traces = train(output, "tictactoe", source, steps=NUM_STEPS, orchestrator=EVERY_GROUP, run={"seq_len": 4096})
+    traces = train(output, "tictactoe", source, steps=NUM_STEPS, orchestrator=EVERY_GROUP, run={"seq_len": 2048})
     episodes = {trace.episode: {other.agent for other in traces if other.episode == trace.episode} for trace in traces}
     assert set(map(frozenset, episodes.values())) == {frozenset({"player-0", "player-1"})}
     print(f"   tictactoe: {NUM_STEPS} steps by rae, {len(episodes)} games, {len(traces)} traces", flush=True)

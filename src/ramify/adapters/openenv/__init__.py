@@ -69,7 +69,7 @@ class OpenEnvTask(rf.Task):
 class OpenEnv(rf.Taskset):
     """Episodes of an environment behind an OpenEnv server."""
 
-    config: OpenEnvConfig
+    config: OpenEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     task_type = OpenEnvTask
 
     def __init__(self, config: OpenEnvConfig) -> None:
@@ -90,7 +90,7 @@ class OpenEnv(rf.Taskset):
         base_url = await self.server.get_base_url() if self.server is not None else config.base_url
         assert base_url is not None  # the config names one server
         conversation = PolicyConversation(endpoint, trace, config.instructions)
-        state.step_rewards = []
+        step_rewards = state.step_rewards = list[float]()
         num_invalid = 0
         async with OpenEnvSession(base_url, step_timeout=config.step_timeout) as session:
             result = await session.reset({"seed": task.seed, "episode_id": trace.id[:255], **config.reset})
@@ -109,7 +109,7 @@ class OpenEnv(rf.Taskset):
                     message = f"error: this is no valid action: {error}"
                     continue
                 num_invalid = 0
-                state.step_rewards.append(float(result.get("reward") or 0.0))
+                step_rewards.append(float(result.get("reward") or 0.0))
                 message = self._format_observation(result)
         return "done"
 

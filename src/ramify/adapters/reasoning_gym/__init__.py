@@ -52,7 +52,7 @@ class ReasoningGymTask(rf.Task):
 class ReasoningGym(rf.Taskset):
     """Questions of one dataset of reasoning-gym."""
 
-    config: ReasoningGymConfig
+    config: ReasoningGymConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     task_type = ReasoningGymTask
 
     def __init__(self, config: ReasoningGymConfig) -> None:

@@ -44,7 +44,7 @@ class TextArenaTask(rf.Task):
 class TextArena(rf.Taskset):
     """Games between copies of the policy, or alone."""
 
-    config: TextArenaConfig
+    config: TextArenaConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     task_type = TextArenaTask
 
     def __init__(self, config: TextArenaConfig) -> None:
@@ -81,6 +81,7 @@ class TextArena(rf.Taskset):
         state.player_rewards = {agent.trace.agent: 0.0 for agent in agents}  # of a game that is not finished
         is_over = False
         while not is_over:
+            player: int
             player, observation = game.get_observation()
             reply = await conversations[player].send(_format_observation(observation, player))
             if reply is None:

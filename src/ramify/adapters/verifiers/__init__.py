@@ -37,7 +37,7 @@ class VerifiersConfig(rf.TasksetConfig):
 class Verifiers(rf.Taskset):
     """The tasks of an environment of verifiers, which runs and scores its own rollouts."""
 
-    config: VerifiersConfig
+    config: VerifiersConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
     def __init__(self, config: VerifiersConfig) -> None:
         super().__init__(config)

@@ -7,10 +7,11 @@ is noted before the rubric sees it, and the rollout fails with EnvironmentFault 
 import contextlib
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import ramify as rf
 from ramify.adapters.packages import import_package
@@ -49,7 +50,7 @@ class V0Environment(VerifiersEnvironment):
         try:
             self._env: Any = self._vf.load_environment(env_id, **args)
         except (ValueError, RuntimeError) as error:
-            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded: {error}") from error
+            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded in {sys.prefix}: {error}") from error
         rubrics = _list_rubrics(self._env.rubric)
         for rubric in rubrics:
             rubric.funcs = [_note_errors(function) for function in rubric.funcs]
@@ -99,7 +100,7 @@ class V0Environment(VerifiersEnvironment):
 
     def _build_input(self, task: rf.Task) -> dict[str, Any]:
         prompt = task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt or ()]
-        return {**task.row, "prompt": prompt}  # pyright: ignore[reportAttributeAccessIssue] - a field of V0Task
+        return {**cast(V0Task, task).row, "prompt": prompt}
 
     async def _rebuild_state(self, task: rf.Task, plain_state: dict[str, Any]) -> Any:
         client = self._vf.OpenAIChatCompletionsClient(None)  # a group reward makes no model calls
@@ -154,7 +155,7 @@ def _find_weights(rubrics: list[Any], vf: Any) -> dict[str, float]:
     pairs = [pair for rubric in rubrics for pair in zip(rubric.funcs, rubric.weights, strict=True)]
     names = [getattr(function, "__name__", repr(function)) for function, _ in pairs]
     has_own_way = any(
-        getattr(type(rubric), name) is not getattr(vf.Rubric, name)
+        getattr(cast(Any, type(rubric)), name) is not getattr(vf.Rubric, name)
         for rubric in rubrics
         for name in ("score_rollout", "score_group")
     )

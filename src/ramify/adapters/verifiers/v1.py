@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ramify as rf
 from ramify.adapters.packages import import_package
@@ -43,7 +43,7 @@ class V1Environment(VerifiersEnvironment):
             self._env_class: Any = loaders.environment_class(env_id, "")
             self._tasks = _LazyTasks(iter(self._env_class(self._config).taskset))
         except (ImportError, TypeError, ValueError) as error:  # a pydantic error is a ValueError
-            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded: {error}") from error
+            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded in {sys.prefix}: {error}") from error
         agents = import_package("verifiers.v1.configs.agent", "verifiers", "verifiers")
         roles = list(agents.agent_config_fields(self._config))
         if roles != ["agent"]:
@@ -62,7 +62,7 @@ class V1Environment(VerifiersEnvironment):
 
     async def run(self, task: rf.Task, endpoint: rf.Endpoint, trace: rf.Trace) -> FinishedRollout:
         """Run one episode of the environment, which scores itself."""
-        vf_task = self._tasks.get(task.index)  # pyright: ignore[reportAttributeAccessIssue] - a field of V1Task
+        vf_task = self._tasks.get(cast(V1Task, task).index)
         if vf_task is None:
             raise EnvironmentFault(f"the taskset has no task {task.identity}")
         env = self._env_class(self._config)
