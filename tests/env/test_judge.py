@@ -40,6 +40,18 @@ def test_reference_judge_compares_the_reply_with_the_answer(server):
     assert run(judge(server).score(TASK, context.trace)) == 0.0
 
 
+def test_a_judge_can_be_a_model_of_the_run(server, monkeypatch):
+    server.reset(lambda body: "Verdict: CORRECT")
+    monkeypatch.setenv("RAMIFY_MODEL_BIG_ONE", f"{server.url.removesuffix('/v1')} models/big")
+    table = {"id": "reference", "base_url": "models.big-one"}
+    assert run(Judge.load(table).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
+    assert server.requests[0]["model"] == "models/big"
+    with pytest.raises(ConfigInvalid, match=r"the run has no \[models\.other\]"):
+        run(Judge.load({**table, "base_url": "models.other"}).score(TASK, make_context(TASK, "Rome").trace))
+    with pytest.raises(ConfigInvalid, match="model: required"):
+        Judge.load({"id": "reference", "base_url": server.url})
+
+
 def test_rubric_score_is_the_weighted_mean(server):
     server.reset(lambda body: 'I think {so}.\n```json\n{"right": 1, "short": 0.5}\n```')
     score = run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))

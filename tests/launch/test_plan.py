@@ -75,6 +75,7 @@ def test_other_models_are_started_unless_their_servers_run_already(tmp_path):
     sampled_by_teacher = parse(EnvServerConfig, ["@", str(folder / "env-train-copy.toml")])
     sampled_by_policy = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
     assert sampled_by_teacher.inference.base_url == [url] != sampled_by_policy.inference.base_url
+    assert specs["env/train/reverse"].env["RAMIFY_MODEL_TEACHER"] == f"{url} tiny"
     assert "models/judge: http://10.0.0.1:8000 (external, not managed by this run)" in plan.format_lines()
 
 

@@ -80,7 +80,10 @@ def wait_for_teacher(run: subprocess.Popen[bytes], path, num_steps: int) -> int:
         time.sleep(0.1)
         try:
             processes = json.loads((path / "run.json").read_text())["processes"]
-            teacher, step = processes["models/teacher"], json.loads((path / "status.json").read_text())["step"]
+            teacher, step = (
+                processes["models/teacher"],
+                json.loads((path / "status.json").read_text())["status"]["step"],
+            )
         except (OSError, ValueError, KeyError):
             continue
         if teacher["state"] == "ready" and step >= num_steps:

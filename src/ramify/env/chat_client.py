@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ramify.async_calls import retry
 from ramify.config import Config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ramify.client.http_client import HttpClient, HttpResponse
 
 EXCERPT_CHARS = 300  # of a response, in error messages
+RUN_MODEL_PREFIX = "models."  # of a `base_url` that names a model of the run
 COMPLETIONS_PATH = "/chat/completions"
 RETRYABLE_STATUS_CODES = (408, 409, 429, 500, 502, 503, 504)
 INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
@@ -30,14 +31,39 @@ INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each furthe
 class ExternalModelConfig(Config):
     """A model other than the policy, and the OpenAI-compatible endpoint that serves it.
 
-    - `base_url`: the address; it ends in `/v1`, as in OpenAI's clients.
-    - `model`: the name of the model at the endpoint.
+    - `base_url`: the address; it ends in `/v1`, as in OpenAI's clients. `models.NAME` stands for the address of the
+      model `[models.NAME]` of the run.
+    - `model`: the name of the model at the endpoint. A model of the run needs none.
     - `api_key_env`: the environment variable that holds the API key. None: no key is sent.
     """
 
     base_url: str
-    model: str
+    model: str = ""
     api_key_env: str | None = None
+
+    @model_validator(mode="after")
+    def _other_endpoints_need_a_model(self) -> "ExternalModelConfig":
+        if not self.model and not self.base_url.startswith(RUN_MODEL_PREFIX):
+            raise ValueError("model: required, the name of the model at the endpoint")
+        return self
+
+    def resolve(self) -> tuple[str, str]:
+        """Return address and model. Raises ConfigInvalid if the run has no such model.
+
+        The address of a model of the run is in the environment, not in the config: it changes when a run is resumed.
+        """
+        if not self.base_url.startswith(RUN_MODEL_PREFIX):
+            return self.base_url, self.model
+        name = self.base_url.removeprefix(RUN_MODEL_PREFIX)
+        address, _, served_model = os.environ.get(get_model_variable(name), "").partition(" ")
+        if not address:
+            raise ConfigInvalid(f"base_url: the run has no [models.{name}], or this process is not part of a run")
+        return f"{address}/v1", self.model or served_model
+
+
+def get_model_variable(name: str) -> str:
+    """Return the environment variable with the address and the name of a model of the run, separated by a space."""
+    return f"RAMIFY_MODEL_{name.upper().replace('-', '_')}"
 
 
 class ChatClientConfig(ExternalModelConfig):
@@ -86,18 +112,18 @@ class ChatClient:
         """Return the model's reply. Raises ProviderError if all retries fail or the timeout passes."""
         from ramify.client.http_client import HttpClient  # takes long to load, and few environments need it
 
-        config = self.config
-        body = {"model": config.model, "messages": list(messages)}
+        config, (base_url, model) = self.config, self.config.resolve()
+        body = {"model": model, "messages": list(messages)}
         body |= {name: v for name in ("temperature", "max_tokens") if (v := getattr(config, name)) is not None}
         try:
             async with (
                 asyncio.timeout(config.timeout),
-                HttpClient(config.base_url.rstrip("/"), connect_timeout=config.timeout, max_connections=1) as http,
+                HttpClient(base_url.rstrip("/"), connect_timeout=config.timeout, max_connections=1) as http,
             ):
                 http.headers |= self._headers
                 return await self._post_with_retries(http, msgspec.json.encode(body))
         except TimeoutError:
-            raise ProviderError(f"{config.base_url} did not answer within {config.timeout:g} s") from None
+            raise ProviderError(f"{base_url} did not answer within {config.timeout:g} s") from None
 
     async def _post_with_retries(self, http: "HttpClient", body: bytes) -> ChatCompletion:
         """Return the completion, after retries of transient failures."""

@@ -42,6 +42,7 @@ class Taskset:
     - `validate`: checks a task; it raises, or returns False or a text, if something is wrong. `ramify validate` calls
       `validate` and `gold`; both may name `task`, `runtime`, `rng` and `state`.
     - a method with `@reward`: returns a number; the reward of a rollout is the weighted sum.
+    - a method with `@turn_reward`: returns a number or None for each turn of a rollout.
     - a method with `@group_reward`: takes `traces`, all attempts at a task, and returns one number for each. It may
       also name `task` and `rng`.
     - a method with `@metric`: returns a number that is only reported.

@@ -13,6 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ramify.config import Config, raise_config_invalid, write_toml
+from ramify.env.chat_client import get_model_variable
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
@@ -234,7 +235,7 @@ class _PlanBuilder:
             f"env/{name}",
             (*RAMIFY_COMMAND, "env-server", "@", str(file)),
             source.log_path(self.path),
-            env=self._build_environment(self.devices.other, name),
+            env={**self._build_environment(self.devices.other, name), **self._build_model_variables()},
             address=self.addresses[name],
             ready_timeout=timeout,
         )
@@ -265,6 +266,11 @@ class _PlanBuilder:
         log, env = self.path / "logs" / "trainer.log", self.devices.trainer.env
         modules = TRAINER_MODULES if self._is_cpu_only else ()
         return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
+
+    def _build_model_variables(self) -> dict[str, str]:
+        """Return the environment variables with the addresses of the run's other models, for judges and users."""
+        models = self.run_config.models
+        return {get_model_variable(name): f"{model.base_url[0]} {model.name}" for name, model in models.items()}
 
     def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""
