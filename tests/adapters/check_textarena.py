@@ -4,9 +4,11 @@ import json
 import subprocess
 from pathlib import Path
 
+from ramify.env.plugin import PLUGIN_KINDS
 from tests.adapters.training import run_ramify, train, write_eval
 
 NUM_STEPS = 10
+ALGORITHM = "rae" if "rae" in PLUGIN_KINDS["algorithm"].builtin_paths else "grpo"
 PLAY_DEADLINE = 300  # seconds
 EVERY_GROUP = {"filters": []}  # also those whose attempts earn equal rewards
 # Runs with the interpreter of TextArena: a game with scripted moves, in which the first player wins.
@@ -38,8 +40,8 @@ def check(python: Path, output: Path) -> None:
     table = {"id": "textarena", "game": "TicTacToe-v0", "num_players": 2}
     source = {"taskset": table, "python": str(python), "sampling": {"temperature": 1.0, "max_tokens": 8}}
     run_ramify("eval", "@", str(write_eval(output, "eval", {**source, "num_tasks": 2, "repetitions": 2})), "-m", "tiny")
-    source = {**source, "algorithm": {"id": "rae"}}
+    source = {**source, "algorithm": {"id": ALGORITHM}}
     traces = train(output, "tictactoe", source, steps=NUM_STEPS, orchestrator=EVERY_GROUP, run={"seq_len": 2048})
     episodes = {trace.episode: {other.agent for other in traces if other.episode == trace.episode} for trace in traces}
     assert set(map(frozenset, episodes.values())) == {frozenset({"player-0", "player-1"})}
-    print(f"   tictactoe: {NUM_STEPS} steps by rae, {len(episodes)} games, {len(traces)} traces", flush=True)
+    print(f"   tictactoe: {NUM_STEPS} steps by {ALGORITHM}, {len(episodes)} games, {len(traces)} traces", flush=True)
