@@ -79,6 +79,18 @@ def test_other_models_are_started_unless_their_servers_run_already(tmp_path):
     assert "models/judge: http://10.0.0.1:8000 (external, not managed by this run)" in plan.format_lines()
 
 
+def test_other_models_share_the_gpu_of_the_engine_and_count_in_its_memory(tmp_path):
+    alone = build_plan(config(tmp_path), gpus=[gpu(0)])
+    plan = build_plan(config(tmp_path, models={"teacher": {"name": "tiny"}}), gpus=[gpu(0)])
+    specs = {spec.name: spec for spec in plan.process_specs}
+    assert specs["models/teacher"].env["CUDA_VISIBLE_DEVICES"] == specs["inference"].env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert plan.memory_estimate.inference > 1.5 * alone.memory_estimate.inference
+    external = {"engine": "external", "base_url": ["http://10.0.0.1:8000"]}
+    plan = build_plan(config(tmp_path, models={"teacher": {"name": "tiny"}}, inference=external), gpus=[gpu(0)])
+    specs = {spec.name: spec for spec in plan.process_specs}
+    assert specs["models/teacher"].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_a_missing_teacher_is_refused(tmp_path):
     models = {"teacher": {"name": str(tmp_path / "nothing")}}
     with pytest.raises(ConfigInvalid, match=r"models\.teacher\.name: model .* was not found"):

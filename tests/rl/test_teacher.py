@@ -45,6 +45,7 @@ teacher = "teacher"
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not FULL, reason="a run in which the teacher is killed and stopped ten times")
 def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
     (tmp_path / "rl.toml").write_text(CONFIG)

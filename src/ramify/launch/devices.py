@@ -82,10 +82,13 @@ def allocate_for_run(config: RunConfig, *, dry_run: bool, gpus: list[Gpu] | None
     """Allocate the devices of this machine or, for a dry run without GPUs, of one that has the configured GPUs."""
     inference = config.inference
     device = inference.device if isinstance(inference, EngineConfig) else "auto"
+    starts_engine = not isinstance(inference, ExternalConfig) or any(
+        model.is_managed for model in config.all_models.values()
+    )
     return allocate_devices(
         usable_cores(),
         visible_gpus() if gpus is None else gpus,
-        inference="none" if isinstance(inference, ExternalConfig) else device,
+        inference=device if starts_engine else "none",
         trainer=config.trainer.device,
         placement=config.launch.gpu_placement,
         trainer_gpus=config.launch.trainer_gpus,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ModelNotFound, WeightsRefused
-from ramify.infer.config import ExternalConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocations
 from ramify.launch.machine import usable_memory
 from ramify.model.manifest import read_tensor_shapes
@@ -77,7 +77,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes that the inference engine, the trainer and all other processes need."""
+    """Bytes that the engines (the policy's and those of other models), the trainer and all other processes need."""
 
     inference: int
     trainer: int
@@ -89,7 +89,10 @@ def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocati
     gpus, num_sources = devices.inference.gpus, len(config.train) + len(config.eval)
     device_memory = (gpus[0].memory or ASSUMED_GPU_BYTES) if gpus else usable_memory()
     return MemoryEstimate(
-        inference=_estimate_inference(config, model, gpu=bool(gpus), device_memory=device_memory),
+        inference=sum(
+            _estimate_engine(engine, config.seq_len, size, gpu=bool(gpus), device_memory=device_memory)
+            for engine, size in _list_engines(config, model)
+        ),
         trainer=_estimate_trainer(config, model, gpu=bool(devices.trainer.gpus)),
         other=PROCESS_BASE_BYTES * (2 + 2 * num_sources),
     )
@@ -113,15 +116,23 @@ def check_memory(estimate: MemoryEstimate, devices: DeviceAllocations) -> None:
         raise_config_invalid(problems)
 
 
-def _estimate_inference(config: RunConfig, model: ModelSize, *, gpu: bool, device_memory: int) -> int:
+def _list_engines(config: RunConfig, model: ModelSize) -> list[tuple[EngineConfig | VLLMConfig, ModelSize]]:
+    """Return the engines that the run starts, each with the size of its model if that is known."""
+    engines = [] if isinstance(config.inference, ExternalConfig) else [(config.inference, model)]
+    for other in config.all_models.values():
+        if other.is_managed and (size := ModelSize.from_name(other.name)) is not None:
+            engines.append((other.inference, size))
+    return engines
+
+
+def _estimate_engine(
+    inference: EngineConfig | VLLMConfig, seq_len: int, model: ModelSize, *, gpu: bool, device_memory: int
+) -> int:
     """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory."""
-    inference = config.inference
-    if isinstance(inference, ExternalConfig):
-        return 0
     element_bytes = _bytes_per_element(inference.dtype, gpu)
     weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes
     token_bytes = model.num_layers * model.kv_elements * element_bytes
-    max_len = inference.max_model_len or config.seq_len
+    max_len = inference.max_model_len or seq_len
     if isinstance(inference, VLLMConfig):
         vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if gpu else 0
         return max(vllm_bytes, weight_bytes + max_len * token_bytes)
