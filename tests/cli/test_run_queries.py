@@ -104,7 +104,7 @@ def test_why_of_a_live_run_counts_failures(run, capsys):
         assert main(["why", "run"]) == 0
     output = capsys.readouterr().out
     assert "failed=WorkerDied:3" in output
-    assert "WorkerDied: exit code -9" in output
+    assert "3 × WorkerDied, the last: exit code -9\n" in output
 
 
 def test_why_of_a_live_run_shows_dropped_groups(run, capsys):

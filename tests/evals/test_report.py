@@ -1,12 +1,18 @@
 """The scores of the report, and the bounds of rewards."""
 
 import math
+import re
 
+from rich.console import Console
+
+from ramify.errors import AgentExit, Failure
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.progress import group_rewards_by_task
-from ramify.evals.report import compute_scores
+from ramify.evals.report import build_report, compute_scores
 from ramify.evals.stats import clustered_mean
 from ramify.store import RolloutRecord
+from ramify.store.summary import summarize_rollout
+from ramify.trace import Trace
 
 
 def names(*repetitions: int) -> list[str]:
@@ -71,3 +77,12 @@ def test_reward_bounds_of_a_weighted_sum():
     assert reward_bounds([scored(0, 0, 0.5, points=(7.0, 0.0), right=(0.5, 1.0))]) == (0.0, 1.0)
     assert reward_bounds([scored(0, 0, 7.0, right=(0.5, 1.0))]) == (-math.inf, math.inf)
     assert reward_bounds([]) == (-math.inf, math.inf)
+
+
+def test_the_text_of_errors_before_the_first_reply_is_shown():
+    traces = [Trace(id="0", errors=[Failure.from_exception(AgentExit("can't open file 'nope.py'\nmore"))])]
+    rows = [RolloutRecord(f"0.{number}", "0", number, summary=summarize_rollout(traces)) for number in range(3)]
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(build_report(rows, pass_threshold=1.0))
+    assert re.search(r"3 × AgentExit +can't open file 'nope.py' *\n", capture.get())

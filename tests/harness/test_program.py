@@ -108,6 +108,15 @@ def test_a_program_that_fails_before_the_first_reply_is_an_agent_exit():
     assert trace.info["program"]["exit_code"] == 3
 
 
+def test_an_agent_exit_begins_with_the_last_line_of_the_output():
+    trace = run_program([], command=["python3", "-c", "import no_such_module"])
+    message = (
+        "the program exited with code 1 before the first reply: ModuleNotFoundError: No module named 'no_such_module'"
+    )
+    assert trace.errors[0].message.splitlines()[0] == message
+    assert "Traceback" in trace.errors[0].message
+
+
 def test_a_program_that_fails_after_a_reply_is_scored():
     trace = run_program(["forty-two"], taskset=Files, env={"EXIT_CODE": "1"})
     assert (trace.stop, trace.errors, trace.reward) == ("exit", [], 1.0)

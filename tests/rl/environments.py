@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ramify as rf
+from ramify.errors import AgentExit
 
 
 class Config(rf.TasksetConfig):
     gate: str = ""
-    """A file. While it exists, every rollout waits; if it contains `broken`, every rollout fails."""
+    """A file. While it exists, every rollout waits; if it contains `broken`, every rollout fails; with `exit`, every
+    rollout ends as if the agent's program had exited."""
 
 
 class Plain(rf.Taskset):
@@ -24,6 +26,8 @@ class Plain(rf.Taskset):
     async def setup(self) -> None:
         if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "broken":
             raise ValueError("there is no such thing")
+        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "exit":
+            raise AgentExit(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
         while self.config.gate and Path(self.config.gate).exists():
             await asyncio.sleep(0.02)
 

@@ -17,6 +17,7 @@ import pytest
 from ramify.cli import main
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import (
+    AgentExit,
     EnvironmentFault,
     NoTrainableGroups,
     PeerLost,
@@ -227,7 +228,7 @@ def read_dropped_groups(path: Path) -> list[GroupRecord]:
 
 
 def test_environment_with_broken_code(stage, monkeypatch, capsys):
-    monkeypatch.setattr(background, "MAX_ENVIRONMENT_FAULTS", 6)
+    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
     stage.gate.write_text("broken")
     with pytest.raises(
         EnvironmentFault, match=r"plain: all \d+ attempts failed in environment code; .*no such thing"
@@ -241,8 +242,30 @@ def test_environment_with_broken_code(stage, monkeypatch, capsys):
     ]
     assert len(logged) == 1 and raised in logged[0]
     assert main(["why", str(stage.home / "broken")]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if " × EnvironmentFault in plain" in line)
-    assert raised in line
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "EnvironmentFault in plain" in line)
+    assert raised in line and re.match(r"\d+ of \d+ attempts ended as EnvironmentFault in plain: ", line)
+
+
+def test_agent_that_always_exits_before_its_first_reply(stage, monkeypatch, capsys):
+    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
+    stage.gate.write_text("exit")
+    pattern = r"plain: all \d+ attempts ended before the first reply; last error: code 2: can't open file 'nope.py'"
+    with pytest.raises(AgentExit) as ended:
+        stage.run("exits", orchestrator={"stall_timeout": 60.0})
+    assert re.fullmatch(pattern, ended.value.message)
+    assert "plain: AgentExit: code 2: can't open file 'nope.py'" in capsys.readouterr().out.splitlines()
+    assert main(["why", str(stage.home / "exits")]) == 0
+    line = r"(\d+) of \d+ attempts ended as AgentExit in plain: code 2: can't open file 'nope.py'"
+    assert re.search(f"^{line}$", capsys.readouterr().out, re.M)
+
+
+def test_single_errors_before_a_reply_do_not_end_the_run(stage, monkeypatch):
+    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 1)
+    with pytest.raises(RunStalled):
+        stage.run("mixed", curriculum={"type": "shuffle", "epochs": 1})
+    stage.gate.write_text("exit")
+    with pytest.raises(RunStalled):
+        stage.run("mixed", curriculum={"type": "shuffle", "epochs": 2})
 
 
 def test_tasks_run_out_before_the_first_batch(stage):

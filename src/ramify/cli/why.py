@@ -8,7 +8,7 @@ import argparse
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,9 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
     console = make_console()
     console.print(Text(f"{status.get('run', '')} {format_status_line(status)}"))
     errors: list[dict[str, Any]] = status.get("errors") or []
-    for error in errors:
-        console.print(Text(f"{error['name']}: {error['message']}"), soft_wrap=True)
+    counts: dict[str, int] = status.get("failures") or {}
+    for name, error in {error["name"]: error for error in errors}.items():
+        console.print(Text(f"{counts.get(name, 1)} × {name}, the last: {error['message']}"), soft_wrap=True)
     if dropped:
         console.print(Text(f"dropped groups: {dropped}"), soft_wrap=True)
     if not waits:
@@ -129,13 +130,14 @@ def _print_ended_run(path: Path) -> None:
         ledger, events = Ledger.open_readonly(store), RunLog(store).events()
         progress, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
         dropped, finished = ledger.describe_drops(), has_finished(store)
+        num_tries = ledger.count_ended_tries()
     state = "finished" if finished else "stopped"
     uncommitted = progress.acknowledged - progress.committed
     print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} trained after the last checkpoint")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
-    for line in _summarize_failures(events):
+    for line in _summarize_failures(events, num_tries):
         console.print(line, markup=False, soft_wrap=True)
     for event in events[-MAX_EVENTS:]:
         timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
@@ -158,14 +160,25 @@ def _print_log_tails(path: Path, console: "Console") -> None:
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _summarize_failures(events: Sequence["RunEvent"]) -> list[str]:
-    """Return the most frequent failures, one line each, with their number."""
-    counts = Counter(
-        f"{event.fields.get('name')} in {event.fields.get('where', 'the run')}: {event.fields.get('message')}"
-        for event in events
-        if event.kind == "failure"
-    )
-    return [f"{count} × {line}" for line, count in counts.most_common(MAX_FAILURES)]
+def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, int]) -> list[str]:
+    """Return the most frequent failures, one line each, with number and most frequent message.
+
+    `num_tries` is the number of ended tries of each source.
+    """
+    messages: dict[tuple[str, str], Counter[str]] = {}
+    for fields in (event.fields for event in events if event.kind == "failure"):
+        first_line = str(fields.get("message")).partition("\n")[0]
+        messages.setdefault((fields.get("where", "the run"), str(fields.get("name"))), Counter())[first_line] += 1
+    lines: list[str] = []
+    for (origin, name), counts in sorted(messages.items(), key=lambda item: -item[1].total())[:MAX_FAILURES]:
+        number = (
+            f"{counts.total()} of {num_tries[origin]} attempts ended as"
+            if origin in num_tries
+            else f"{counts.total()} ×"
+        )
+        [(message, frequency)] = counts.most_common(1)
+        lines.append(f"{number} {name} in {origin}{'' if len(counts) == 1 else f', {frequency} of them'}: {message}")
+    return lines
 
 
 def _print_audit(path: Path) -> int:

@@ -14,9 +14,9 @@ from ramify.evals.progress import count_errors, count_tokens, group_rewards_by_t
 from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates, mean_by_name
 from ramify.evals.summary import PHASES, total_seconds
 from ramify.store import RolloutRecord
-from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
+from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION, get_error_before_reply
 
-MAX_FAILURES_SHOWN = 3  # distinct failures that are shown with their messages
+MAX_FAILURES_SHOWN = 3  # distinct failures, and errors before the first reply, that are shown with their messages
 
 
 def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> RenderableType:
@@ -69,7 +69,8 @@ def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{prompt_tokens:,} in, {sampled_tokens:,} out"
     errors = count_errors(rows)
     yield "errors", ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "none"
-    failures = Counter((row.failure, row.summary.get("message", "")) for row in rows if row.failure is not None)
+    named_rows = ((row.failure or get_error_before_reply(row.summary), row) for row in rows)
+    failures = Counter((name, row.summary.get("message", "")) for name, row in named_rows if name is not None)
     for (name, message), count in failures.most_common(MAX_FAILURES_SHOWN):
         yield f"{count} × {name}", message
     if rows:

@@ -232,8 +232,16 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
         raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
     if session.num_turns == 0:
         output = _shorten_output(result.stderr or result.stdout, EXCERPT_CHARS)
-        raise AgentExit(f"the program exited with code {result.returncode} before the first reply: {output}")
+        raise AgentExit(
+            f"the program exited with code {result.returncode} before the first reply: {_put_last_line_first(output)}"
+        )
     return "exit"
+
+
+def _put_last_line_first(output: str) -> str:
+    """Return the output after its own last line, which often names the error: lists show only the first line."""
+    lines = output.strip().splitlines()
+    return output.strip() if len(lines) < 2 else f"{lines[-1].strip()}\n{output.strip()}"
 
 
 def _find_last_reply(session: "RolloutSession", context: RolloutContext) -> str:

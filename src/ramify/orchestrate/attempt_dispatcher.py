@@ -14,7 +14,7 @@ from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
-from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
+from ramify.orchestrate.group_tracker import GroupProgress, list_errors_before_reply, list_system_failures
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import build_rollout_id
 from ramify.seeds import derive_seed
@@ -124,7 +124,7 @@ class AttemptDispatcher:
             await source.wait_before_retry(failure)  # even without a retry: the next group would fail right away
             progress = await asyncio.shield(core.record_failure(group.number, attempt, failure))
         else:
-            for failure in list_system_failures(traces):
+            for failure in list_system_failures(traces) or list_errors_before_reply(traces)[:1]:
                 self._on_failure(group.source, failure)
             summary = self._build_summary(group, traces)
             recording = core.record_attempt(group.number, attempt, traces, summary, result.encoded_episode)

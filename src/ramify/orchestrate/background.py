@@ -14,12 +14,13 @@ from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.status import build_status, list_waits
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import BatchRecord, Ledger
+from ramify.store.summary import get_error_before_reply
 from ramify.trace import Trace
 
 POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress
 SNAPSHOT_INTERVAL = 2.0  # seconds between snapshots
 MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: reading all of a long run takes a second
-MAX_ENVIRONMENT_FAULTS = 64  # attempts that environment code may fail before the first one succeeds
+MAX_FRUITLESS_ATTEMPTS = 64  # attempts that may fail in environment code or before a reply until the first succeeds
 
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
@@ -57,12 +58,12 @@ async def adapt_concurrency(run: RunContext) -> None:
 async def watch_for_stalls(run: RunContext) -> None:
     """Raise RunStalled, with a list of all waits, after `stall_timeout` seconds without progress.
 
-    Raise EnvironmentFault, much earlier, if the code of an environment fails every attempt.
+    Raise the last failure, much earlier, if every attempt fails in environment code or before its first reply.
     """
     timeout = run.config.orchestrator.stall_timeout
     while True:
         await asyncio.sleep(min(POLL_INTERVAL, timeout / 4))
-        _check_environment_faults(run)
+        _check_fruitless_attempts(run)
         if run.evaluator.started_at:
             run.progress.last_progress_time = max(run.progress.last_progress_time, *run.evaluator.started_at.values())
         if (idle := time.monotonic() - run.progress.last_progress_time) > timeout:
@@ -103,13 +104,17 @@ async def watch_patience(run: RunContext) -> None:
         run.progress.record_failure("rewards", Failure.from_exception(error))
 
 
-def _check_environment_faults(run: RunContext) -> None:
-    for source, (count, message) in list(run.progress.environment_faults.items()):
-        if count < MAX_ENVIRONMENT_FAULTS or source not in run.dispatcher.sources:
+def _check_fruitless_attempts(run: RunContext) -> None:
+    for source, (count, failure) in list(run.progress.fruitless_attempts.items()):
+        if count < MAX_FRUITLESS_ATTEMPTS or source not in run.dispatcher.sources:
             continue
-        if not run.store.select("SELECT 1 FROM rollouts WHERE source = ? LIMIT 1", (source,)):
-            raise EnvironmentFault(f"{source}: all {count} attempts failed in environment code; last error: {message}")
-        del run.progress.environment_faults[source]
+        if all(get_error_before_reply(rollout.summary) for rollout in run.store.iter_rollouts(source=source)):
+            is_fault, first_line = failure.name == EnvironmentFault.name, failure.message.partition("\n")[0]
+            end = "failed in environment code" if is_fault else "ended before the first reply"
+            text = failure.message if is_fault else first_line
+            message = f"{source}: all {count} attempts {end}; last error: {text}"
+            raise Failure(failure.name, message, failure.blame, failure.retryable).to_exception()
+        del run.progress.fruitless_attempts[source]
 
 
 async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> None:

@@ -44,7 +44,8 @@ class RunProgress:
         last_progress_time: monotonic time of the last progress; the watchdog compares it with `stall_timeout`.
         recent_failures: the last failures, as the run log has them.
         failure_counts: number of failures by name.
-        environment_faults: by source, how often its code failed, and the last message.
+        fruitless_attempts: by source, how many attempts failed in environment code or before the first reply, and the
+            last failure.
         reward_history: mean reward of every step.
         evals: step and value of each eval metric.
         latest_metrics: last value of each metric.
@@ -58,7 +59,7 @@ class RunProgress:
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
         self._logged_faults: set[str] = set()
-        self.environment_faults: dict[str, tuple[int, str]] = {}
+        self.fruitless_attempts: dict[str, tuple[int, Failure]] = {}
         self.reward_history = [metric.value for metric in run_log.metrics("reward/all/mean")]
         self._last_trainable_counts: tuple[int, int] | None = None
         self.evals: dict[str, dict[str, float]] = {}
@@ -149,13 +150,15 @@ class RunProgress:
         return len(self._recent_rollouts) / span, sum(tokens for _, tokens in self._recent_rollouts) / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
-        """Record a failure that is retried or leads to a drop; `origin` is a source, or what else failed.
+        """Record a failure of the system, or of the policy before its first reply; `origin` is a source, or what else
+        failed.
 
-        The first few failures of environment code are also printed, each message once.
+        The first few failures of environment code and of the policy are also printed, each message once.
         """
         self.failure_counts[failure.name] += 1
-        if failure.name == EnvironmentFault.name:
-            self.environment_faults[origin] = (self.environment_faults.get(origin, (0, ""))[0] + 1, failure.message)
+        if failure.name == EnvironmentFault.name or failure.blame == "policy":
+            num_earlier = self.fruitless_attempts[origin][0] if origin in self.fruitless_attempts else 0
+            self.fruitless_attempts[origin] = (num_earlier + 1, failure)
             line = f"{origin}: {failure.name}: {failure.message}"
             if line not in self._logged_faults and len(self._logged_faults) < MAX_RECENT_FAILURES:
                 self._logged_faults.add(line)

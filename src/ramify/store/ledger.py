@@ -292,6 +292,13 @@ class Ledger:
         """Return the number of groups in each state."""
         return dict(self.store.select("SELECT state, count(*) FROM groups GROUP BY state"))
 
+    def count_ended_tries(self) -> dict[str, int]:
+        """Return, by source, how many tries of attempts have ended."""
+        query = (
+            "SELECT source, sum(tries - (attempts.state = ?)) FROM attempts JOIN groups USING (number) GROUP BY source"
+        )
+        return dict(self.store.select(query, (GroupState.ISSUED.value,)))
+
     def describe_drops(self, limit: int = -1) -> str:
         """Return why groups were dropped, the most frequent reasons first; "" if none was.
 
