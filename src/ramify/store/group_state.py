@@ -39,7 +39,7 @@ class DropReason(Enum):
 
     FAILED = "failed"  # every try of the attempt ended with a system failure
     TOO_FEW = "too_few"  # the group has fewer attempts left than `min_group_size`
-    UNSCORED = "unscored"  # a group reward could not be computed
+    UNSCORED = "unscored"  # a group reward, or the scores of a teacher or reference, could not be computed
     FILTERED = "filtered"  # `detail` names the filters
     NOT_FINITE = "not_finite"  # an advantage, weight or logprob is not a finite float32; `detail` names the token
     NOTHING_TRAINABLE = "nothing_trainable"  # no token of the policy, or no path within `seq_len`
