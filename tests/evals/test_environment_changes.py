@@ -9,6 +9,7 @@ from ramify.errors import ConfigInvalid, EnvironmentChanged
 from ramify.evals import EvalConfig
 from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
+from ramify.store.environments import ENVIRONMENTS_KEY
 from tests.evals.scripted_engine import run_scripted_engine
 
 ENVIRONMENT = """
@@ -86,6 +87,25 @@ def test_changed_reward_is_refused_and_names_the_file(environment, evaluate, eng
     assert "--accept-changes" in refused.value.message
     assert engine.asked == []
     assert rewards(evaluate(environment())) == [1.0, 1.0]  # restored, so the run continues
+
+
+def test_changed_setting_of_the_runtime_is_refused(environment, evaluate, tmp_path):
+    env = {"id": "local", "env": {"MODE": "a"}}
+    evaluate(environment(), runtime=env)
+    with pytest.raises(EnvironmentChanged, match=r"runtime\.env\.MODE: was 'a', now 'b'"):
+        evaluate(environment(), runtime={**env, "env": {"MODE": "b"}})
+    assert evaluate(environment(), runtime={**env, "workdir_root": str(tmp_path)}).num_run == 0  # says only where
+
+
+def test_runtime_of_a_run_that_did_not_store_it_is_not_compared(environment, evaluate, tmp_path):
+    evaluate(environment())
+    with RunStore.open(tmp_path / "outputs" / "run") as store:
+        stored = store.get_fact(ENVIRONMENTS_KEY)
+        assert stored[""]["identity"].pop("runtime") == {"id": "local"}
+        store.set_fact(ENVIRONMENTS_KEY, stored)
+    assert evaluate(environment(), runtime={"env": {"MODE": "b"}}).num_run == 0
+    with pytest.raises(EnvironmentChanged, match=r"runtime\.env: was {'MODE': 'b'}, now not set"):
+        evaluate(environment())
 
 
 def test_changed_reward_is_refused_when_rollouts_are_missing(environment, evaluate):

@@ -24,6 +24,18 @@ from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.runtime_pool import RuntimePool
 
+PLACEMENT_KEYS = {
+    "keep_workdir",
+    "warm_pool_size",
+    "workdir_root",
+    "engine",
+    "host",
+    "gateway_url",
+    "pull",
+    "lifetime",
+    "start_timeout",
+}  # keys of runtimes that say where and when programs run; rollouts do not depend on them
+
 
 @dataclass(slots=True)
 class Environment:
@@ -101,7 +113,8 @@ class Environment:
         """Everything its rollouts depend on besides the model and the task: digests of code files, and configuration.
 
         It is plain data without defaults, so that a key added by a later version does not change the identity. The
-        defaults of a user's plugin are part of its code. Keys have the names that earlier versions stored.
+        defaults of a user's plugin are part of its code. Keys have the names that earlier versions stored. Keys of the
+        runtime that say where its programs run, but not what they can do, are left out.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
@@ -110,6 +123,10 @@ class Environment:
             **{
                 name: to_old_keys(type(part), part.model_dump(mode="json", exclude_defaults=True))
                 for name, part in config.items()
+            },
+            "runtime": {
+                "id": self.runtime_config.id,
+                **self.runtime_config.model_dump(mode="json", exclude_defaults=True, exclude=PLACEMENT_KEYS),
             },
         }
 
