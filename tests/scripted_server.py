@@ -49,24 +49,28 @@ class ScriptedCore(EngineCore):
         self._script, self._renderer, self._calls_file = script, renderer, calls
         self._reply_ids: dict[EngineRequest, list[int]] = {}
 
-    def _sample(self, chunks: list[ScheduledChunk], logits: torch.Tensor) -> list[EngineRequest]:
-        requests = [chunk.request for chunk in chunks if chunk.samples_next]
-        if not requests:
-            return []
+    def _can_launch(self, chunks: list[ScheduledChunk]) -> bool:
+        return False  # a GPU would sample by itself
+
+    def _sample(self, requests: list[EngineRequest], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         temperatures = torch.tensor([request.sampling_params.temperature or 1.0 for request in requests])
         logprobs = (logits.float() / temperatures.unsqueeze(-1)).log_softmax(-1)
-        for row, request in enumerate(requests):
-            if request not in self._reply_ids:
-                self._reply_ids[request] = self._encode_reply(request)
-            token = self._reply_ids[request][len(request.logprobs)]
-            request.append_token(token, float(logprobs[row, token]), self.version)
+        tokens = [self._get_reply(request)[len(request.logprobs)] for request in requests]
+        return tokens, [float(logprobs[row, token]) for row, token in enumerate(tokens)]
+
+    def _append_tokens(
+        self, requests: list[EngineRequest], tokens: list[int], logprobs: list[float], version: PolicyVersion
+    ) -> None:
+        super()._append_tokens(requests, tokens, logprobs, version)
+        for request in requests:
             if request.finish_reason is not None:
-                self.counters.finished += 1
-                self.scheduler.finish_request(request)
                 self._log(request)
                 del self._reply_ids[request]
-        self.counters.sampled_tokens += len(requests)
-        return requests
+
+    def _get_reply(self, request: EngineRequest) -> list[int]:
+        if request not in self._reply_ids:
+            self._reply_ids[request] = self._encode_reply(request)
+        return self._reply_ids[request]
 
     def _encode_reply(self, request: EngineRequest) -> list[int]:
         tokenizer = self._renderer.tokenizer

@@ -195,9 +195,12 @@ class EngineCore:
         if len(logits) > len(requests):
             logits = self._score_prompts(chunks_by_row, logits)
         if requests:
-            compiled_ops = self.runner.compiled_ops
-            tokens, logprobs = sample_tokens(logits, requests, compiled_ops and compiled_ops.sample_tokens)
-            self._append_tokens(requests, tokens, logprobs, self.version)
+            self._append_tokens(requests, *self._sample(requests, logits), self.version)
+
+    def _sample(self, requests: list[EngineRequest], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Return the next token of each request, and its logprob."""
+        compiled_ops = self.runner.compiled_ops
+        return sample_tokens(logits, requests, compiled_ops and compiled_ops.sample_tokens)
 
     def _append_tokens(
         self, requests: list[EngineRequest], tokens: list[int], logprobs: list[float], version: PolicyVersion
