@@ -117,6 +117,18 @@ def test_an_agent_exit_begins_with_the_last_line_of_the_output():
     assert "Traceback" in trace.errors[0].message
 
 
+def test_a_program_that_is_killed_says_by_which_signal():
+    trace = run_program([], command=["sh", "-c", "kill -9 $$"])
+    assert trace.errors[0].message == "the program was killed by signal 9 before the first reply"
+
+
+@pytest.mark.parametrize("command", ["kill -9 $$", "(kill -9 $(exec sh -c 'echo $PPID')); exit $?"])
+def test_a_program_that_is_killed_under_a_memory_limit_names_the_limit(command):
+    skip_unless_available("sandbox")
+    trace = run_program([], runtime="sandbox", command=["sh", "-c", command])
+    assert "maybe because it exceeded memory_mb = 2048, before the first reply" in trace.errors[0].message
+
+
 def test_a_program_that_fails_after_a_reply_is_scored():
     trace = run_program(["forty-two"], taskset=Files, env={"EXIT_CODE": "1"})
     assert (trace.stop, trace.errors, trace.reward) == ("exit", [], 1.0)

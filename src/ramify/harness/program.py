@@ -8,17 +8,19 @@ the command line, the environment and the configuration files of a known program
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
-from ramify.env.runtime import Capability, ExecResult
+from ramify.env.runtime import Capability, ExecResult, ResourceLimits
 from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
 from ramify.gateway.main_calls import find_side_calls
 from ramify.harness.base import Harness
 from ramify.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.harness.program_config import ProgramHarnessConfig, fill_placeholders, find_placeholders
 from ramify.harness.shell_tools import shorten_text
+from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 
 if TYPE_CHECKING:
     from ramify.gateway import RolloutSession
@@ -231,11 +233,20 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
     if failures:
         raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
     if session.num_turns == 0:
-        output = _shorten_output(result.stderr or result.stdout, EXCERPT_CHARS)
-        raise AgentExit(
-            f"the program exited with code {result.returncode} before the first reply: {_put_last_line_first(output)}"
-        )
+        output = _put_last_line_first(_shorten_output(result.stderr or result.stdout, EXCERPT_CHARS))
+        assert context.runtime is not None
+        ending = f"{_describe_exit(result.returncode, context.runtime.get_limits(context.task))} before the first reply"
+        raise AgentExit(f"the program {ending}{output and f': {output}'}")
     return "exit"
+
+
+def _describe_exit(code: int, limits: ResourceLimits) -> str:
+    """Return how a program ended; a kill by signal 9 is what follows if it exceeds a limit on memory."""
+    description = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    is_killed = code in (-signal.SIGKILL, SIGNAL_EXIT_OFFSET + signal.SIGKILL)  # the second: its shell reports it
+    if is_killed and limits.memory_mb is not None:
+        return f"{description}, maybe because it exceeded memory_mb = {limits.memory_mb},"
+    return description
 
 
 def _put_last_line_first(output: str) -> str:
