@@ -71,6 +71,14 @@ def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_compaction_that_is_never_reached_is_refused_before_anything_starts(capsys):
+    args = ["--train.0.harness.compact_at", "512", "--seq_len", "512", "--dry-run"]
+    assert main(["rl", "envs.py:Sound", *args]) == 2
+    assert "train.0: harness.compact_at: 512 tokens are never reached" in capsys.readouterr().err
+    assert main(["eval", "envs.py:Sound", "-m", "tiny", "--harness.compact_at", "1000000", "--dry-run"]) == 2
+    assert "harness.compact_at: 1000000 tokens are never reached" in capsys.readouterr().err
+
+
 def test_directory_of_another_run_is_refused_without_fresh(capsys):
     path = Path("outputs/run")
     open_run(path, {"model": "another"}).close()

@@ -63,7 +63,7 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     config = with_eval_split(config)
     environment = Environment.load(config.source)
     rollouts = asyncio.run(load_plan(environment, config))
-    check_server(config)
+    check_server(config, environment)
     path = get_run_path(config)
     missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
     dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])

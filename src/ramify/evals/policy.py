@@ -16,7 +16,8 @@ from ramify.evals.engine_process import EngineProcess
 from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.model.resolve import fetch_model, resolve_model_path
+from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
+from ramify.rollout import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class ServedPolicy:
     engine: EngineProcess | None = None
 
 
-def check_server(config: EvalConfig) -> None:
-    """Raise ConfigInvalid if the eval has to serve a model that is missing, or at a port that is in use."""
+def check_server(config: EvalConfig, environment: Environment) -> None:
+    """Raise ConfigInvalid if the eval has to serve a model that is missing or too short for the harness, or at a port
+    that is in use."""
     if not isinstance(config.inference, ExternalConfig):
-        _resolve_model(config)
+        lengths = (config.inference.max_model_len, read_max_positions(_resolve_model(config)), config.seq_len)
+        seq_len = min((length for length in lengths if length is not None), default=None)
+        environment.harness.check_limits(environment.limits.model_copy(update={"seq_len": seq_len}))
         _check_port(config.server.host, config.server.port)
 
 

@@ -122,7 +122,7 @@ async def evaluate_async(
         source = config.source_with_workdirs_in(path / WORK_DIR) if keep_workdirs else config.source
         environment = Environment.load(source, keep_sandboxes=keep_workdirs)
     rollouts = await load_plan(environment, config)
-    check_server(config)
+    check_server(config, environment)
     if not environment.has_rewards:
         display.print_line(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"

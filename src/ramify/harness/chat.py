@@ -50,8 +50,9 @@ class ChatHarness(Harness):
         compact_at, seq_len = self.config.compact_at, limits.seq_len
         if compact_at is not None and seq_len is not None and compact_at >= seq_len:
             raise ConfigInvalid(
-                f"harness.compact_at: {compact_at} tokens are never reached, because seq_len is {seq_len}; expected "
-                "less, so that the reply, the tool results and the summary that follow still fit"
+                f"harness.compact_at: {compact_at} tokens are never reached, because a path has at most {seq_len} "
+                "(seq_len, or the length of the served model); expected less, so that the reply, the tool results and "
+                "the summary that follow still fit"
             )
 
     async def run(

@@ -73,7 +73,7 @@ def _check_in(python: Path, request: dict[str, Any]) -> dict[str, Any]:
 def _build_request(config: RunConfig) -> dict[str, Any]:
     """Return everything to check: sources that the run serves, plugin tables, and the loss, by their config keys."""
     sources = {
-        f"{kind}.{number}": source.source_config.model_dump(mode="json")
+        f"{kind}.{number}": config.with_default_seq_len(source).source_config.model_dump(mode="json")
         for kind, sources in (("train", config.train), ("eval", config.eval))
         for number, source in enumerate(sources)
         if source.address is None

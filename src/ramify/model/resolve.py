@@ -63,8 +63,17 @@ def _has_weights(directory: Path) -> bool:
 
 def read_vocab_size(model_dir: Path) -> int | None:
     """Return the vocabulary size in a model's config.json; None if it cannot be read."""
+    return _read_number(model_dir, "vocab_size")
+
+
+def read_max_positions(model_dir: Path) -> int | None:
+    """Return the longest sequence in tokens that a model's config.json allows; None if it cannot be read."""
+    return _read_number(model_dir, "max_position_embeddings")
+
+
+def _read_number(model_dir: Path, key: str) -> int | None:
     try:
-        return int(json.loads((model_dir / "config.json").read_bytes())["vocab_size"])
+        return int(json.loads((model_dir / "config.json").read_bytes())[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
