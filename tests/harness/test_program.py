@@ -1,6 +1,7 @@
 """The harness `program`: a command-line agent in a runtime, which calls the policy over HTTP."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,10 @@ def test_a_task_that_is_not_one_text_is_refused():
 def test_an_invalid_config_is_refused(harness, message):
     with pytest.raises(ConfigInvalid, match=message):
         load_env(OneTask, harness={"id": "program", **harness})
+
+
+@pytest.mark.parametrize("path", ["/etc/agent.toml", "../agent.toml"])
+def test_files_outside_of_the_box_are_refused_when_the_environment_is_loaded(path):
+    message = f"harness.files: '{path}' is outside of the box; use a path relative to the work directory, or ~/..."
+    with pytest.raises(ConfigInvalid, match=re.escape(message)):
+        load_env(OneTask, harness={"id": "program", "command": ["agent"], "files": {path: "x"}})

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PROMPT_FILE = "~/prompt.md"
 DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
 HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
+BOX_DIRECTORIES = {"sandbox": "/box/", "local": None}  # runtimes that write only beneath it; None: it varies
 EXCERPT_CHARS = 2000  # of the program's output, in an error message
 
 
@@ -57,6 +59,11 @@ class ProgramHarness(Harness):
             )
         if missing := [name for name in self.config.pass_env if name not in os.environ]:
             raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
+        if outside := [path for path in self.config.files if _is_outside(path, runtime.config.id)]:
+            raise ConfigInvalid(
+                f"harness.files: {outside[0]!r} is outside of the box; use a path relative to the work directory, or "
+                "~/..."
+            )
         runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
@@ -149,6 +156,15 @@ class ProgramHarness(Harness):
             "stderr": _shorten_output(result.stderr, self.config.max_output_chars),
             "num_calls": session.num_turns,
         }
+
+
+def _is_outside(path: str, runtime_id: str) -> bool:
+    """Return whether the runtime could not write a file at this path."""
+    if runtime_id not in BOX_DIRECTORIES:
+        return False
+    box_directory = BOX_DIRECTORIES[runtime_id]
+    is_inside = not path.startswith("/") or (box_directory is not None and path.startswith(box_directory))
+    return not is_inside or ".." in PurePosixPath(path).parts
 
 
 def _build_client_env(values: Mapping[str, str]) -> dict[str, str]:
