@@ -128,6 +128,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "run", "argu', ParseProblemKind.UNCLOSED),
     ("hermes", '<tool_call>{"name": "run", "arguments": {}}', ParseProblemKind.UNCLOSED),
     ("hermes", "<tool_call>", ParseProblemKind.UNCLOSED),
+    ("hermes", '<tool_call>{"name": "run"}}</tool_call>', ParseProblemKind.BAD_FORM),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ParseProblemKind.INVALID_JSON),
     ("hermes", '<tool_call>{"name": "r\\ud800", "arguments": {}}</tool_call>', ParseProblemKind.INVALID_JSON),
     (
@@ -167,6 +168,11 @@ def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text
     assert result.calls == []
     assert result.content == text
     assert [(problem.kind, problem.text) for problem in result.problems] == [(kind, text)]
+
+
+def test_text_after_the_json_of_a_call_is_named():
+    (problem,) = TOOL_PARSERS["hermes"]('<tool_call>{"name": "clowh"}}</tool_call>', TOOLS).problems
+    assert problem.detail == "text between the end of the JSON and </tool_call>: '}'"
 
 
 @pytest.mark.parametrize("format", ["hermes", "qwen-coder", "llama-3", "mistral"])

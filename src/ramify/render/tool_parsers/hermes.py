@@ -17,6 +17,7 @@ from ramify.render.tool_parsers.base import (
 )
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
+MAX_EXCESS_CHARS = 100  # of the text after a call, in an error message
 
 
 def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
@@ -29,6 +30,11 @@ def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
     call = parse_call(json_object)
     stop = skip_whitespace(text, json_object.stop)
     if not text.startswith(CALL_STOP, stop):
+        end = find_block_end(text, start)
+        if text.endswith(CALL_STOP, stop, end):
+            excess = text[stop : end - len(CALL_STOP)].rstrip()
+            detail = f"text between the end of the JSON and {CALL_STOP}: {excess[:MAX_EXCESS_CHARS]!r}"
+            raise ToolParseError(ParseProblemKind.BAD_FORM, detail)
         raise ToolParseError(ParseProblemKind.UNCLOSED, f"no {CALL_STOP} behind the call")
     return [call], stop + len(CALL_STOP)
 
