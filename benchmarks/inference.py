@@ -5,6 +5,7 @@ its own. The engines are measured alternately, since the speed of a shared machi
 Prompts have 16 tokens, or 512 shared tokens and 16 of their own; every request samples 64 tokens at temperature 1. On a
 CPU `tiny` runs on one thread, SmolLM2-135M in bfloat16 on two. With `--device cuda` both run in float32 and bfloat16
 with 1, 32 and 256 concurrent requests, without targets; a directory without weights gets random ones, equally fast.
+A random model of 0.48 B parameters is measured with targets, in process and through HTTP (`_sampler_gpu.py`).
 """
 
 from __future__ import annotations
@@ -293,6 +294,27 @@ def compare_with_transformers(
     return rows
 
 
+def measure_sampler(directory: Path) -> list[Row]:
+    """Return the rows of the random model on a GPU: in process, and through HTTP with logprobs."""
+    from _sampler_gpu import ENGINE, HTTP_SHARE, ROUNDS, WAVES, build_prompts, measure_in_process
+
+    name, (groups, size, length, new_tokens, _) = next(iter(WAVES.items()))
+    flags = [arg for key, value in ENGINE.items() for arg in (f"--inference.{key}", str(value))]
+    command = [sys.executable, "-m", "ramify", "serve", "-m", str(directory), "--server.port", "0", *flags]
+    speeds: list[float] = []
+    with run_server([*command, "--inference.device", "cuda"], None, {}) as (url, _), connect(url) as wave:
+        for seed in range(2 + ROUNDS):
+            prompts = build_prompts(groups, size, length, seed)
+            started = time.perf_counter()
+            speeds.append(wave(prompts, new_tokens, seed) / (time.perf_counter() - started))
+    rows, in_process = measure_in_process(directory)
+    print("tok/s through HTTP: " + " ".join(f"{speed:.0f}" for speed in speeds))
+    share = Row(
+        f"{name}: through HTTP, share of in process", max(speeds) / in_process, None, "x", HTTP_SHARE, at_least=True
+    )
+    return [*rows, Row(f"{name}: through HTTP", max(speeds), None, "tok/s"), share]
+
+
 def format_label(setup: ModelSetup, count: int, shared: int) -> str:
     return f"{setup.name}: {count} at once" + (f", {shared} shared" if shared else "")
 
@@ -325,11 +347,16 @@ def _ensure_weights(directory: Path, copy: Path) -> Path:
 
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
-    flags.add_argument("--only", choices=["tiny", "smollm2"], help="measure one of the models")
+    flags.add_argument("--only", choices=["tiny", "smollm2", "sampler"], help="measure one of the models")
     flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu")
     args: Any = flags.parse_args()
     if args.device == "cuda":
         rows = [row for setup in list_gpu_setups(args) for row in measure(setup, None)]
+        if args.only in (None, "sampler"):
+            from _random_qwen import write_random_qwen
+
+            with tempfile.TemporaryDirectory() as temporary:
+                rows += measure_sampler(write_random_qwen(Path(temporary) / "model"))
         return finish("benchmarks/inference.py: the native engine on a GPU", rows, args)
     if args.check and not (args.smollm2 and args.vllm_python):
         print("SmolLM2 (--smollm2) and vLLM (--vllm-python) are needed for the comparison", file=sys.stderr)

@@ -4,7 +4,10 @@ SmolLM2 does not attempt to reverse a word. The warm-up shows it the format, and
 examples has the right answer, the others a question mark, so it samples the skill about as often as that. RL has to
 find it: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8 characters.
 
-The second run (`mismatch`) samples and trains in turns, so that every token is trained by the weights that sampled it,
+The run `speed` measures a whole step of the random model of 0.48 B parameters (`_random_qwen.py`): 8 groups of 16,
+prompts of 368 tokens, 256 new tokens.
+
+The run `mismatch` samples and trains in turns, so that every token is trained by the weights that sampled it,
 and shows how far the logprobs of trainer and engine are apart in bfloat16.
 """
 
@@ -104,6 +107,40 @@ taskset = {{ id = "reverse-text" }}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 """
+
+SPEED = """
+name = "speed-{off_policy}"
+max_steps = {steps}
+seq_len = 1024
+
+[model]
+name = "{model}"
+
+[inference]
+device = "cuda"
+max_running_requests = 256
+max_num_batched_tokens = 8192
+kv_memory_fraction = 0.3
+
+[orchestrator]
+batch_size = 128
+group_size = 16
+max_staleness = {off_policy}
+
+[trainer]
+device = "cuda"
+pack_tokens = 16384
+
+[checkpoint]
+interval = 1000
+
+[[train]]
+name = "long"
+taskset = {{ id = "{taskset}" }}
+sampling = {{ temperature = 1.0, max_tokens = 256 }}
+max_turns = 1
+"""
+SPEED_STEP, SPEED_MFU = 1.5, 0.42
 
 
 def warm(home: Path, args: Any) -> tuple[Path, float]:
@@ -253,6 +290,28 @@ def _mismatch_rows(
     return rows
 
 
+def speed(home: Path, args: Any) -> list[Row]:
+    """Return the seconds of a step of the random model, asynchronous and in turns."""
+    from _random_qwen import write_random_qwen
+
+    model = write_random_qwen(home / "random-qwen")
+    taskset = Path(__file__).with_name("_long_prompts.py")
+    rows: list[Row] = []
+    for off_policy in (1, 0):
+        config = SPEED.format(model=model, steps=args.speed_steps, off_policy=off_policy, taskset=taskset)
+        name = f"speed-{off_policy}"
+        with gpu_load() as load:
+            observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        step_rows = [*_step_rows(observation), *_gpu_rows(load, observation)]
+        targets = {"a step": (SPEED_STEP, False), "MFU of training": (SPEED_MFU, True)} if off_policy else {}
+        for row in step_rows:
+            target, at_least = targets.get(row.name, (None, False))
+            rows.append(
+                Row(f"max_staleness {off_policy}: {row.name}", row.ours, None, row.unit, target, at_least=at_least)
+            )
+    return rows
+
+
 def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
     """Alternate sampling and training until there are enough tokens."""
     config = RL.format(
@@ -276,7 +335,8 @@ def main() -> int:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    flags.add_argument("--only", choices=["learn", "mismatch"], help="one of the two runs; both begin with the warm-up")
+    flags.add_argument("--only", choices=["learn", "mismatch", "speed"], help="one of the runs")
+    flags.add_argument("--speed-steps", type=int, default=16)
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--steps", type=int, default=STEPS)
@@ -289,16 +349,20 @@ def main() -> int:
     flags.add_argument("--mismatch-batch", type=int, default=512)
     args: Any = flags.parse_args()
     args.name = args.model or args.smollm2
-    if args.name is None:
+    if args.name is None and args.only != "speed":
         print("SmolLM2 (--smollm2) or another --model is needed", file=sys.stderr)
         return NO_COMPETITOR if args.check else 0
-    if Path(args.name).is_dir():
+    if args.name and Path(args.name).is_dir():
         args.name = Path(args.name).resolve()
     with contextlib.ExitStack() as stack:
         home: Path = args.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         home.mkdir(parents=True, exist_ok=True)
+        home = home.resolve()
+        rows: list[Row] = speed(home, args) if args.only in (None, "speed") else []
+        if args.only == "speed":
+            return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
         model, seconds = warm(home.resolve(), args)
-        rows = [Row("warm-up by ramify sft", seconds, None, "s")]
+        rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
         if args.only != "mismatch":
             rows += learn(home.resolve(), model, args)
         if args.only != "learn":

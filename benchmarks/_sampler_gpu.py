@@ -1,0 +1,86 @@
+"""The engine on a GPU, in process and through HTTP: milliseconds of a decode step and tokens per second.
+
+A wave is groups of requests with a common prompt that are submitted at once and sample the same number of tokens. Its
+decode steps are those between the first token of the last request and the last token.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from _check import Row
+from _random_qwen import VOCAB
+
+WAVES = {  # name: groups, requests in each, tokens of the prompt, new tokens, target of a decode step in ms
+    "8 x 16 requests": (8, 16, 368, 256, 2.5),
+    "16 x 16 requests": (16, 16, 368, 256, 4.0),
+    "1 request": (1, 1, 368, 256, 1.5),
+    "2 x 16 behind 2,048 tokens": (2, 16, 2048, 256, 2.0),
+    "8 x 16 behind 8,192 tokens": (8, 16, 8192, 128, 4.5),
+}
+LONG = "8 x 16 behind 8,192 tokens"
+ENGINE = {"max_running_requests": 256, "max_num_batched_tokens": 8192, "kv_cache_tokens": 400_000}
+TOKENS_PER_SECOND, SHARING_FACTOR, HTTP_SHARE = 45_000, 5.0, 0.85
+ROUNDS = 3
+
+
+def build_prompts(groups: int, size: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(300, VOCAB) for _ in range(length)] for _ in range(groups)]
+    return [prompt for prompt in prompts for _ in range(size)]
+
+
+def run_wave(core: Any, groups: int, size: int, length: int, new_tokens: int, seed: int) -> tuple[float, float]:
+    """Run a wave; return the milliseconds of a decode step and the tokens per second with prefill."""
+    from ramify.infer.request import SamplingParams
+
+    requests = [
+        core.create_request(prompt, SamplingParams(max_tokens=new_tokens, seed=index))
+        for index, prompt in enumerate(build_prompts(groups, size, length, seed))
+    ]
+    started = time.perf_counter()
+    for request in requests:
+        core.enqueue(request)
+    decoding_since, num_steps = 0.0, 0
+    while core.has_unfinished_requests:
+        core.step()
+        if decoding_since:
+            num_steps += 1
+        elif all(request.logprobs for request in requests):
+            decoding_since = time.perf_counter()
+    ended = time.perf_counter()
+    return 1e3 * (ended - decoding_since) / num_steps, len(requests) * new_tokens / (ended - started)
+
+
+def measure_in_process(model: Path) -> tuple[list[Row], float]:
+    """Return the rows of the waves, and the tokens per second of the first."""
+    from ramify.infer.config import EngineConfig
+    from ramify.infer.engine_core import EngineCore
+    from ramify.model.load import load_model
+    from ramify.trace.version import PolicyVersion
+
+    loaded = load_model(model, dtype="bfloat16", device="cuda")
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", **ENGINE}
+    core = EngineCore(loaded, EngineConfig(**settings), PolicyVersion("bench"))
+    rows: list[Row] = []
+    step_ms: dict[str, float] = {}
+    speed = 0.0
+    for name, (*shape, target) in WAVES.items():
+        run_wave(core, *shape, seed=0)  # captures its graphs
+        rounds = [run_wave(core, *shape, seed=seed) for seed in range(1, 1 + ROUNDS)]
+        step_ms[name] = min(milliseconds for milliseconds, _ in rounds)
+        rows.append(Row(f"{name}: a decode step", step_ms[name], None, "ms", target))
+        if not speed:
+            speed = max(tokens for _, tokens in rounds)
+            rows.append(Row(f"{name}: with prefill", speed, None, "tok/s", TOKENS_PER_SECOND, at_least=True))
+    del core
+    plain = EngineCore(loaded, EngineConfig(**settings, share_prefixes=False), PolicyVersion("bench"))
+    shape = WAVES[LONG][:4]
+    run_wave(plain, *shape, seed=0)
+    alone, _ = run_wave(plain, *shape, seed=1)
+    rows.append(Row(f"{LONG}: without sharing", alone, None, "ms"))
+    rows.append(Row(f"{LONG}: faster by sharing", alone / step_ms[LONG], None, "x", SHARING_FACTOR, at_least=True))
+    return rows, speed
