@@ -105,12 +105,14 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
 
 
-async def _send_wave(client: HttpClient, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
-    """Send all prompts at once; return the number of sampled tokens."""
+async def _send_wave(
+    client: HttpClient, prompts: list[list[int]], new_tokens: int, seed: int, **extra_fields: Any
+) -> int:
+    """Send all prompts at once; return the number of sampled tokens. `extra_fields` are added to each body."""
 
     async def sample(index: int) -> int:
         params = {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": seed + index}
-        body = {"token_ids": prompts[index], "sampling_params": params}
+        body = {"token_ids": prompts[index], "sampling_params": params, **extra_fields}
         response = await send_request(client, "POST", "/inference/v1/generate", body)
         return len(json.loads(response)["choices"][0]["token_ids"])
 
@@ -123,12 +125,14 @@ def _open_client(url: str) -> HttpClient:
 
 
 @contextlib.contextmanager
-def connect(url: str) -> Iterator[Callable[[list[list[int]], int, int], int]]:
+def connect(url: str, **extra_fields: Any) -> Iterator[Callable[[list[list[int]], int, int], int]]:
     """Yield `_send_wave` with connections that stay open between waves, as in the pool of a client."""
     with asyncio.Runner() as runner:
         client = _open_client(url)
         try:
-            yield lambda prompts, new_tokens, seed: runner.run(_send_wave(client, prompts, new_tokens, seed))
+            yield lambda prompts, new_tokens, seed: runner.run(
+                _send_wave(client, prompts, new_tokens, seed, **extra_fields)
+            )
         finally:
             runner.run(client.aclose())
 
@@ -302,7 +306,10 @@ def measure_sampler(directory: Path) -> list[Row]:
     flags = [arg for key, value in ENGINE.items() for arg in (f"--inference.{key}", str(value))]
     command = [sys.executable, "-m", "ramify", "serve", "-m", str(directory), "--server.port", "0", *flags]
     speeds: list[float] = []
-    with run_server([*command, "--inference.device", "cuda"], None, {}) as (url, _), connect(url) as wave:
+    with (
+        run_server([*command, "--inference.device", "cuda"], None, {}) as (url, _),
+        connect(url, flat_logprobs=True) as wave,
+    ):
         for seed in range(2 + ROUNDS):
             prompts = build_prompts(groups, size, length, seed)
             started = time.perf_counter()

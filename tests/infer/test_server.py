@@ -92,6 +92,19 @@ def test_stream_equals_the_complete_response(http):
     assert streamed == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
 
 
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_flat_logprobs_are_the_same_numbers(http, logprobs):
+    """With alternatives a list of numbers would not do, so tables are returned."""
+    body = {"token_ids": [5, 17, 33], "sampling_params": {"max_tokens": 8, "seed": 1, "logprobs": logprobs}}
+    (table,) = http.post("/inference/v1/generate", json=body).json()["choices"]
+    (choice,) = http.post("/inference/v1/generate", json={**body, "flat_logprobs": True}).json()["choices"]
+    if logprobs:
+        assert choice == table
+    else:
+        assert choice.pop("flat_logprobs") == [entry["logprob"] for entry in table.pop("logprobs")["content"]]
+        assert choice == table
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_stop_string_ends_the_text(http, server, stream):
     full_text = complete(http, max_tokens=400)["choices"][0]["text"]

@@ -66,11 +66,12 @@ class WeightVersionSpan(msgspec.Struct):
 
 
 class GenerateChoice(msgspec.Struct):
-    """One sample. `policy_versions` is reported by the native engine, `weight_versions` by vLLM."""
+    """One sample. `flat_logprobs` and `policy_versions` come from the native engine, `weight_versions` from vLLM."""
 
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: ChoiceLogprobs | None = None
+    flat_logprobs: list[float] | None = None
     policy_versions: list[tuple[str, int, int, int]] | None = None
     weight_versions: list[WeightVersionSpan] | None = None
 
@@ -117,9 +118,11 @@ def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[list[int], 
 
     Raises TokensRequired if the server sends none, and ProviderError if they are not usable for training.
     """
-    if choice.token_ids is None or choice.logprobs is None or choice.logprobs.content is None:
+    logprobs = choice.flat_logprobs
+    if logprobs is None and choice.logprobs is not None and choice.logprobs.content is not None:
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+    if choice.token_ids is None or logprobs is None:
         raise TokensRequired(f"{server} sent a response without token ids and logprobs")
-    logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
     invalid = next((token_id for token_id in choice.token_ids if not 0 <= token_id < TOKEN_ID_LIMIT), None)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ramify.client.engine_adapter import EngineAdapter, WeightUpdate
-from ramify.client.generate_api import GenerateChoice, decode_json
+from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_json
 from ramify.client.http_client import send_request
 from ramify.errors import ProviderError, WeightsRefused
 from ramify.trace import VersionRun
@@ -24,6 +24,9 @@ class NativeAdapter(EngineAdapter):
                 f"{update.directory} holds {self.version}, not {update.version}; {self.url} serves it now"
             )
         return float(response["seconds"])
+
+    def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
+        return {**super()._build_body(request), "flat_logprobs": True}
 
     def _build_logprobs_start(self, start: int) -> dict[str, int]:
         return {"logprobs_start": start}

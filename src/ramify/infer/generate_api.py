@@ -1,7 +1,8 @@
 """`POST /inference/v1/generate`: token ids in, token ids with logprobs and versions out, in vLLM's format.
 
 Ramify itself uses this endpoint. Nothing is tokenized here, so what is sampled is what will be trained. Beyond vLLM's
-fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens.
+fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens. With `flat_logprobs`
+it has its logprobs as a list of numbers: a table for each token would take longer to format than the token to sample.
 """
 
 import random
@@ -56,10 +57,9 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     if body.stream:
         return stream_response(_stream_events(request_id, streams, body))
     results = await gather_results(http, streams)
-    with_logprobs = params.logprobs is not None
     response: dict[str, Any] = {
         "request_id": request_id,
-        "choices": [format_choice(index, result, with_logprobs=with_logprobs) for index, result in enumerate(results)],
+        "choices": [format_choice(index, result, body) for index, result in enumerate(results)],
     }
     if params.prompt_logprobs is not None:
         scores = results[0]
@@ -71,13 +71,19 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     return json_response(response)
 
 
-def format_choice(index: int, output: RequestOutput, *, with_logprobs: bool) -> dict[str, Any]:
-    """Return one sample, or a part of it, as a choice."""
+def format_choice(index: int, output: RequestOutput, body: GenerateBody) -> dict[str, Any]:
+    """Return one sample, or a part of it, as a choice with the logprobs that the request asks for."""
+    logprobs: dict[str, Any] = {"logprobs": None}
+    if body.sampling_params.logprobs is not None:
+        use_list = body.flat_logprobs and not output.top_logprobs
+        logprobs = (
+            {"flat_logprobs": output.logprobs} if use_list else {"logprobs": {"content": format_logprobs(output)}}
+        )
     return {
         "index": index,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
-        "logprobs": {"content": format_logprobs(output)} if with_logprobs else None,
+        **logprobs,
         "policy_versions": [[*version, count] for version, count in output.version_runs],
     }
 
@@ -113,6 +119,5 @@ def format_prompt_logprobs(
 async def _stream_events(
     request_id: str, streams: list[RequestStream], body: GenerateBody
 ) -> AsyncIterator[dict[str, Any]]:
-    with_logprobs = body.sampling_params.logprobs is not None
     async for index, output in merge_streams(streams):
-        yield {"request_id": request_id, "choices": [format_choice(index, output, with_logprobs=with_logprobs)]}
+        yield {"request_id": request_id, "choices": [format_choice(index, output, body)]}

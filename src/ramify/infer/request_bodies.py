@@ -130,6 +130,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     token_ids: list[int]
     sampling_params: GenerateSamplingFields = msgspec.field(default_factory=GenerateSamplingFields)
+    flat_logprobs: bool = False
     request_id: str | None = None
     stream: bool = False
     cache_salt: str | None = None
