@@ -131,6 +131,9 @@ max_staleness = {off_policy}
 device = "cuda"
 pack_tokens = 16384
 
+[weights]
+transport = "shm"
+
 [checkpoint]
 interval = 1000
 
@@ -297,7 +300,7 @@ def speed(home: Path, args: Any) -> list[Row]:
     model = write_random_qwen(home / "random-qwen")
     taskset = Path(__file__).with_name("_long_prompts.py")
     rows: list[Row] = []
-    for off_policy in (1, 0):
+    for off_policy in (1, 0) if args.staleness is None else (args.staleness,):
         config = SPEED.format(model=model, steps=args.speed_steps, off_policy=off_policy, taskset=taskset)
         name = f"speed-{off_policy}"
         with gpu_load() as load:
@@ -336,6 +339,7 @@ def main() -> int:
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     flags.add_argument("--only", choices=["learn", "mismatch", "speed"], help="one of the runs")
+    flags.add_argument("--staleness", type=int, choices=[0, 1], help="of `speed`; both if not given")
     flags.add_argument("--speed-steps", type=int, default=16)
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
     flags.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,8 @@
 """Weights are published atomically, verified before anything changes, and applied in place."""
 
 import json
+import random
+import zlib
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
+from ramify.model import file_checksum
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, Manifest, compute_checksum
 from ramify.model.resolve import resolve_model_path
@@ -148,3 +151,12 @@ def test_cached_hub_model_is_resolved_offline(sources, tmp_path, monkeypatch):
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / "abc").symlink_to(sources[0])
     assert resolve_model_path("org/model") == sources[0].resolve()
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 4999, 12_345])
+def test_checksum_by_several_threads_is_that_of_the_whole_file(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(file_checksum, "PART_BYTES", 1000)
+    monkeypatch.setattr(file_checksum, "READ_BYTES", 300)
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    assert compute_checksum(tmp_path / "file") == f"{zlib.crc32(data):08x}"

@@ -9,7 +9,6 @@ manifest as well. Every step of a run waits for it twice, so it has to be as fas
 """
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 
 from ramify.errors import WeightsRefused
 from ramify.files import write_and_fsync
+from ramify.model.file_checksum import compute_crc32
 from ramify.trace.version import PolicyVersion
 
 MANIFEST_FILE = "manifest.json"
-READ_BYTES = 1 << 20  # bytes read at once: small enough to be in the CPU cache when they are summed
 Shape = list[int]
 
 
@@ -74,11 +73,8 @@ def check_checksum(path: Path, expected: str) -> None:
 
 def compute_checksum(path: Path) -> str:
     """Return the CRC-32 of a file in hexadecimal. Raises WeightsRefused."""
-    crc, buffer = 0, memoryview(bytearray(READ_BYTES))
     try:
-        with path.open("rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                crc = zlib.crc32(buffer[:size], crc)
+        crc = compute_crc32(path)
     except OSError as error:
         raise WeightsRefused(f"{path} cannot be read: {error.strerror or error}") from error
     return f"{crc:08x}"

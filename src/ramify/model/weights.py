@@ -123,15 +123,24 @@ def stage_weights(directory: Path, module: Any) -> StagedWeights:
         tensors.update(_read_verified(directory / name, digest))
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in tied}
     check_same_tensors(directory, shapes, {name: list(tensor.shape) for name, tensor in model_tensors.items()})
-    staged = {name: _copy_to_staging_memory(tensors[name], target) for name, target in model_tensors.items()}
-    return StagedWeights(manifest.version, staged)
+    return StagedWeights(manifest.version, _copy_to_staging_memory(tensors, model_tensors))
 
 
-def _copy_to_staging_memory(loaded: Tensor, target: Tensor) -> Tensor:
-    """Copy a tensor to memory, so that `apply_weights` reads no file; to pinned memory if the target is on a GPU."""
-    if target.device.type == "cuda":
-        return loaded.to(target.dtype).pin_memory()
-    return loaded.to(target.dtype, copy=True)
+def _copy_to_staging_memory(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors for their targets, so that `apply_weights` reads no file.
+
+    They go to the device of the targets, on a GPU by a stream of their own, or to pinned memory if the GPU is too full.
+    """
+    device = next(iter(targets.values())).device
+    if device.type != "cuda":
+        return {name: tensors[name].to(target.dtype, copy=True) for name, target in targets.items()}
+    if sum(target.nbytes for target in targets.values()) > torch.cuda.mem_get_info(device)[0] // 2:
+        return {name: tensors[name].to(target.dtype).pin_memory() for name, target in targets.items()}
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        staged = {name: tensors[name].to(device=device, dtype=target.dtype) for name, target in targets.items()}
+    stream.synchronize()
+    return staged
 
 
 def apply_weights(module: Any, staged: StagedWeights) -> None:
