@@ -247,6 +247,17 @@ def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
     assert b"SECRET_API_KEY" not in result.stdout
 
 
+def test_too_few_processes_for_a_sandbox_are_named():
+    requires(Capability.PROCESS_LIMIT)
+
+    async def start():
+        async with open_runtime("sandbox", limits={"max_processes": 1}, warm_pool_size=0):
+            pass
+
+    with pytest.raises(SandboxError, match=r"runtime\.limits\.max_processes = 1 is probably too low"):
+        asyncio.run(start())
+
+
 def test_fork_bomb_is_contained():
     requires(Capability.PROCESS_LIMIT)
 

@@ -15,6 +15,7 @@ which `clean` removes.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -281,6 +282,9 @@ class _Box:
         message, fds_received = await self.channel.receive_first(2)
         if message != b"ready" or len(fds_received) != 2:
             reason = os.pread(error_file.fileno(), MAX_REASON_BYTES, 0).decode(errors="replace").strip()
+            limit = config.limits.max_processes
+            if limit is not None and os.strerror(errno.EAGAIN) in reason:
+                reason += f"; runtime.limits.max_processes = {limit} is probably too low"
             raise SandboxError(f"a sandbox cannot be started: {reason or 'bwrap gave no reason'}")
         self._directory_fd, listener_fd = fds_received
         self._listener = socket.socket(fileno=listener_fd)
