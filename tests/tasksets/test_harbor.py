@@ -11,6 +11,7 @@ from ramify.env.plugin import build_plugin
 from ramify.errors import ConfigInvalid
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.validation import validate_task
+from ramify.runtime import LocalRuntime, LocalRuntimeConfig
 from ramify.tasksets.harbor import Harbor, HarborConfig
 from ramify.tasksets.pytest_reports import find_not_passed, parse_outcomes
 from tests.tasksets.box_agent import work
@@ -68,10 +69,20 @@ def test_fields_of_a_task():
     assert Harbor.task_type.from_wire(task.to_wire()) == task
 
 
+def test_a_task_is_named_by_its_folder():
+    assert load_one(EXAMPLES / "count-lines").identity == "count-lines"
+
+
+def test_a_refused_limit_names_the_key_of_task_toml(folder):
+    append(folder / "task.toml", "storage_mb = 512\n")
+    with pytest.raises(ConfigInvalid, match=r"disk_mb in the task's resources \(storage_mb of task\.toml\) needs"):
+        LocalRuntime(LocalRuntimeConfig()).check_task(load_one(folder))
+
+
 def test_changed_folder_is_another_task(folder):
-    before = load_one(folder).identity
+    before = load_one(folder).content_digest
     append(folder / "tests" / "expected.txt", "three.txt 0\n")
-    assert load_one(folder).identity != before
+    assert load_one(folder).content_digest != before
 
 
 @pytest.mark.parametrize(

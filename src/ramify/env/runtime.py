@@ -218,7 +218,10 @@ class Runtime(ABC):
         limits = self.get_limits(task)
         for name, capability in CAPABILITY_OF_LIMIT.items():
             if getattr(limits, name) is not None:
-                origin = "the task's resources" if name in task.resources else 'runtime.limits ("None": no limit)'
+                origin = 'runtime.limits ("None": no limit)'
+                if name in task.resources:
+                    source_key = task.resource_source_keys.get(name)
+                    origin = f"the task's resources{f' ({source_key})' if source_key else ''}"
                 capabilities.check(capability, f"{name} in {origin}", runtime_id)
 
     async def prepare(self) -> None:

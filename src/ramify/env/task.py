@@ -7,9 +7,10 @@ unless it has a `key`.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -39,6 +40,8 @@ class Task(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
+    resource_source_keys: ClassVar[Mapping[str, str]] = {}
+    """Where a taskset read `resources` from, by resource, for messages: `{"disk_mb": "storage_mb of task.toml"}`."""
 
     prompt: str | tuple[dict[str, Any], ...] | None = None
     system: str | None = None

@@ -59,6 +59,8 @@ class HarborConfig(rf.TasksetConfig):
 class HarborTask(rf.Task):
     """A task folder: its name in `taskset.path`, and the digest of its files."""
 
+    resource_source_keys = {"disk_mb": "storage_mb of task.toml"}
+
     name: str
     digest: str
     verifier_timeout: float = DEFAULT_TIMEOUT
@@ -123,6 +125,7 @@ class Harbor(rf.Taskset):
         verifier_timeout = folder.verifier.get("timeout_sec", DEFAULT_TIMEOUT)
         return HarborTask(
             prompt=folder.instruction,
+            key=folder.name,
             name=folder.name,
             digest=folder.digest,
             image=image,
