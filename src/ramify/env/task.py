@@ -37,11 +37,11 @@ class Task(BaseModel):
       which holds only these files and directories of the agent's.
     - `timeout`: seconds that the agent has for this task; it replaces `harness.timeout`.
     - `scoring_timeout`: seconds for the rewards and metrics of this task together; it replaces `timeouts.scoring`.
+    - `resource_source_keys`: set in a subclass; by resource, the key of a file that it was read from, for messages.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
     resource_source_keys: ClassVar[Mapping[str, str]] = {}
-    """Where a taskset read `resources` from, by resource, for messages: `{"disk_mb": "storage_mb of task.toml"}`."""
 
     prompt: str | tuple[dict[str, Any], ...] | None = None
     system: str | None = None
