@@ -183,3 +183,10 @@ def test_run_that_cannot_be_created_does_not_claim_to_keep_anything(engine, caps
     assert main(["eval", "reverse-text", "-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("StorageFailed: outputs/") and "kept" not in message
+
+
+def test_configuration_of_rl_is_refused_by_eval_in_one_line(tmp_path, capsys):
+    (tmp_path / "rl.toml").write_text('[[train]]\ntaskset = { id = "reverse-text" }\n[orchestrator]\nbatch_size = 4\n')
+    assert main(["eval", "@", str(tmp_path / "rl.toml"), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "configuration of `ramify rl`, since it has a `train` table" in line

@@ -111,7 +111,7 @@ def test_the_error_names_the_file_that_set_the_key(file):
         (["--trainer.optim.betas", "a", "b"], ["trainer.optim.betas.0", "number", "'a'"]),
         (["--trainer.optim.window", "0.5"], ["trainer.optim.window.1", "required"]),
         (["--trainer.optim.lr", "inf"], ["trainer.optim.lr", "finite", "'inf'"]),
-        (["--trainer", "big"], ["trainer", "section", "'big'"]),
+        (["--trainer", "big"], ["trainer", "expected a table", "'big'"]),
         (["--train", "[{"], ["train", "[{"]),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import SHORT_FLAGS, expand_short_flags, expand_taskset_id
-from ramify.config import add_origins, dry_run, parse, pop_flags
+from ramify.config import add_origins, dry_run, parse, pop_flags, read_top_level_keys
 from ramify.display import choose_display
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
@@ -44,6 +44,11 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigInvalid(f"{old_flag} is now called {flag}")
     (fresh, accept, show, keep, dry), rest = pop_flags(argv, COMMAND_FLAGS)
     args = expand_arguments(rest)
+    if "train" in read_top_level_keys(EvalConfig, args):
+        raise ConfigInvalid(
+            "the file is a configuration of `ramify rl`, since it has a `train` table; `ramify eval` expects the "
+            "tables of one source, such as [taskset] and [harness], at the top level"
+        )
     config = parse(EvalConfig, args, prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
     if (python := find_other_interpreter(config.python)) is not None:
         run_command_in(python, "eval", argv)

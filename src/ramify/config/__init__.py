@@ -5,7 +5,7 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 """
 
 from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
-from ramify.config.component import parse_component
+from ramify.config.component import parse_component, read_top_level_keys
 from ramify.config.dump import dry_run, dump_toml, write_toml
 from ramify.config.origins import add_origins
 from ramify.config.parser import (
@@ -33,6 +33,7 @@ __all__ = [
     "pop_flags",
     "raise_config_invalid",
     "read_stored_config",
+    "read_top_level_keys",
     "to_new_keys",
     "to_old_keys",
     "write_toml",

@@ -7,7 +7,7 @@ component's section is then extracted from it, and flags, which are always the c
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ramify.config.arguments import ArgumentProblem, FileArgument
+from ramify.config.arguments import ArgumentProblem, FileArgument, split_arguments
 from ramify.config.base import Config
 from ramify.config.layers import ConfigLayers
 from ramify.config.parser import build_config, parse_arguments
@@ -37,6 +37,12 @@ def parse_component(
     parent = build_config(parent_cls, files)
     others = [argument for argument in arguments if argument not in files]
     return build_config(cls, others, extract(parent), command_flags=command_flags), parent
+
+
+def read_top_level_keys(cls: type[Config], args: Sequence[str]) -> set[str]:
+    """Return the top-level keys of the files in `args`; an empty set if one cannot be read."""
+    arguments = split_arguments(cls, args)
+    return _top_level_keys([file for file in arguments if isinstance(file, FileArgument) and not file.section])
 
 
 def _top_level_keys(files: Sequence[FileArgument]) -> set[str]:

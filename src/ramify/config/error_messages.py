@@ -52,7 +52,7 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
             case "value_error":
                 expectation = str(details.get("ctx", {}).get("error", details["msg"]))
             case "model_type" | "model_attributes_type" | "dict_type":
-                expectation, given[key] = "expected a section", _format_value(details["input"])
+                expectation, given[key] = "expected a table", _format_value(details["input"])
             case _:
                 expectation = details["msg"].replace("Input should be", "expected").split(", unable to parse")[0]
                 given[key] = _format_value(details["input"])
