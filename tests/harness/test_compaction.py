@@ -258,7 +258,7 @@ def test_a_policy_without_tokens_is_compacted_by_an_estimate():
 
 
 def test_compact_at_beyond_seq_len_is_refused():
-    with pytest.raises(ConfigInvalid, match=r"compact_at: 1000 .*seq_len is 1000"):
+    with pytest.raises(ConfigInvalid, match=r"compact_at: 1000 .*a path has at most 1000 \(seq_len"):
         load_env(OneTask, harness={"id": "bash", "compact_at": 1000}, seq_len=1000)
 
 
