@@ -278,7 +278,8 @@ class _Box:
                 cwd="/",
                 start_new_session=True,
             )
-        self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
+        with contextlib.suppress(ProcessLookupError):  # it has exited already; its channel is closed then
+            self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
         message, fds_received = await self.channel.receive_first(2)
         if message != b"ready" or len(fds_received) != 2:
             reason = os.pread(error_file.fileno(), MAX_REASON_BYTES, 0).decode(errors="replace").strip()
