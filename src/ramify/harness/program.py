@@ -257,7 +257,7 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
 
 
 def _describe_exit(code: int, limits: ResourceLimits) -> str:
-    """Return how a program ended; a kill by signal 9 is what follows if it exceeds a limit on memory."""
+    """Return how a program ended. A program that exceeds the limit on memory is killed by signal 9."""
     description = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     is_killed = code in (-signal.SIGKILL, SIGNAL_EXIT_OFFSET + signal.SIGKILL)  # the second: its shell reports it
     if is_killed and limits.memory_mb is not None:
@@ -266,7 +266,10 @@ def _describe_exit(code: int, limits: ResourceLimits) -> str:
 
 
 def _put_last_line_first(output: str) -> str:
-    """Return the output after its own last line, which often names the error: lists show only the first line."""
+    """Return the last line of the output, then all of it.
+
+    The last line often names the error, and lists of errors show only the first line of a message.
+    """
     lines = output.strip().splitlines()
     return output.strip() if len(lines) < 2 else f"{lines[-1].strip()}\n{output.strip()}"
 
