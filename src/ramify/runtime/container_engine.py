@@ -54,21 +54,25 @@ class ContainerEngine:
 
     async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
         """Run a command of the engine; cancelling this call kills it. Raises SandboxError if it takes too long."""
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            *args,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=ENGINE_CWD,
-            start_new_session=True,
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self.command,
+                *args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=ENGINE_CWD,
+                start_new_session=True,
+            )
         )
         try:
             async with asyncio.timeout(timeout):
+                process = await asyncio.shield(starting)
                 stdout, stderr = await process.communicate()
         except TimeoutError as error:
             raise SandboxError(f"{self.name} {args[0]} did not end in {timeout:g} s") from error
         finally:
+            process = await starting  # it may run already when a call is cancelled while it starts
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # a rootless podman starts itself again

@@ -105,6 +105,8 @@ class SandboxChannel:
                         return
                     await asyncio.sleep(SEND_INTERVAL)
             raise BrokenPipeError("the sandbox has ended")
+        except ConnectionResetError as error:  # it ended while a request was on its way
+            raise BrokenPipeError("the sandbox has ended") from error
         finally:
             os.close(request_fd)
 
