@@ -46,8 +46,8 @@ def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
 
 
 def test_plugin_check_returns_environment_identities(tmp_path):
-    found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
-    assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
+    checked = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
+    assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
 
 
 def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
@@ -70,10 +70,10 @@ def test_source_is_checked_in_its_own_interpreter(tmp_path):
     python = make_interpreter(tmp_path / "other")
     (tmp_path / "only_there.py").write_text("import sys\nassert sys.prefix.endswith('other'), sys.prefix\n" + TASKSET)
     train = [{"taskset": {"id": str(tmp_path / "only_there.py")}, "python": str(python)}]
-    found = check_plugin_tables(
+    checked = check_plugin_tables(
         config(tmp_path, train=train, eval=[{"name": "ours", "taskset": {"id": "reverse-text"}}])
     )
-    assert set(found) == {str(tmp_path / "only_there.py"), "eval/ours"}
+    assert set(checked) == {str(tmp_path / "only_there.py"), "eval/ours"}
 
 
 def test_missing_core_in_an_interpreter_names_source_and_venv(tmp_path):

@@ -123,8 +123,8 @@ def test_baseline_of_a_turn_does_not_depend_on_where_the_rollout_stopped():
     """A rollout that goes on without reward changes no advantage of the others."""
     short = [turn_rollout("a", 1.0, 2.0), turn_rollout("b", 0.5), turn_rollout("c", 0.0, 1.0)]
     longer = [turn_rollout("a", 1.0, 2.0), turn_rollout("b", 0.5, 0.0), turn_rollout("c", 0.0, 1.0)]
-    found = [advantages("turn_credit", traces) for traces in (short, longer)]
-    assert found[0][:2] == pytest.approx(found[1][:2]) and found[0][-2:] == pytest.approx(found[1][-2:])
+    by_length = [advantages("turn_credit", traces) for traces in (short, longer)]
+    assert by_length[0][:2] == pytest.approx(by_length[1][:2]) and by_length[0][-2:] == pytest.approx(by_length[1][-2:])
     assert advantages("turn_credit", [turn_rollout("a", 1.0)]) == [0.0]
 
 
@@ -136,10 +136,10 @@ def test_turn_credit_without_turn_rewards_is_rloo():
 def test_echo_adds_cross_entropy_on_tool_output():
     traces = group(1.0, 0.0)
     node = traces[0].add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))
-    found = plugin.build_plugin("algorithm", {"id": "echo", "role_weights": {"tool": 0.25}}).annotate(traces)
-    (echoed,) = [annotation for annotation in found if annotation.ce]
+    annotations = plugin.build_plugin("algorithm", {"id": "echo", "role_weights": {"tool": 0.25}}).annotate(traces)
+    (echoed,) = [annotation for annotation in annotations if annotation.ce]
     assert (echoed.trace_id, echoed.node, echoed.span, echoed.ce, echoed.rl) == ("t0", node, (1, 3), 0.25, 0.0)
-    assert [annotation.advantage for annotation in found[:2]] == advantages("grpo", traces)
+    assert [annotation.advantage for annotation in annotations[:2]] == advantages("grpo", traces)
 
 
 def test_distillation_weights():

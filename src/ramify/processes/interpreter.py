@@ -97,8 +97,8 @@ def check_interpreter(python: Path) -> None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigInvalid(f"{python} cannot be run: {error}") from error
     if tuple(python_version) < MIN_VERSION:
-        found, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
-        raise ConfigInvalid(f"{python} is Python {found}; expected {expected} or newer")
+        actual, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
+        raise ConfigInvalid(f"{python} is Python {actual}; expected {expected} or newer")
     home, expected = python.parent.parent, importlib.metadata.version("ramify")
     advice = f"install the core of Ramify there: {python} -m pip install ramify=={expected}"
     if version is None:

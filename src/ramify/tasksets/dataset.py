@@ -195,8 +195,8 @@ def score_math_verify(task: rf.Task, trace: rf.Trace) -> float:
     library = import_module("math_verify")
     # Its own timeouts need signals, which work in the main thread only; the rollout's scoring timeout applies.
     expected = library.parse(f"\\boxed{{{extract_final_answer(str(task.answer))}}}", parsing_timeout=None)
-    found = library.parse(trace.last_reply[-MAX_PARSED_CHARS:], parsing_timeout=None)
-    return float(library.verify(expected, found, timeout_seconds=None))
+    answer = library.parse(trace.last_reply[-MAX_PARSED_CHARS:], parsing_timeout=None)
+    return float(library.verify(expected, answer, timeout_seconds=None))
 
 
 SCORERS: dict[str, Scorer] = {"exact": score_exact, "boxed": score_boxed, MATH_VERIFY_REWARD: score_math_verify}

@@ -17,11 +17,11 @@ class GuessNumber(vf.MultiTurnEnv):
         return bool(state["distances"]) and state["distances"][-1] == 0
 
     async def env_response(self, messages, state, **kwargs):
-        found = re.search(r"-?\d+", str(messages[-1].content))
-        if found is None:
+        number = re.search(r"-?\d+", str(messages[-1].content))
+        if number is None:
             state["distances"].append(100)
             return [{"role": "user", "content": "Write a number."}]
-        difference = state["target"] - int(found[0])
+        difference = state["target"] - int(number[0])
         state["distances"].append(min(abs(difference), 100))
         return [{"role": "user", "content": "Right." if difference == 0 else "More." if difference > 0 else "Less."}]
 
