@@ -59,13 +59,13 @@ env: $(DEV_STAMP)  ## create .venv and install the package with all that the tar
 $(RUN_STAMP): pyproject.toml
 	@$(PREPARE)
 	@echo "installing what a run needs into .venv (some minutes the first time)"
-	@$(INSTALL) -e '.[local,plot]'
+	@$(INSTALL) -e '.[local,plot,vision]'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml
 	@$(PREPARE)
 	@echo "installing what a run and the tests need into .venv (some minutes the first time)"
-	@$(INSTALL) -e '.[local,plot,dev]'
+	@$(INSTALL) -e '.[local,plot,vision,dev]'
 	@touch $(RUN_STAMP) $@
 
 lint: env  ## ruff, formatting, structure and types

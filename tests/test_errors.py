@@ -27,7 +27,7 @@ from ramify.errors import (
 
 DOCS_PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 FAILURE_CLASSES = {name: cls for name, cls in failure_classes().items() if cls.__module__.startswith("ramify.")}
-POLICY_FAILURES = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit"}
+POLICY_FAILURES = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit", "ImageInvalid"}
 
 
 def raise_and_catch(exc: BaseException) -> BaseException:

@@ -69,7 +69,7 @@ def installs(calls: list[str]) -> list[str]:
 def test_each_target_installs_what_it_needs_once_and_shows_progress(clone: Clone) -> None:
     calls, output, status = clone.make("rl")
     (install,) = installs(calls)
-    assert status == 0 and "[local,plot]" in install and "dev" not in install
+    assert status == 0 and "[local,plot,vision]" in install and "dev" not in install
     assert "-q" not in install and "Downloading something" in output
     assert [call.split()[1] for call in calls if call.startswith("ramify")] == ["rl", "plot"]
 

@@ -141,6 +141,20 @@ class RequestInvalid(RamifyError, blame="system", retryable=False):
     """
 
 
+class ImageInvalid(RamifyError, blame="policy", retryable=False):
+    """The agent sent an image that is damaged, too large, not a PNG, JPEG or WebP, or that the model cannot take.
+
+    Fix the agent program: the message says what is wrong. A bad image of a task is an `EnvironmentFault` instead.
+    """
+
+
+class ImageMissing(RamifyError, blame="system", retryable=True):
+    """An inference server was asked about an image that it does not have, or no longer has.
+
+    Nothing: the client uploads the image again. If it stays, the server's image cache is smaller than one prompt.
+    """
+
+
 class RequestCancelled(RamifyError, blame="system", retryable=False):
     """A request was cancelled, or its sender is gone.
 

@@ -1,0 +1,13 @@
+from .decode import check_image as check_image
+from .decode import decode_image as decode_image
+from .image_cache import ImageCache as ImageCache
+from .image_family import ImageFamily as ImageFamily
+from .image_family import load_image_family as load_image_family
+from .image_header import ImageHeader as ImageHeader
+from .image_header import describe_image as describe_image
+from .image_header import read_image_header as read_image_header
+from .image_store import ImageStore as ImageStore
+from .positions import ImageSpan as ImageSpan
+from .positions import compute_positions as compute_positions
+from .positions import next_position as next_position
+from .processed_image import ProcessedImage as ProcessedImage

@@ -1,0 +1,53 @@
+"""The directory `media/` of a run: every image once, in a file named after the hash of its bytes.
+
+Traces, forests and batches refer to images by hash. A file is written before the first trace that refers to it is
+stored, and never changes, so a reader needs no lock.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ramify.errors import RunDamaged
+from ramify.files import fsync_path, replace_file, write_and_fsync
+from ramify.images.image_header import MIME_TYPES
+from ramify.trace import Media
+
+EXTENSIONS = {mime: name for name, mime in MIME_TYPES.items()}
+OTHER_EXTENSION = "bin"
+
+
+class ImageStore:
+    """The images of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._written: set[str] = set()
+
+    def write(self, items: Iterable[Media]) -> None:
+        """Store images. They are on disk when this returns; images that are stored already are not written again."""
+        new = [media for media in items if media.data and media.hash not in self._written]
+        missing = [media for media in new if not self.path(media).exists()]
+        if missing:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for media in missing:
+                with replace_file(self.path(media)) as partial_path:
+                    write_and_fsync(partial_path, media.data)
+            fsync_path(self._directory)
+        self._written.update(media.hash for media in new)
+
+    def path(self, media: Media) -> Path:
+        """Return the file of an image."""
+        return self._directory / f"{media.hash}.{EXTENSIONS.get(media.mime, OTHER_EXTENSION)}"
+
+    def read(self, media: Media) -> Media:
+        """Return an image with its bytes. Raises RunDamaged if the file is missing or was changed."""
+        if media.data:
+            return media
+        path = self.path(media)
+        try:
+            stored = Media.from_bytes(path.read_bytes(), media.mime)
+        except FileNotFoundError as error:
+            raise RunDamaged(f"image {media.hash}: {path} is missing; restore it from a copy of the run") from error
+        if stored.hash != media.hash:
+            raise RunDamaged(f"image {media.hash}: {path} was changed; restore it from a copy of the run")
+        return stored
