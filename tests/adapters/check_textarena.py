@@ -4,11 +4,10 @@ import json
 import subprocess
 from pathlib import Path
 
-from ramify.env.plugin import PLUGIN_KINDS
 from tests.adapters.training import run_ramify, train, write_eval
 
 NUM_STEPS = 10
-ALGORITHM = "rae" if "rae" in PLUGIN_KINDS["algorithm"].builtin_paths else "grpo"
+ALGORITHM = "rae"
 PLAY_DEADLINE = 300  # seconds
 EVERY_GROUP = {"filters": []}  # also those whose attempts earn equal rewards
 # Runs with the interpreter of TextArena: a game with scripted moves, in which the first player wins.

@@ -133,6 +133,32 @@ def test_turn_credit_without_turn_rewards_is_rloo():
     assert advantages("turn_credit", traces) == pytest.approx(advantages("rloo", traces))
 
 
+def play_groups(*groups, **options) -> tuple[list[list[float]], dict[str, list[float]]]:
+    """Return the advantages that `rae` gives to each group in turn, and its state after the last."""
+    rae, state, advantages = plugin.build_plugin("algorithm", {"id": "rae", **options}), {}, []
+    for traces in groups:
+        annotations, state = rae.annotate_with_state(traces, state)
+        advantages.append([annotation.advantage for annotation in annotations])
+    return advantages, state
+
+
+def test_rae_compares_an_agent_with_its_earlier_groups():
+    games = [
+        [rollout("a", first, agent="first"), rollout("b", second, agent="second")]
+        for first, second in ((1.0, -1.0), (0.5, 0.5), (0.0, 2.0))
+    ]
+    advantages, state = play_groups(*games, decay=0.4)
+    # the mean at first, then 0.4 of the baseline and 0.6 of the new reward
+    assert advantages == [[1.0, -1.0], [-0.5, 1.5], pytest.approx([-0.7, 2.1])]
+    assert state == {"first": [pytest.approx(0.28), 3], "second": [pytest.approx(1.16), 3]}
+
+
+def test_rae_uses_no_reward_of_the_group_in_its_baseline():
+    (_, advantages), state = play_groups(group(0.0), group(*REWARDS))
+    assert advantages == pytest.approx(REWARDS)
+    assert state == {"": [pytest.approx(MEAN / 2), 2]}
+
+
 def test_echo_adds_cross_entropy_on_tool_output():
     traces = group(1.0, 0.0)
     node = traces[0].add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))

@@ -99,6 +99,7 @@ PLUGIN_KINDS = {
             "grpo": "ramify.orchestrate.algorithms.grpo:Grpo",
             "max_rl": "ramify.orchestrate.algorithms.max_rl:MaxRl",
             "opd": "ramify.orchestrate.algorithms.opd:Opd",
+            "rae": "ramify.orchestrate.algorithms.rae:Rae",
             "rloo": "ramify.orchestrate.algorithms.rloo:Rloo",
             "sft": "ramify.orchestrate.algorithms.sft:Sft",
             "turn_credit": "ramify.orchestrate.algorithms.turn_credit:TurnCredit",

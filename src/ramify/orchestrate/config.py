@@ -54,7 +54,7 @@ class TrainSourceConfig(ServedSourceConfig):
     group_size: int | None = Field(default=None, ge=1)
     """Attempts per group. Default: `orchestrator.group_size`."""
     algorithm: dict[str, Any] = {"id": "grpo"}
-    """grpo, dr_grpo, rloo, max_rl, echo, turn_credit, opd, sft or a plugin, with its keys."""
+    """grpo, dr_grpo, rloo, max_rl, echo, turn_credit, rae, opd, sft or a plugin, with its keys."""
     teacher: str | None = None
     """The model of `[models]` that is distilled: `opd` lets it score the policy's samples, `sft` lets it sample."""
     reference: str | None = None

@@ -35,6 +35,8 @@ from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.trace import Forest, Trace
 
+ALGORITHM_STATE_PREFIX = "algorithm/"  # of the ledger keys for the state of each source's algorithm
+
 
 class OrchestratorCore:
     """The decisions of one run. Create it with `open`.
@@ -55,6 +57,7 @@ class OrchestratorCore:
         self.attempt_queue = AttemptQueue()
         self.ledger_progress = LedgerProgress()
         self.patience = PatienceCounter()
+        self._algorithm_states: dict[str, dict[str, Any]] = {}  # by source
         self._next_group_number = 0
         self._groups: dict[int, GroupRecord] = {}
         self._trackers: dict[int, GroupTracker] = {}
@@ -83,6 +86,7 @@ class OrchestratorCore:
         for source in sources.values():
             await ledger.declare_source(source.name, source.tasks_per_epoch)
         source_mix.restore(ledger.load_states)
+        core._algorithm_states = ledger.load_states(ALGORITHM_STATE_PREFIX)
         core._next_group_number = ledger.num_issued()
         core._rewind_to_committed()
         for group in ledger.open_groups():
@@ -183,9 +187,15 @@ class OrchestratorCore:
             if tracker is None or group_number in self._scored_groups:
                 return None
             group, states = self._groups[group_number], dict[str, Any]()
-            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules, reference_scores)
+            algorithm_state = self._algorithm_states.get(group.source, {})
+            scored = score_complete_group(
+                tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
+            )
             if scored.mean_reward is not None:
                 states = self.source_mix.record_reward(group.source, group.task_number, scored.mean_reward)
+                if scored.algorithm_state:
+                    self._algorithm_states[group.source] = scored.algorithm_state
+                    states[f"{ALGORITHM_STATE_PREFIX}{group.source}"] = scored.algorithm_state
             if scored.batch_group is None or scored.forest is None:
                 assert scored.drop_reason is not None
                 await self._drop_locked_group(group_number, scored.drop_reason, scored.drop_detail, states)
@@ -200,6 +210,7 @@ class OrchestratorCore:
                 rollouts=changed,
                 states=states,
                 reference_scores=encode_scores(reference_scores) if reference_scores else None,
+                algorithm_state=algorithm_state if scored.algorithm_state else None,
             )
             self.admission.mark_scored(group_number)
             self.patience.record_trainable()
@@ -325,7 +336,10 @@ class OrchestratorCore:
         if group.state is GroupState.SCORED:
             stored = self.ledger.get_reference_scores(group.number)
             reference_scores = decode_scores(stored) if stored is not None else None
-            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules, reference_scores)
+            algorithm_state = self.ledger.get_algorithm_state(group.number)
+            scored = score_complete_group(
+                tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
+            )
             if scored.batch_group is None or scored.forest is None:  # other filters or another algorithm than before
                 await self.drop_group(group.number, scored.drop_reason or DropReason.CANCELLED, scored.drop_detail)
                 return

@@ -113,7 +113,7 @@ class ReferenceScorer:
             return None
         self.waits[group.number] = (model.name, time.monotonic())
         try:
-            annotations = algorithm.annotate(traces)
+            annotations, _ = algorithm.annotate_with_state(traces, {})  # which tokens they have depends on no state
             return await score_annotations(
                 model.client, traces, annotations, session=str(group.number), timeout=model.timeout
             )

@@ -120,11 +120,13 @@ class Ledger:
         rollouts: Sequence[tuple[RolloutRecord, Sequence[Trace]]] = (),
         states: Mapping[str, Any] | None = None,
         reference_scores: bytes | None = None,
+        algorithm_state: Mapping[str, Any] | None = None,
     ) -> None:
         """Record that a group has its rewards.
 
         `notes` has plain data about attempts by their index. `rollouts` replaces the rollouts that scoring changed.
-        `reference_scores` are the encoded scores of another model, if one scored the group.
+        `reference_scores` are the encoded scores of another model, if one scored the group. `algorithm_state` is what
+        the algorithm remembered of earlier groups, if it remembers something.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -136,6 +138,9 @@ class Ledger:
             if reference_scores is not None:
                 query = "INSERT OR REPLACE INTO reference_scores VALUES (?, ?)"
                 connection.execute(query, (group_number, reference_scores))
+            if algorithm_state is not None:
+                encoded_state = msgspec.msgpack.encode(dict(algorithm_state))
+                _insert(connection, "algorithm_states", group_number, encoded_state)
             _save_states(connection, states)
 
         await self._submit_change(apply, rollouts)
@@ -152,7 +157,7 @@ class Ledger:
             dropped = GroupState.DROPPED.value
             query = "UPDATE attempts SET state = ?, reason = ?, detail = ? WHERE number = ? AND state != ?"
             connection.execute(query, (dropped, reason.value, detail, group_number, dropped))
-            _delete_reference_scores(connection, group_number)
+            _delete_scoring_inputs(connection, group_number)
             _save_states(connection, states)
 
         await self._submit_change(apply)
@@ -170,7 +175,7 @@ class Ledger:
                 _transition_group(connection, number, GroupState.BATCHED)
                 _transition_attempts(connection, number, GroupState.BATCHED)
                 connection.execute("UPDATE groups SET step = ? WHERE number = ?", (batch.step, number))
-                _delete_reference_scores(connection, number)
+                _delete_scoring_inputs(connection, number)
             members, counts = msgspec.msgpack.encode(batch.group_numbers), msgspec.msgpack.encode(batch.counts)
             _insert(connection, "batches", batch.step, members, batch.annotations, counts)
             _save_states(connection, states)
@@ -264,6 +269,11 @@ class Ledger:
         """Return the encoded scores of another model for a scored group that is not in a batch; None without one."""
         rows = self.store.select("SELECT scores FROM reference_scores WHERE number = ?", (group_number,))
         return rows[0][0] if rows else None
+
+    def get_algorithm_state(self, group_number: int) -> dict[str, Any] | None:
+        """Return what the algorithm remembered when it scored a group that is not in a batch; None without a state."""
+        rows = self.store.select("SELECT state FROM algorithm_states WHERE number = ?", (group_number,))
+        return msgspec.msgpack.decode(rows[0][0]) if rows else None
 
     def sources(self) -> dict[str, int | None]:
         """Return the number of tasks in one epoch of each declared source; None for a source without epochs."""
@@ -368,8 +378,9 @@ def _save_states(connection: sqlite3.Connection, states: Mapping[str, Any] | Non
         connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, msgspec.msgpack.encode(value)))
 
 
-def _delete_reference_scores(connection: sqlite3.Connection, group_number: int) -> None:
-    connection.execute("DELETE FROM reference_scores WHERE number = ?", (group_number,))
+def _delete_scoring_inputs(connection: sqlite3.Connection, group_number: int) -> None:
+    for table in ("reference_scores", "algorithm_states"):
+        connection.execute(f"DELETE FROM {table} WHERE number = ?", (group_number,))
 
 
 def _transition_group(connection: sqlite3.Connection, group_number: int, target: GroupState) -> None:

@@ -1,11 +1,13 @@
-"""The interface of an algorithm: one of two hooks.
+"""The interface of an algorithm: one of three hooks.
 
 Most algorithms override `advantages`: the rewards of comparable rollouts in, one advantage for each out. `annotate` is
 for algorithms that set more: other weights, per-token values, tokens the policy did not sample, reference logprobs.
+`annotate_with_state` is for algorithms that remember something of earlier groups.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +26,9 @@ class AlgorithmConfig(Config):
 
 
 class Algorithm:
-    """Base class of algorithms. A subclass implements `advantages` or `annotate`.
+    """Base class of algorithms. A subclass implements `advantages`, `annotate` or `annotate_with_state`.
 
-    An algorithm is stateless: the same group gives the same annotations.
+    An algorithm object keeps no state: the same group and the same state give the same annotations.
 
     - `config`: the options, as an object of the class that annotates this attribute.
     """
@@ -49,19 +51,38 @@ class Algorithm:
         The group holds the traces of every agent of every kept attempt, each with its reward. A token without an
         annotation is context. Weights need no normalization: the trainer divides by the entries of the batch.
         """
-        agents: defaultdict[str, list[Trace]] = defaultdict(list)
-        for trace in group:
-            agents[trace.agent].append(trace)
         annotations: list[Annotation] = []
-        for traces in agents.values():
-            if missing := [trace.id for trace in traces if trace.reward is None]:
-                raise TraceInvalid(
-                    f"traces {missing} have no reward, so they cannot be compared with others of their group"
-                )
-            advantages = self.advantages(np.array([trace.reward for trace in traces], np.float64), traces)
-            for trace, advantage in zip(traces, advantages.tolist(), strict=True):
-                annotations += [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
+        for traces, rewards in group_by_agent(group).values():
+            for trace, advantage in zip(traces, self.advantages(rewards, traces).tolist(), strict=True):
+                annotations += annotate_advantage(trace, advantage)
         return annotations
+
+    def annotate_with_state(
+        self, group: Sequence[Trace], state: Mapping[str, Any]
+    ) -> tuple[list[Annotation], dict[str, Any]]:
+        """Return the annotations of a group, and the state for the next group of the source.
+
+        The state is plain data, {} before the first group. The ledger stores it in the transaction that scores the
+        group, so each group counts once, also after a crash. Which tokens are annotated must not depend on it.
+        """
+        return self.annotate(group), {}
+
+
+def group_by_agent(group: Sequence[Trace]) -> dict[str, tuple[list[Trace], FloatArray]]:
+    """Return the traces of each agent with their rewards. Raises TraceInvalid if a reward is missing."""
+    agents: defaultdict[str, list[Trace]] = defaultdict(list)
+    for trace in group:
+        agents[trace.agent].append(trace)
+    if missing := [trace.id for trace in group if trace.reward is None]:
+        raise TraceInvalid(f"traces {missing} have no reward, so they cannot be compared with others of their group")
+    return {
+        agent: (traces, np.array([trace.reward for trace in traces], np.float64)) for agent, traces in agents.items()
+    }
+
+
+def annotate_advantage(trace: Trace, advantage: float) -> list[Annotation]:
+    """Return the annotations that give every sampled token of a trace the same advantage."""
+    return [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
 
 
 def get_trainable_nodes(trace: Trace) -> list[int]:

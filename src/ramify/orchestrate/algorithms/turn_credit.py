@@ -6,13 +6,11 @@ of the group from turn k on. A rollout that stopped before turn k earned nothing
 that the baseline never depends on where rollouts stopped.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from ramify.errors import TraceInvalid
-from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, get_trainable_nodes
+from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, get_trainable_nodes, group_by_agent
 from ramify.trace import Annotation, Trace
 from ramify.trace.header import TURN_REWARDS_KEY
 
@@ -22,12 +20,9 @@ class TurnCredit(Algorithm):
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return one annotation for each sampled node, with the advantage of its turn."""
-        agents: defaultdict[str, list[Trace]] = defaultdict(list)
-        for trace in group:
-            agents[trace.agent].append(trace)
         annotations: list[Annotation] = []
-        for traces in agents.values():
-            for trace, advantages in zip(traces, compute_turn_advantages(traces), strict=True):
+        for traces, rewards in group_by_agent(group).values():
+            for trace, advantages in zip(traces, compute_turn_advantages(traces, rewards), strict=True):
                 turns = [node.index for node in trace.nodes if node.call is not None]
                 advantage_by_node = dict(zip(turns, advantages.tolist()))
                 annotations += [
@@ -36,24 +31,22 @@ class TurnCredit(Algorithm):
         return annotations
 
 
-def compute_turn_advantages(traces: Sequence[Trace]) -> FloatArray:
+def compute_turn_advantages(traces: Sequence[Trace], rewards: FloatArray) -> FloatArray:
     """Return the advantage of each turn of each rollout [rollouts, turns of the longest]."""
     num_turns = max(trace.num_turns for trace in traces)
-    returns = np.stack([_compute_returns(trace, num_turns) for trace in traces])
+    returns = np.stack([_compute_returns(trace, reward, num_turns) for trace, reward in zip(traces, rewards.tolist())])
     if len(traces) < 2:
         return np.zeros_like(returns)
     spread = np.ptp(returns, axis=0) > 0  # if all returns are equal, rounding must not make an advantage
     return np.where(spread, returns - (returns.sum(0) - returns) / (len(traces) - 1), 0.0)
 
 
-def _compute_returns(trace: Trace, num_turns: int) -> FloatArray:
+def _compute_returns(trace: Trace, reward: float, num_turns: int) -> FloatArray:
     """Return what a rollout earned from each turn on."""
-    if trace.reward is None:
-        raise TraceInvalid(f"trace {trace.id!r} has no reward, so it cannot be compared with others of its group")
     turn_rewards = np.zeros(num_turns)
     for name, values in trace.info.get(TURN_REWARDS_KEY, {}).items():
         score = trace.rewards[name]
         weight = 1.0 if score is None else score[1]
         turn_rewards[: len(values)] += [weight * (value or 0.0) for value in values]
-    other_rewards = trace.reward - turn_rewards.sum()
+    other_rewards = reward - turn_rewards.sum()
     return other_rewards + turn_rewards[::-1].cumsum()[::-1]
