@@ -176,6 +176,13 @@ class PeerRefused(RamifyError, blame="system", retryable=False):
     """
 
 
+class ProcessReplaced(PeerRefused):
+    """A newer copy of this process has taken over, so nothing that this one does counts any more.
+
+    Nothing: the newer copy continues the work, and this one exits. Look at the log for why it was replaced.
+    """
+
+
 class SecretUnknown(RamifyError, blame="system", retryable=False):
     """A request to the gateway has no secret, or one that belongs to no running rollout.
 
