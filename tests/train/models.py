@@ -1,6 +1,6 @@
 """Small random models, and training of the same model path by path as the reference."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -82,8 +82,16 @@ def train_forest(module: PolicyModel, packs: Iterable[Forest], counts: dict[str,
     return TrainResult(get_gradients(module.model), loss, 0.0, tokens)
 
 
-def train_flat(model, attempts: Sequence[Attempt], counts: dict[str, int]) -> TrainResult:
-    """Train every root-to-leaf path of every attempt by itself, with the attention and head of transformers."""
+def train_flat(
+    model,
+    attempts: Sequence[Attempt],
+    counts: dict[str, int],
+    build_image_inputs: Callable[[list[int], list[bytes]], dict[str, torch.Tensor]] = lambda ids, images: {},
+) -> TrainResult:
+    """Train every root-to-leaf path of every attempt by itself, with the attention and head of transformers.
+
+    `build_image_inputs` returns the model's inputs for the images of a path.
+    """
     model.zero_grad(set_to_none=True)
     loss, abs_loss, tokens = 0.0, 0.0, 0
     for attempt in attempts:
@@ -101,7 +109,9 @@ def train_flat(model, attempts: Sequence[Attempt], counts: dict[str, int]) -> Tr
             if not entries:
                 continue
             positions = torch.tensor([position for position, _, _ in entries])
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0] / attempt.temperature
+            images = [data for node in path for _, _, data in attempt.nodes[node].images]
+            image_inputs = build_image_inputs(ids, images)
+            logits = model(torch.tensor([ids]), use_cache=False, **image_inputs).logits[0] / attempt.temperature
             logprob = logits.log_softmax(-1)[positions - 1, torch.tensor(ids)[positions]]
             columns = {name: torch.tensor([values[name] for _, _, values in entries]) for name in entries[0][2]}
             sampler = torch.tensor([sampler_logprob for _, sampler_logprob, _ in entries])

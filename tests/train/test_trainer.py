@@ -147,7 +147,7 @@ def test_a_failed_step_leaves_no_gradients_to_the_next(dtype, monkeypatch):
     trainer = make_trainer(dtype=dtype)
     with monkeypatch.context() as patch, pytest.raises(IndexError):
         inputs = [trainer.prepare_inputs(batch.packs[0])]  # and none for the second pack
-        patch.setattr(trainer, "prepare_inputs", lambda pack: inputs.pop())
+        patch.setattr(trainer, "prepare_inputs", lambda *_: inputs.pop())
         trainer.step(batch)
     assert trainer.step(batch).grad_norm == expected
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, WeightsRefused
-from ramify.model.logprob_check import collect_token_ids, describe_error
-from ramify.model.pack_layout import get_longrope_limit, get_per_layer_settings
+from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
+from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.paged_attention import paged_attention
 from ramify.model.precision import DtypeChoice, choose_dtype
+from ramify.model.vision import VisionTower, get_vision_tower
 
 ATTENTION_NAME = "ramify_paged"
 UNIFORM_SETTINGS = {
@@ -41,7 +42,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run: the Hugging Face module, its directory, sizes, dtype, device and EOS tokens."""
+    """A model that is ready to run: the Hugging Face module, its directory, sizes, dtype, device and EOS tokens.
+
+    `tower` encodes images; a text model has none.
+    """
 
     module: Any
     path: Path
@@ -49,6 +53,7 @@ class LoadedModel:
     dtype_choice: DtypeChoice
     device: torch.device
     eos_ids: frozenset[int]
+    tower: VisionTower | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +75,7 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
-    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids)
+    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids, get_vision_tower(module))
 
 
 def load_config(path: Path) -> Any:
@@ -86,12 +91,14 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
 
     A missing tensor is an error: transformers would initialize it with random numbers.
     """
+    is_vision_model = config.model_type in VISION_MODEL_TYPES
+    auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=split_attn_implementation(config, attn_implementation),
             local_files_only=True,
             output_loading_info=True,
         )

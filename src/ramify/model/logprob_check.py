@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ModelUnsupported
+from ramify.model.pack_layout import VISION_MODEL_TYPES
 
 NUM_CHECK_TOKENS = 16
 MAX_DIFFERENCE = {torch.float32: 2e-3}
@@ -42,7 +43,7 @@ def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: st
     `attn_implementation` is the one that the model was loaded with, which is restored; None changes nothing.
     """
     if attn_implementation is not None:
-        module.set_attn_implementation("eager")
+        module.set_attn_implementation(split_attn_implementation(module.config, "eager"))
     try:
         logits = module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
     except torch.OutOfMemoryError:
@@ -53,8 +54,15 @@ def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: st
         ) from error
     finally:
         if attn_implementation is not None:
-            module.set_attn_implementation(attn_implementation)
+            module.set_attn_implementation(split_attn_implementation(module.config, attn_implementation))
     return compute_logprobs(logits[:-1], ids[1:])
+
+
+def split_attn_implementation(config: Any, name: str | None) -> Any:
+    """Return the attention implementation `name` as transformers takes it: only for the decoder, not for a tower."""
+    if name is None or config.model_type not in VISION_MODEL_TYPES:
+        return name
+    return {"text_config": name, "vision_config": "sdpa"}
 
 
 def compute_logprobs(logits: Tensor, ids: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ UNSUPPORTED_SETTINGS = {
     "logits_mup_width_multiplier": "scaled logits",
     "kv_lora_rank": "latent keys and values",
 }
+VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
 MODELS_WITH_SINKS = {"gpt_oss"}
 UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # the trainer needs one value for all layers
 
@@ -92,9 +93,12 @@ def get_longrope_limit(text_config: Any) -> int | None:
 
 def _check_attention_is_pluggable(config: Any) -> None:
     """Reject models that accept an attention implementation but never call it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # and with it torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # and with it torch
 
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.model_type in VISION_MODEL_TYPES:
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model_class: Any = mapping.get(type(config), None)
     if model_class is None:
         raise ModelUnsupported(f"transformers has no causal language model of type {config.model_type}")
     if not model_class.is_backend_compatible():

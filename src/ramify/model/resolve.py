@@ -73,7 +73,8 @@ def read_max_positions(model_dir: Path) -> int | None:
 
 def _read_number(model_dir: Path, key: str) -> int | None:
     try:
-        return int(json.loads((model_dir / "config.json").read_bytes())[key])
+        config = json.loads((model_dir / "config.json").read_bytes())
+        return int(config[key] if key in config else config["text_config"][key])  # of a vision-language model
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -33,7 +33,15 @@ from ramify.trace.version import PolicyVersion
 
 SHARD_BYTES = 2 << 30
 CONFIG_FILE = "config.json"
-MODEL_FILES = (CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+MODEL_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from ramify.errors import ConfigInvalid, ModelUnsupported
+from ramify.images import ImageCache, ImageStore, load_image_family
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.tree_attention import describe_tree_attention
@@ -14,7 +16,8 @@ from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
 from ramify.train.metrics import MetricSums
-from ramify.train.policy import compile_layers, load_policy
+from ramify.train.policy import PolicyModel, compile_layers, load_policy
+from ramify.train.step_images import LoadImage
 from ramify.train.trainer import Trainer
 
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
@@ -28,12 +31,14 @@ def build_trainer(
     total_steps: int | None = None,
     seed: int = 0,
     flat: bool = False,
+    media: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
     """Build this rank's trainer of the model in `model_path`.
 
     `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
-    batch shares prefixes. `log` receives lines on layout, dtype and operators.
+    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash. `log`
+    receives lines on layout, dtype and operators.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     # FSDP moves the model layer by layer, so that no GPU holds all of it.
@@ -44,6 +49,10 @@ def build_trainer(
         device=load_device,
         activation_checkpointing=config.activation_checkpointing,
     )
+    if policy.tower is not None and ranks.world_size > 1:
+        raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
+    if config.freeze_vision:
+        freeze_vision_tower(policy)
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     log(f"dtype: {choice}")
     uses_tree_attention = policy.layout is PackLayout.FOREST
@@ -61,7 +70,26 @@ def build_trainer(
         total_steps=total_steps,
         dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
+        load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
     )
+
+
+def freeze_vision_tower(policy: PolicyModel) -> None:
+    """Exclude the vision tower from training. Raises ConfigInvalid if the model has none."""
+    if policy.tower is None:
+        raise ConfigInvalid("trainer.freeze_vision: the model has no vision tower; remove the key")
+    for parameter in policy.tower.parameters():
+        parameter.requires_grad_(False)
+
+
+def build_image_loader(model_path: Path, media: Path | None) -> LoadImage:
+    """Return a function that processes an image for a model; bytes that an entry lacks are read below `media`."""
+    family = load_image_family(model_path)
+    if family is None:
+        raise ModelUnsupported(f"{model_path} has a vision tower, but its config names no image token")
+    cache = ImageCache(family)
+    store = ImageStore(media) if media is not None else None
+    return lambda item: cache.process(store.read(item) if store is not None else item)
 
 
 def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:

@@ -113,6 +113,8 @@ class TrainerConfig(Config):
     """Compile the layers; None compiles on a GPU."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more work, a fraction of the memory."""
+    freeze_vision: bool = False
+    """Keep the vision tower of a vision-language model and its projection fixed: engines encode an image only once."""
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig()

@@ -24,12 +24,14 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     Raises ConfigInvalid if peft is not installed or a target does not exist.
     """
     layers: nn.Module = model.get_decoder().layers
-    linear_maps = (name for name, module in layers.named_modules() if isinstance(module, nn.Linear))
-    known = sorted({name.rpartition(".")[2] for name in linear_maps})  # such as `q_proj`
+    linear_maps = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+    names = [name for name, module in model.named_modules() if module in linear_maps]  # not those of a vision tower
+    known = sorted({name.rpartition(".")[2] for name in names})  # such as `q_proj`
     if unknown := [name for name in config.target_modules if name not in known]:
         problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"
         raise ConfigInvalid(f"trainer.lora.target_modules: {problem}")
-    peft_config = build_peft_config(config, config.target_modules or known, purpose="trainer.lora")
+    targets = [name for name in names if name.rpartition(".")[2] in (config.target_modules or known)]
+    peft_config = build_peft_config(config, targets, purpose="trainer.lora")
     from peft import inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]):

@@ -49,6 +49,8 @@ class MetricSums:
     padding: int = 0
     flat_tokens: int = 0
     flops: float = 0.0
+    images: int = 0
+    """Images that the vision tower encoded."""
 
     @classmethod
     def merge(cls, parts: Iterable["MetricSums"]) -> "MetricSums":
@@ -64,6 +66,7 @@ class MetricSums:
             total.padding += part.padding
             total.flat_tokens += part.flat_tokens
             total.flops += part.flops
+            total.images += part.images
         return total
 
 
@@ -89,6 +92,11 @@ class MetricAccumulator:
         self._host_sums.tokens += forest.num_tokens
         self._host_sums.padding += inputs.input_ids.numel() - forest.num_tokens
         self._host_sums.flat_tokens += forest.flat_tokens
+        self._host_sums.flops += flops
+
+    def add_images(self, count: int, flops: float) -> None:
+        """Add the images that the vision tower encoded for the packs."""
+        self._host_sums.images += count
         self._host_sums.flops += flops
 
     def flatten_device_values(self, device: torch.device) -> Tensor:
@@ -195,6 +203,8 @@ class StepMetrics:
             "forest/padding": float(self.sums.padding),
             "forest/token_ratio": self.token_ratio,
         }
+        if self.sums.images:
+            metrics["forest/images"] = float(self.sums.images)
         if self.mfu is not None:
             metrics["train/mfu"] = self.mfu
         metrics.update({f"loss/{name}": value for name, value in sorted(self.sums.component_losses.items())})

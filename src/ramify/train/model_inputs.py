@@ -21,6 +21,7 @@ from ramify.trace import Forest, concat_forests, make_padding_forest
 from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.lm_head import ROW_MULTIPLE
 from ramify.train.losses import Entries
+from ramify.train.step_images import StepImages
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,14 @@ class HeadInputs:
         )
 
 
+@dataclass(slots=True, eq=False)
+class ImageInputs:
+    """The image tokens of a pack."""
+
+    rows: Tensor  # [image tokens] their flat indices, sorted
+    features: Tensor  # [1 + deepstack layers, image tokens, width] what the vision tower made of the images
+
+
 @dataclass(eq=False)
 class ModelInputs:
     """The inputs of one forward and backward pass."""
@@ -59,6 +68,7 @@ class ModelInputs:
     position_ids: Tensor  # [rows, length], or [3, rows, length]
     tree_mask: TreeMask | None  # None if the rows are causal chains
     token_index: np.ndarray | None  # [tokens] flat index of each token, if there are several rows
+    images: ImageInputs | None = None  # None if the pack holds no image
 
     @cached_property
     def head_inputs(self) -> HeadInputs:
@@ -80,20 +90,35 @@ def build_model_inputs(
     device: torch.device = CPU,
     sliding_windows: frozenset[int] = frozenset({0}),
     padded_length: int | None = None,
+    images: StepImages | None = None,
 ) -> ModelInputs:
-    """Build the inputs of a pack on the device, padded to `padded_length`. Raises ModelUnsupported for media."""
-    if forest.media:
-        raise ModelUnsupported("images are not trained yet: a pack holds media")
+    """Build the inputs of a pack on the device, padded to `padded_length`.
+
+    `images` must hold the images of the pack. Raises ModelUnsupported if it is None and the pack has images.
+    """
+    if forest.media and (images is None or layout is PackLayout.CHAINS):
+        raise ModelUnsupported("a pack holds images, and the model reads none: train a vision-language model on it")
     if padded_length and padded_length > len(forest):
         forest = concat_forests([forest, make_padding_forest(padded_length - len(forest))])
     if layout is PackLayout.CHAINS:
         ids, position, token_index = _build_chain_grid(forest)
         tree_mask = None
     else:
-        ids, position, token_index = forest.token_ids[None], forest.position_ids[..., None, :], None
+        has_grids = images is not None and images.tower.has_grid_positions and forest.media
+        position = images.compute_positions(forest) if images and has_grids else forest.position_ids
+        ids, position, token_index = forest.token_ids[None], position[..., None, :], None
         tree_mask = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
     input_ids, position_ids = copy_to_device([array.astype(np.int64) for array in (ids, position)], device)
-    return ModelInputs(forest, input_ids, position_ids, tree_mask, token_index)
+    return ModelInputs(
+        forest, input_ids, position_ids, tree_mask, token_index, _build_image_inputs(forest, images, device)
+    )
+
+
+def _build_image_inputs(forest: Forest, images: StepImages | None, device: torch.device) -> ImageInputs | None:
+    if images is None or not forest.media:
+        return None
+    rows, features = images.gather(forest)
+    return ImageInputs(copy_to_device([rows], device)[0], features)
 
 
 def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: torch.device) -> HeadInputs:

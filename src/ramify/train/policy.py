@@ -21,6 +21,7 @@ from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
+from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import START_REFERENCE_COUNT
@@ -49,11 +50,13 @@ class PolicyModel(nn.Module):
         sliding_windows: the attention windows of its layers; 0 is full attention.
         max_positions: the number of positions it supports, where longrope limits it.
         losses: the loss function of each component.
+        tower: the vision tower; None for a text model.
     """
 
     def __init__(self, model: Any, layout: PackLayout, rl_loss: LossFunction) -> None:
         super().__init__()
         self.model, self.layout = model, layout
+        self.tower = get_vision_tower(model)
         self.sliding_windows = get_sliding_windows(model.config)
         self.max_positions = get_longrope_limit(model.config.get_text_config())
         self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl, "kl": kl}
@@ -101,10 +104,11 @@ class PolicyModel(nn.Module):
         tree_kwargs = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
         if tree_kwargs and inputs.input_ids.is_cuda:
             _set_triton_allocator()
+        token_kwargs: dict[str, Any] = {"input_ids": inputs.input_ids}
+        if (images := inputs.images) is not None:
+            token_kwargs = build_image_inputs(self.model, inputs.input_ids, images.rows, images.features)
         decoder = self.model.get_decoder()
-        decoder_output = decoder(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **tree_kwargs
-        )
+        decoder_output = decoder(**token_kwargs, position_ids=inputs.position_ids, use_cache=False, **tree_kwargs)
         head_inputs = inputs.head_inputs  # built here, while the device runs the layers
         hidden = decoder_output.last_hidden_state.flatten(0, 1).index_select(0, head_inputs.hidden_index)
         head = self.model.get_output_embeddings()

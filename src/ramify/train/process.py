@@ -52,7 +52,13 @@ class TrainerProcess:
         """Train until the source has no more batches; returns the number of steps in the history."""
         config = self.config
         trainer = build_trainer(
-            self.model_path, config.trainer, self.ranks, seed=config.seed, flat=self.flat, log=self.log
+            self.model_path,
+            config.trainer,
+            self.ranks,
+            seed=config.seed,
+            flat=self.flat,
+            media=config.path / "media",
+            log=self.log,
         )
         registration = self._register(trainer)
         schedule = config.trainer.optim.schedule.type

@@ -8,13 +8,13 @@ GPU busy.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ramify.errors import DeadlineExceeded
+from ramify.errors import DeadlineExceeded, ModelUnsupported
 from ramify.trace import Forest
 from ramify.train.batch import Batch
 from ramify.train.config import TrainerConfig
@@ -25,6 +25,7 @@ from ramify.train.metrics import MetricAccumulator, MetricSums, StepMetrics
 from ramify.train.model_inputs import ModelInputs, bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer
 from ramify.train.policy import PolicyModel, PolicyOutput
+from ramify.train.step_images import LoadImage, StepImages
 
 STEP_TIMEOUT = 3600.0  # seconds for a GPU to finish a step
 POLL_INTERVAL = 1e-4  # seconds between two checks of whether it has
@@ -34,7 +35,7 @@ class Trainer:
     """A policy with its master weights and its optimizer.
 
     `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
-    adds up the metric sums of all ranks.
+    adds up the metric sums of all ranks; `load_image` returns the processed image of a media entry.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class Trainer:
         total_steps: int | None = None,
         dtype: torch.dtype = torch.float32,
         merge_sums: Callable[[MetricSums], MetricSums] = lambda sums: sums,
+        load_image: LoadImage | None = None,
     ) -> None:
-        self.policy, self.config, self.merge_sums = policy, config, merge_sums
+        self.policy, self.config, self.merge_sums, self.load_image = policy, config, merge_sums, load_image
         self.master_weights = MasterWeights(policy, dtype)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
@@ -73,16 +75,34 @@ class Trainer:
         """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
         self.master_weights.zero_grad()  # a failed step may have left some
         accumulator = MetricAccumulator(batch.step)
+        images = self.encode_images(batch.packs)
         for pack in batch.packs:
-            inputs = self.prepare_inputs(pack)
+            inputs = self.prepare_inputs(pack, images)
             output: PolicyOutput = self.policy(inputs, batch.entry_counts)
             output.loss.backward()
             self.master_weights.accumulate_gradients()
             accumulator.add(inputs, output, self.flops_model.count_flops(pack))
+        if images is not None:
+            images.backward()
+            self.master_weights.accumulate_gradients()
+            accumulator.add_images(len(images), images.count_flops())
         return accumulator
 
-    def prepare_inputs(self, pack: Forest) -> ModelInputs:
-        """Build the model's inputs for a pack; on a GPU they have one of a few lengths."""
+    def encode_images(self, packs: Sequence[Forest]) -> StepImages | None:
+        """Encode each image of these packs once; returns None if they hold none. Raises ModelUnsupported."""
+        media = [span.media for pack in packs for span in pack.media]
+        if not media:
+            return None
+        if self.policy.tower is None or self.load_image is None:
+            raise ModelUnsupported("the batch holds images, and the model reads none: train a vision-language model")
+        return StepImages(self.policy.tower, media, self.load_image)
+
+    def prepare_inputs(self, pack: Forest, images: StepImages | None = None) -> ModelInputs:
+        """Build the model's inputs for a pack; on a GPU they have one of a few lengths.
+
+        `images` are those of the step, encoded; by default the images of the pack are encoded here.
+        """
+        images = images or self.encode_images([pack])
         is_cuda, policy = self.device.type == "cuda", self.policy
         return build_model_inputs(
             pack,
@@ -90,6 +110,7 @@ class Trainer:
             device=self.device,
             sliding_windows=policy.sliding_windows,
             padded_length=bucket_length(len(pack), self.config.pack_tokens) if is_cuda else None,
+            images=images,
         )
 
     def optimizer_step(self, step: int) -> tuple[Tensor, float]:
