@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.config import Config, parse
-from ramify.errors import ConfigInvalid, TemplateRefused
+from ramify.errors import ConfigInvalid, ImageInvalid, TemplateRefused
 from ramify.render import FamilyRendererConfig, RendererConfig, TemplateRendererConfig, load_renderer
 from ramify.render.model_files import ModelFiles
 from ramify.trace import MediaPart, Message, TextPart
@@ -160,8 +160,8 @@ def test_a_template_that_requires_content_parts_gets_them(model: Path):
     )
 
 
-def test_media_is_refused(model: Path):
-    with pytest.raises(TemplateRefused, match="media"):
+def test_images_for_a_text_model_are_refused(model: Path):
+    with pytest.raises(ImageInvalid, match="text model"):
         load_renderer(model).render([Message("user", (TextPart("Look:"), MediaPart("hash")))])
     assert load_renderer(model).render([Message("user", (TextPart("a"), TextPart("b")))]).spans[0].message.text == "ab"
 

@@ -6,7 +6,7 @@ from ramify.images.image_family import ImageFamily
 from ramify.images.processed_image import ProcessedImage
 from ramify.trace import Media
 
-MAX_CACHE_BYTES = 256 * 2**20
+MAX_CACHE_BYTES = 64 * 2**20
 
 
 class ImageCache:

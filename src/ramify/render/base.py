@@ -14,18 +14,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ramify.images import ImageCache
 from ramify.render.bounded_cache import BoundedCache
 from ramify.render.outline import ConversationOutline
+from ramify.render.prompt_images import PromptImage
 from ramify.render.tokenizer import Tokenizer
-from ramify.trace import Message, MessageSpan
+from ramify.trace import Media, Message, MessageSpan, PromptMedia
 from ramify.trace.columns import Int32Array
 
 MAX_CACHED_PROMPTS = 64
+NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
 
 ToolSchema = Mapping[str, Any]
 """A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
@@ -91,9 +96,10 @@ class RenderedPrompt:
     """A prompt to sample from.
 
     `token_ids[:num_reused]` are the unchanged tokens of the history; `new_token_ids` are the tokens after them. `spans`
-    are the messages rendered now, as ranges of `new_token_ids`; the tokens after the last span are the generation
-    prompt. A `Turn` whose `prefix_node` is the last node of the history takes exactly these. `prefix_break` says why
-    the history's tokens were not reused; None if they were, or if there was no history.
+    are the messages rendered now, and `media` their images, as ranges of `new_token_ids`; the tokens after the last
+    span are the generation prompt. A `Turn` whose `prefix_node` is the last node of the history takes exactly these.
+    `reused_images` are the images of the history. `prefix_break` says why the history's tokens were not reused; None if
+    they were, or if there was no history.
     """
 
     messages: tuple[Message, ...]
@@ -103,6 +109,15 @@ class RenderedPrompt:
     outline: ConversationOutline
     num_reused: int = 0
     prefix_break: PrefixBreak | None = None
+    media: tuple[PromptMedia, ...] = ()
+    reused_images: tuple[PromptImage, ...] = ()
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """All images of the prompt."""
+        offset = self.num_reused
+        new = (PromptImage(item.media, item.start + offset, item.stop + offset) for item in self.media)
+        return (*self.reused_images, *new)
 
     @property
     def new_token_ids(self) -> Int32Array:
@@ -119,13 +134,25 @@ class RenderedPrompt:
 
         If its tokens do not start with those of the history, the result has a `prefix_break` and reuses none.
         """
-        num_reused = len(history.token_ids)
-        if prefix_break is None and not np.array_equal(self.token_ids[:num_reused], history.token_ids):
+        num_reused, num_messages = len(history.token_ids), len(history.messages)
+        reused_images = tuple(image for image in self.images if image.stop <= num_reused)
+        if prefix_break is None and not (
+            np.array_equal(self.token_ids[:num_reused], history.token_ids) and reused_images == history.images
+        ):
             prefix_break = PrefixBreak(BreakReason.HISTORY_REWRITTEN)
         if prefix_break is not None:
             return replace(self, prefix_break=prefix_break)
-        spans = (_shift_span(span, num_reused) for span in self.spans[len(history.messages) :])
-        return replace(self, num_reused=num_reused, spans=tuple(spans))
+        spans = (_shift_span(span, num_reused) for span in self.spans[num_messages:])
+        media = (
+            replace(
+                item,
+                message_index=item.message_index - num_messages,
+                start=item.start - num_reused,
+                stop=item.stop - num_reused,
+            )
+            for item in self.media[len(reused_images) :]
+        )
+        return replace(self, num_reused=num_reused, spans=tuple(spans), media=tuple(media), reused_images=reused_images)
 
     def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> "TokenHistory":
         """Return the history that ends in this reply, with the sampled ids unchanged."""
@@ -136,6 +163,7 @@ class RenderedPrompt:
             token_ids=np.concatenate([self.token_ids, reply_ids]),
             num_sampled=len(reply_ids),
             outline=self.outline.add(parsed.message),
+            images=self.images,
         )
 
 
@@ -144,7 +172,7 @@ class TokenHistory:
     """A conversation up to the end of a message, with its exact tokens.
 
     The last `num_sampled` ids are a reply of the policy, including the stop token if it was sampled; 0 if the last
-    message was part of a prompt.
+    message was part of a prompt. `images` are all images of the conversation.
     """
 
     messages: tuple[Message, ...]
@@ -152,10 +180,17 @@ class TokenHistory:
     token_ids: Int32Array
     num_sampled: int
     outline: ConversationOutline
+    images: tuple[PromptImage, ...] = ()
 
     @classmethod
     def build(
-        cls, messages: Sequence[Message], tools: Sequence[ToolSchema], token_ids: npt.ArrayLike, *, num_sampled: int = 0
+        cls,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        token_ids: npt.ArrayLike,
+        *,
+        num_sampled: int = 0,
+        images: Sequence[PromptImage] = (),
     ) -> "TokenHistory":
         """Build the history of a path in a trace; `num_sampled` is the number of tokens that its last node sampled."""
         return cls(
@@ -164,10 +199,15 @@ class TokenHistory:
             np.asarray(token_ids, np.int32),
             num_sampled,
             ConversationOutline().extend(messages),
+            tuple(images),
         )
 
     def build_prompt(
-        self, messages: Sequence[Message], token_ids: Int32Array, spans: tuple[MessageSpan, ...]
+        self,
+        messages: Sequence[Message],
+        token_ids: Int32Array,
+        spans: tuple[MessageSpan, ...],
+        media: tuple[PromptMedia, ...] = (),
     ) -> RenderedPrompt:
         """Build the prompt that continues this history with `messages`; `token_ids` start with those of the history."""
         return RenderedPrompt(
@@ -177,6 +217,8 @@ class TokenHistory:
             spans=spans,
             outline=self.outline.extend(messages),
             num_reused=len(self.token_ids),
+            media=media,
+            reused_images=self.images,
         )
 
 
@@ -188,18 +230,34 @@ def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
 class Renderer(ABC):
     """Renders messages to token ids and parses replies, for one model.
 
-    `stop_ids` are the token ids that end a reply. A subclass renders whole conversations and continuations.
+    `stop_ids` are the token ids that end a reply. A subclass renders whole conversations and continuations. The images
+    of messages are given as `media`, by hash.
     """
 
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
+
+    @cached_property
+    def takes_tool_images(self) -> bool:
+        """Whether the images of tool results can be rendered."""
+        return False
+
+    @cached_property
+    def image_cache(self) -> ImageCache | None:
+        """Processes the images of the model; None if it takes none. Raises ModelUnsupported for an unknown family."""
+        return None
 
     def __init__(self) -> None:
         self._cached_prompts: BoundedCache[tuple[tuple[Message, ...], bool], RenderedPrompt]
         self._cached_prompts = BoundedCache(MAX_CACHED_PROMPTS)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        add_generation_prompt: bool = True,
+        media: Mapping[str, Media] = NO_MEDIA,
     ) -> RenderedPrompt:
         """Render a whole conversation, by default with the generation prompt at its end.
 
@@ -208,12 +266,17 @@ class Renderer(ABC):
         key = (tuple(messages), add_generation_prompt)
         prompt = self._cached_prompts.get(key)
         if prompt is None or prompt.tools != tuple(tools):
-            prompt = self._render_uncached(messages, tools, add_generation_prompt=add_generation_prompt)
+            prompt = self._render_uncached(messages, tools, media, add_generation_prompt=add_generation_prompt)
             self._cached_prompts.put(key, prompt)
         return prompt
 
     def bridge(
-        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
+        self,
+        history: TokenHistory,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        media: Mapping[str, Media] = NO_MEDIA,
     ) -> RenderedPrompt:
         """Render the prompt that continues `history` with new messages.
 
@@ -224,11 +287,11 @@ class Renderer(ABC):
         active_tools = history.tools if tools is None else tuple(tools)
         prefix_break = PrefixBreak(BreakReason.TOOLS_CHANGED) if active_tools != history.tools else None
         if prefix_break is None and history.num_sampled:
-            continuation = self._render_continuation(history, messages)
+            continuation = self._render_continuation(history, messages, media)
             if isinstance(continuation, RenderedPrompt):
                 return continuation
             prefix_break = continuation
-        full_prompt = self._render_uncached([*history.messages, *messages], active_tools)
+        full_prompt = self._render_uncached([*history.messages, *messages], active_tools, media)
         return full_prompt.as_continuation(history, prefix_break)
 
     @abstractmethod
@@ -237,10 +300,17 @@ class Renderer(ABC):
 
     @abstractmethod
     def _render_uncached(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        *,
+        add_generation_prompt: bool = True,
     ) -> RenderedPrompt:
         """Render a whole conversation."""
 
     @abstractmethod
-    def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
+    def _render_continuation(
+        self, history: TokenHistory, messages: Sequence[Message], media: Mapping[str, Media]
+    ) -> RenderedPrompt | PrefixBreak:
         """Render only the new messages after a sampled reply, or say why the history's tokens cannot be reused."""

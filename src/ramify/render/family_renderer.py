@@ -25,10 +25,10 @@ from ramify.render.base import (
     ToolSchema,
 )
 from ramify.render.outline import ConversationOutline
+from ramify.render.prompt_images import has_images
 from ramify.render.reply_parser import CallIdGenerator
-from ramify.render.template_adapter import require_text
 from ramify.render.tokenizer import Tokenizer
-from ramify.trace import Message, MessageSpan, ToolCall
+from ramify.trace import Media, Message, MessageSpan, ToolCall
 from ramify.trace.columns import Int32Array
 
 PROBLEM_KINDS = {
@@ -58,7 +58,12 @@ class FamilyRenderer(Renderer):
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
     def _render_uncached(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        *,
+        add_generation_prompt: bool = True,
     ) -> RenderedPrompt:
         try:
             rendered = self._renderer.render(
@@ -104,7 +109,9 @@ class FamilyRenderer(Renderer):
         message = Message("assistant", content, response.reasoning_content or None, tuple(calls))
         return ParsedReply(message, (0, stop), tuple(problems))
 
-    def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
+    def _render_continuation(
+        self, history: TokenHistory, messages: Sequence[Message], media: Mapping[str, Media]
+    ) -> RenderedPrompt | PrefixBreak:
         prompt_len = len(history.token_ids) - history.num_sampled
         bridged = self._renderer.bridge_to_next_turn(
             history.token_ids[:prompt_len].tolist(),
@@ -197,7 +204,7 @@ def _message_spans(messages: Sequence[Message], rendered: Any, num_reused: int) 
 def _message_dicts(messages: Sequence[Message]) -> list[Any]:
     dicts: list[dict[str, Any]] = []
     for message in messages:
-        message_dict: dict[str, Any] = {"role": message.role, "content": require_text(message)}
+        message_dict: dict[str, Any] = {"role": message.role, "content": _require_text(message)}
         if message.reasoning:
             message_dict["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -213,6 +220,12 @@ def _message_dicts(messages: Sequence[Message]) -> list[Any]:
             message_dict["tool_call_id"] = message.tool_call_id
         dicts.append(message_dict)
     return dicts
+
+
+def _require_text(message: Message) -> str:
+    if has_images(message):
+        raise TemplateRefused('a family renders no images; use renderer.type = "template"')
+    return message.text
 
 
 def _tool_dicts(tools: Sequence[ToolSchema]) -> list[Any] | None:

@@ -1,7 +1,9 @@
 """Load the renderer of a model directory."""
 
+from functools import partial
 from pathlib import Path
 
+from ramify.images import load_image_family
 from ramify.render.base import Renderer
 from ramify.render.config import FamilyRendererConfig, TemplateRendererConfig
 from ramify.render.model_files import ModelFiles
@@ -25,5 +27,10 @@ def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRend
 
     template = ChatTemplate(files.templates, special_tokens=files.special_tokens, template_args=config.template_args)
     return TemplateRenderer(
-        tokenizer, template, eos_ids=eos_ids, tool_format=config.tool_format, history=config.history
+        tokenizer,
+        template,
+        eos_ids=eos_ids,
+        tool_format=config.tool_format,
+        history=config.history,
+        load_images=partial(load_image_family, files.directory),
     )

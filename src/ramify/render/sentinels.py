@@ -5,6 +5,7 @@ the exact positions, in two renderings for any number of messages. Searching for
 user may write "user", and a template may trim, escape, move or omit a text.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +13,32 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ramify.trace import Message
+from ramify.render.prompt_images import content_parts, has_images
+from ramify.trace import Message, TextPart
+from ramify.trace.message import Part
 
 CONTENT, REASONING, ARGUMENTS = "c", "r", "a"
 
 
 @dataclass(frozen=True, slots=True)
 class TextSlot:
-    """The characters [start, stop) of one text of a message."""
+    """The characters [start, stop) of one text of a message; `part` is its index in a content of several parts."""
 
     message_index: int
     field: str
     start: int
     stop: int
+    part: int | None = None
+
+    def read_text(self, messages: Sequence[Message]) -> str:
+        """Return the text of the message that belongs into the slot."""
+        message = messages[self.message_index]
+        if self.field != CONTENT:
+            return message.reasoning or ""
+        if self.part is None:
+            return message.text
+        part = content_parts(message)[self.part]
+        return part.text if isinstance(part, TextPart) else ""
 
 
 class Sentinels:
@@ -34,7 +48,7 @@ class Sentinels:
         self._prefix = "zq"
         while self._prefix in avoid:
             self._prefix += "q"
-        self._pattern = re.compile(rf"{self._prefix}(\d+)([cra])z")
+        self._pattern = re.compile(rf"{self._prefix}(\d+)([cra])(\d*)z")
 
     def substitute(
         self, messages: Sequence[Message], *, include_arguments: bool = False, skip_sensitive: bool = False
@@ -54,14 +68,24 @@ class Sentinels:
     def find_slots(self, text: str) -> list[TextSlot]:
         """Return the slots of the sentinels in a text, in order."""
         matches = self._pattern.finditer(text)
-        return [TextSlot(int(match[1]), match[2], match.start(), match.end()) for match in matches]
+        return [
+            TextSlot(int(match[1]), match[2], match.start(), match.end(), int(match[3]) if match[3] else None)
+            for match in matches
+        ]
 
     def redact(self, text: str) -> str:
         """Return the text with an ellipsis for every sentinel, for error messages."""
         return self._pattern.sub("…", text)
 
     def _substitute_message(self, index: int, message: Message, include_arguments: bool) -> Message:
-        content = self._sentinel(index, CONTENT) if message.text or message.role != "assistant" else ""
+        content: str | tuple[Part, ...] = ""
+        if has_images(message):
+            content = tuple(
+                TextPart(self._sentinel(index, f"{CONTENT}{number}")) if isinstance(part, TextPart) else part
+                for number, part in enumerate(content_parts(message))
+            )
+        elif message.text or message.role != "assistant":
+            content = self._sentinel(index, CONTENT)
         reasoning = self._sentinel(index, REASONING) if message.reasoning else message.reasoning
         calls = message.tool_calls
         if include_arguments:
@@ -86,12 +110,10 @@ def align_slots(
         position += len(template_text)
         is_last = index + 1 == len(slots)
         next_text = sentinel_text[slot.stop :] if is_last else sentinel_text[slot.stop : slots[index + 1].start]
-        message = messages[slot.message_index]
-        text = message.text if slot.field == CONTENT else message.reasoning or ""
-        length = _rendered_length(real, position, text, next_text, is_last)
+        length = _rendered_length(real, position, slot.read_text(messages), next_text, is_last)
         if length is None:
             return None
-        aligned.append(TextSlot(slot.message_index, slot.field, position, position + length))
+        aligned.append(dataclasses.replace(slot, start=position, stop=position + length))
         sentinel_position, position = slot.stop, position + length
     return aligned if real[position:] == sentinel_text[sentinel_position:] else None
 

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ramify.errors import TemplateRefused
-from ramify.render.outline import FILLER_TEXT
+from ramify.render.outline import CALL_ID, FILLER_TEXT
+from ramify.render.prompt_images import content_parts, has_images
 from ramify.render.template import ChatTemplate
-from ramify.trace import MediaPart, Message, ToolCall
+from ramify.trace import Message, TextPart, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 REASONING_IN_CONTENT = "content"
@@ -68,6 +69,17 @@ class TemplateAdapter:
         )
         return REASONING_IN_CONTENT if self._renders_probe(question, {"role": "assistant", "content": inline}) else None
 
+    def writes_tool_images(self, marker: str) -> bool:
+        """Return whether the template writes the images of tool results, given what it writes for an image."""
+        call: dict[str, Any] = {"id": CALL_ID, "type": "function", "function": {"name": FILLER_TEXT, "arguments": {}}}
+        question = {"role": "user", "content": self._wrap_content(FILLER_TEXT)}
+        reply = {"role": "assistant", "content": self._wrap_content(""), "tool_calls": [call]}
+        result = {"role": "tool", "content": [{"type": "image"}], "tool_call_id": CALL_ID}
+        try:
+            return self._template.render([question, reply, result], [], False).count(marker) == 1
+        except TemplateRefused:
+            return False
+
     def to_template_id(self, call_id: str) -> str:
         """Return a call id in a form that the template accepts."""
         if not self._requires_short_ids or (len(call_id) == 9 and call_id.isalnum()):
@@ -117,8 +129,9 @@ class TemplateAdapter:
 
     def _message_dict(self, message: Message, tool_names: Mapping[str, str]) -> dict[str, Any]:
         is_inline = message.reasoning is not None and self.reasoning_key == REASONING_IN_CONTENT
-        content = _inline_reasoning(message, self.reasoning_tags) if is_inline else require_text(message)
-        message_dict: dict[str, Any] = {"role": message.role, "content": self._wrap_content(content)}
+        text = _inline_reasoning(message, self.reasoning_tags) if is_inline else message.text
+        content = _part_dicts(message) if has_images(message) else self._wrap_content(text)
+        message_dict: dict[str, Any] = {"role": message.role, "content": content}
         if message.reasoning is not None and self.reasoning_key and not is_inline:
             message_dict[self.reasoning_key] = message.reasoning
         if message.tool_calls:
@@ -134,13 +147,12 @@ class TemplateAdapter:
         return {"id": self.to_template_id(call.id), "type": "function", "function": function}
 
 
-def require_text(message: Message) -> str:
-    """Return the text of a message. Raises TemplateRefused if the message has media."""
-    if isinstance(message.content, str):
-        return message.content
-    if any(isinstance(part, MediaPart) for part in message.content):
-        raise TemplateRefused("a message has media, which a chat template cannot render; use a text-only task")
-    return message.text
+def _part_dicts(message: Message) -> list[dict[str, str]]:
+    """Return the content of a message with images, in the form that templates of vision models expect."""
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in content_parts(message)
+    ]
 
 
 def _inline_reasoning(message: Message, reasoning_tags: ReasoningTags) -> str:

@@ -7,13 +7,15 @@ the template would change the history, the whole conversation is rendered again 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TemplateRefused
+from ramify.errors import ConfigInvalid, ImageInvalid, TemplateRefused
+from ramify.images import ImageCache, ImageFamily
 from ramify.render.base import (
     BreakReason,
     ParsedReply,
@@ -25,6 +27,7 @@ from ramify.render.base import (
 )
 from ramify.render.outline import FILLER_TEXT, ConversationOutline, MessageKind
 from ramify.render.prefix_check import PrefixChecker
+from ramify.render.prompt_images import ExpandedText, PlacedImage, PromptImages, has_images
 from ramify.render.reply_parser import ReplyParser
 from ramify.render.sentinels import Sentinels
 from ramify.render.separators import END_OF_CONVERSATION, SeparatorFinder
@@ -33,11 +36,14 @@ from ramify.render.template_adapter import TemplateAdapter
 from ramify.render.text_layout import MessageExtent, TextLayoutBuilder
 from ramify.render.tokenizer import EncodedText, Tokenizer
 from ramify.render.tool_parsers import TOOL_PARSERS, detect_tool_format
-from ramify.trace import Message, MessageSpan
+from ramify.trace import Media, Message, MessageSpan, PromptMedia
 
 
 class TemplateRenderer(Renderer):
-    """The `Renderer` of a tokenizer and a chat template."""
+    """The `Renderer` of a tokenizer and a chat template.
+
+    `load_images` returns the model's image family; it is called when the first image is rendered.
+    """
 
     def __init__(
         self,
@@ -47,8 +53,10 @@ class TemplateRenderer(Renderer):
         eos_ids: Sequence[int] = (),
         tool_format: str = "auto",
         history: Literal["template", "verbatim"] = "template",
+        load_images: Callable[[], ImageFamily | None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._load_images = load_images
         self.tokenizer = tokenizer
         self._adapter = TemplateAdapter(template)
         self.stop_ids = self._find_stop_ids(eos_ids)
@@ -66,26 +74,57 @@ class TemplateRenderer(Renderer):
             self._reply_whitespace(),
         )
 
+    @cached_property
+    def image_cache(self) -> ImageCache | None:
+        """Processes the images of the model; None if it takes none. Raises ModelUnsupported for an unknown family."""
+        family = self._load_images()
+        return None if family is None else ImageCache(family)
+
+    @cached_property
+    def takes_tool_images(self) -> bool:
+        """Whether the template writes the images of tool results."""
+        cache = self.image_cache
+        return cache is not None and self._adapter.writes_tool_images(cache.family.marker)
+
+    @cached_property
+    def _prompt_images(self) -> PromptImages:
+        if self.image_cache is None:
+            raise ImageInvalid(f"image: {self.tokenizer.name} is a text model; send text only, or use a vision model")
+        return PromptImages(self.image_cache)
+
     def _render_uncached(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        *,
+        add_generation_prompt: bool = True,
     ) -> RenderedPrompt:
         if tools and not self._adapter.has_tool_support:
             raise TemplateRefused("the chat template does not support tools; remove the tools, or use another template")
-        layout = self._layout_builder.build(messages, tools, add_generation_prompt=add_generation_prompt)
-        encoded = self.tokenizer.encode(layout.text)
+        shown_messages, shown_tools = messages, tools
+        if any(map(has_images, messages)):
+            shown_messages = self._prompt_images.hide_markers(messages)
+            shown_tools = self._prompt_images.hide_in_tools(tools)
+        layout = self._layout_builder.build(shown_messages, shown_tools, add_generation_prompt=add_generation_prompt)
+        expanded, extents = self._expand_images(layout.text, layout.extents, messages, media)
+        encoded = self.tokenizer.encode(expanded.text)
         return RenderedPrompt(
             messages=tuple(messages),
             tools=tuple(tools),
             token_ids=encoded.ids,
-            spans=_message_spans(messages, layout.extents, encoded),
+            spans=_message_spans(messages, extents, encoded),
             outline=ConversationOutline().extend(messages),
+            media=self._locate_media(expanded.images, encoded),
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         """Parse sampled tokens to a reply."""
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
 
-    def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
+    def _render_continuation(
+        self, history: TokenHistory, messages: Sequence[Message], media: Mapping[str, Media]
+    ) -> RenderedPrompt | PrefixBreak:
         """Return the history's tokens followed by the template's text for the new messages."""
         if not self._keeps_history_verbatim:
             has_tools = bool(history.tools)
@@ -93,7 +132,8 @@ class TemplateRenderer(Renderer):
             if prefix_break is not None:
                 return prefix_break
         example = history.outline.example_messages()
-        conversation = [*example, *messages]
+        shown_messages = self._prompt_images.hide_markers(messages) if any(map(has_images, messages)) else messages
+        conversation = [*example, *shown_messages]
         try:
             layout = self._layout_builder.build(
                 conversation, history.tools, add_generation_prompt=True, first=len(example) - 1
@@ -104,17 +144,52 @@ class TemplateRenderer(Renderer):
             return PrefixBreak(BreakReason.UNCLEAR, "the template's own text depends on the texts of messages")
         start = layout.extents[0].body[1]
         closing = self._reasoning_close(history)
-        encoded = self.tokenizer.encode(closing + layout.text[start:], continues_text=True)
-        # Skip the stop token if the model has sampled it already and the template would write it here.
-        num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
-        new = EncodedText(encoded.ids[num_held:], encoded.starts[num_held:], encoded.stops[num_held:])
         offset = len(closing) - start
         extents = [
             MessageExtent((extent.body[0] + offset, extent.body[1] + offset), extent.stop + offset)
             for extent in layout.extents[1:]
         ]
+        expanded, extents = self._expand_images(closing + layout.text[start:], extents, messages, media)
+        encoded = self.tokenizer.encode(expanded.text, continues_text=True)
+        # Skip the stop token if the model has sampled it already and the template would write it here.
+        num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
+        new = EncodedText(encoded.ids[num_held:], encoded.starts[num_held:], encoded.stops[num_held:])
         token_ids = np.concatenate([history.token_ids, new.ids])
-        return history.build_prompt(messages, token_ids, _message_spans(messages, extents, new))
+        spans = _message_spans(messages, extents, new)
+        return history.build_prompt(messages, token_ids, spans, self._locate_media(expanded.images, new))
+
+    def _expand_images(
+        self, text: str, extents: Sequence[MessageExtent], messages: Sequence[Message], media: Mapping[str, Media]
+    ) -> tuple[ExpandedText, Sequence[MessageExtent]]:
+        """Put placeholders into a text, and widen the extents of messages to their images."""
+        if not any(map(has_images, messages)):
+            return ExpandedText(text), extents
+        expanded = self._prompt_images.expand(text, messages, media)
+        widened = [
+            MessageExtent((expanded.shift(extent.body[0]), expanded.shift(extent.body[1])), expanded.shift(extent.stop))
+            for extent in extents
+        ]
+        for image in expanded.images:
+            (start, stop), end = widened[image.part.message_index].body, widened[image.part.message_index].stop
+            body = (min(start, image.start), max(stop, image.stop)) if start < stop else (image.start, image.stop)
+            widened[image.part.message_index] = MessageExtent(body, max(end, image.stop))
+        return expanded, widened
+
+    def _locate_media(self, images: Sequence[PlacedImage], encoded: EncodedText) -> tuple[PromptMedia, ...]:
+        """Return the placeholder tokens of images."""
+        starts, stops = encoded.starts.tolist(), encoded.stops.tolist()
+        located: list[PromptMedia] = []
+        for image in images:
+            start, stop = bisect_right(stops, image.start), bisect_left(starts, image.stop)
+            image_token_id = self._prompt_images.cache.family.image_token_id
+            num_tokens = int((encoded.ids[start:stop] == image_token_id).sum())
+            if num_tokens != image.processed.num_tokens:
+                raise ConfigInvalid(
+                    f"model: the tokenizer writes an image of {image.processed.num_tokens} tokens with {num_tokens} "
+                    f"tokens of id {image_token_id}; correct image_token_id, or add the image token to the tokenizer"
+                )
+            located.append(PromptMedia(image.media, image.part.message_index, image.part.part, start, stop))
+        return tuple(located)
 
     def _reasoning_close(self, history: TokenHistory) -> str:
         """Return the text that closes reasoning which was cut off, or an empty string."""

@@ -1,0 +1,164 @@
+"""Images in a prompt: where the template wrote them, and the placeholder tokens that stand for them.
+
+A chat template writes a short marker for an image, such as `<image>`. It is replaced by the placeholder text of the
+image before the text is encoded, as the processors of transformers do. The same word may occur in a text, in a tool or
+in the arguments of a call; there it is plain text, so it is hidden from the search by another word in the meantime.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ramify.errors import ImageInvalid, TemplateRefused
+from ramify.images import ImageCache, ProcessedImage
+from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
+from ramify.trace.message import Part
+
+HIDDEN_MARKER = "zqimagezq"  # stands for the marker in texts while images are located
+MAX_PROMPT_IMAGES = 32
+
+
+class PromptImage(NamedTuple):
+    """An image of a prompt and its placeholder tokens [start, stop), as indices into the whole prompt."""
+
+    media: Media
+    start: int
+    stop: int
+
+
+class ImagePart(NamedTuple):
+    """Part `part` of message `message_index` is an image."""
+
+    message_index: int
+    part: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image at the characters [start, stop) of a text."""
+
+    part: ImagePart
+    media: Media
+    processed: ProcessedImage
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedText:
+    """A text in which images have their placeholders.
+
+    `edits` are the replacements in order: where they begin in the old text, and how much longer the text became.
+    """
+
+    text: str
+    images: tuple[PlacedImage, ...] = ()
+    edits: tuple[tuple[int, int], ...] = ()
+
+    def shift(self, position: int) -> int:
+        """Return where a character of the old text is now."""
+        return position + sum(growth for start, growth in self.edits if start < position)
+
+
+def content_parts(message: Message) -> tuple[Part, ...]:
+    """Return the content of a message as parts."""
+    return (TextPart(message.content),) if isinstance(message.content, str) else message.content
+
+
+def has_images(message: Message) -> bool:
+    """Return whether a message has an image."""
+    return not isinstance(message.content, str) and any(isinstance(part, MediaPart) for part in message.content)
+
+
+def find_image_parts(messages: Sequence[Message]) -> list[ImagePart]:
+    """Return the images of messages, in order."""
+    return [
+        ImagePart(index, number, part.hash)
+        for index, message in enumerate(messages)
+        for number, part in enumerate(content_parts(message))
+        if isinstance(part, MediaPart)
+    ]
+
+
+def check_image_count(count: int) -> None:
+    """Raise ImageInvalid if a prompt has too many images."""
+    if count > MAX_PROMPT_IMAGES:
+        raise ImageInvalid(f"image: {count} images in one prompt; at most {MAX_PROMPT_IMAGES} are allowed")
+
+
+class PromptImages:
+    """Places images in prompts, for one model. `cache` is that of the model's image family."""
+
+    def __init__(self, cache: ImageCache) -> None:
+        self.cache = cache
+        self._family = cache.family
+        words = map(re.escape, (self._family.marker, HIDDEN_MARKER))
+        self._pattern = re.compile("|".join(words))
+
+    def hide_markers(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose texts do not contain the marker of an image."""
+        return [self._hide_in_message(message) for message in messages]
+
+    def hide_in_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return tools whose texts do not contain the marker of an image."""
+        text = json.dumps([dict(tool) for tool in tools])
+        return json.loads(self._hide(text)) if self._family.marker in text else tools
+
+    def expand(self, text: str, messages: Sequence[Message], media: Mapping[str, Media]) -> ExpandedText:
+        """Replace the markers in a text by placeholders, and show the hidden words again.
+
+        Raises TemplateRefused if the template did not write every image once, and ImageInvalid for a bad image.
+        """
+        parts = find_image_parts(messages)
+        matches = list(self._pattern.finditer(text))
+        num_markers = sum(match[0] == self._family.marker for match in matches)
+        if num_markers != len(parts):
+            raise TemplateRefused(
+                f"the chat template wrote {num_markers} of {len(parts)} images; use a template that writes "
+                f"{self._family.marker!r} for every image part"
+            )
+        pieces: list[str] = []
+        images: list[PlacedImage] = []
+        edits: list[tuple[int, int]] = []
+        remaining = iter(parts)
+        position = length = 0
+        for match in matches:
+            before = text[position : match.start()]
+            replacement = self._family.marker
+            if match[0] == self._family.marker:
+                part = next(remaining)
+                processed = self._process(part, media)
+                replacement = self._family.placeholder_text(processed)
+                start = length + len(before)
+                images.append(PlacedImage(part, media[part.hash], processed, start, start + len(replacement)))
+            pieces += [before, replacement]
+            length += len(before) + len(replacement)
+            position = match.end()
+            edits.append((match.start(), len(replacement) - len(match[0])))
+        return ExpandedText("".join([*pieces, text[position:]]), tuple(images), tuple(edits))
+
+    def _process(self, part: ImagePart, media: Mapping[str, Media]) -> ProcessedImage:
+        if part.hash not in media:
+            raise ImageInvalid(f"image: message {part.message_index} refers to image {part.hash[:8]}, which is missing")
+        return self.cache.process(media[part.hash])
+
+    def _hide_in_message(self, message: Message) -> Message:
+        content = message.content
+        return replace(
+            message,
+            content=self._hide(content)
+            if isinstance(content, str)
+            else tuple(TextPart(self._hide(part.text)) if isinstance(part, TextPart) else part for part in content),
+            reasoning=None if message.reasoning is None else self._hide(message.reasoning),
+            tool_calls=tuple(
+                ToolCall(call.id, self._hide(call.name), self._hide(call.arguments)) for call in message.tool_calls
+            ),
+        )
+
+    def _hide(self, text: str) -> str:
+        return text.replace(self._family.marker, HIDDEN_MARKER)
