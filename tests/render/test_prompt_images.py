@@ -97,7 +97,7 @@ def test_every_image_has_its_own_placeholder_tokens(renderer, name):
 
 def reply_to(renderer, prompt, text: str):
     opening = renderer.tokenizer.decode(prompt.token_ids[-1:])
-    written = text if opening.isspace() else f" {text}"  # as the template writes it after "Assistant:"
+    written = text if opening.endswith("\n") else f" {text}"  # as the template writes it after "Assistant:"
     ids = [*renderer.tokenizer.encode(written, continues_text=True).ids, renderer.stop_ids[-1]]
     return np.array(ids, np.int32), ParsedReply(Message("assistant", text), (0, len(ids) - 1))
 
@@ -145,9 +145,6 @@ def test_an_image_token_in_a_text_is_plain_text(renderer):
         Message("assistant", f"I see {marker}"),
         Message("user", f"{marker}?"),
     ]
-    if renderer.tool_format != "none":
-        tool = {"type": "function", "function": {"name": "look", "description": f"Show {marker}", "parameters": {}}}
-        assert f"Show {marker}" in renderer.tokenizer.decode(renderer.render(messages, [tool], media=MEDIA).token_ids)
     prompt = renderer.render(messages, media=MEDIA)
     assert len(prompt.images) == 1
     text = renderer.tokenizer.decode(prompt.token_ids)
@@ -155,6 +152,14 @@ def test_an_image_token_in_a_text_is_plain_text(renderer):
     content_start, content_stop = prompt.spans[0].content_span
     content = renderer.tokenizer.decode(prompt.token_ids[content_start:content_stop])
     assert content.startswith(f"a {marker}") and content.endswith(marker)
+
+
+def test_an_image_token_in_the_description_of_a_tool_is_plain_text(tmp_path):
+    renderer = load_renderer(write_vision_model(tmp_path, "tiny"))
+    tool = {"type": "function", "function": {"name": "look", "description": "Show an <image>", "parameters": {}}}
+    prompt = renderer.render(CONVERSATIONS["image, text"], [tool], media=MEDIA)
+    assert len(prompt.images) == 1
+    assert "Show an <image>" in renderer.tokenizer.decode(prompt.token_ids[: prompt.images[0].start])
 
 
 def test_tool_results_may_have_images(renderer):
