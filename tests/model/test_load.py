@@ -15,6 +15,9 @@ from tests.infer.llama import build_core, reference, run, sampled_ids, scores, w
 SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128, "head_dim": 8, "rotary_dim": 4}
 SMALL |= {"pad_token_id": 0, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "ffn_dim": 48}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRIDS = {"qwen3_5_text": LINEAR, "olmo_hybrid": LINEAR, "lfm2": {"layer_types": ["conv", "full_attention"]}}
 
 
 def write_random_model(model_type: str, directory: Path, **settings) -> Path:
@@ -67,9 +70,10 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
         build_core(write_random_model(model_type, tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["afmoe", "phi3", "opt"])
+@pytest.mark.parametrize("model_type", ["afmoe", "phi3", "opt", *HYBRIDS])
 def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
-    core = build_core(write_random_model(model_type, tmp_path), max_num_batched_tokens=16)
+    settings = HYBRIDS.get(model_type, {})
+    core = build_core(write_random_model(model_type, tmp_path, **settings), max_num_batched_tokens=16)
     requests = [
         core.create_request([5, 6, 7 + index] * 5, SamplingParams(max_tokens=5, seed=index)) for index in range(3)
     ]

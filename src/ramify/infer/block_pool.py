@@ -7,6 +7,10 @@ walks down the tree to find how much of its prompt is cached. There is one root 
 A block that no request holds stays in the tree until its memory is needed. `free_blocks` lists such blocks in the order
 of eviction: least recently freed first, and children before parents, because a request frees its last block first. An
 evicted block leaves the tree; its remaining children can no longer be reached and are evicted in turn.
+
+If the model has recurrent layers (`states`), a cached prefix is usable up to the last block with a snapshot of the
+state. A snapshot is taken after the step in which a request computes the last token of a full block. A request whose
+prompt continues such a block waits for the next step.
 """
 
 from collections import OrderedDict
@@ -15,6 +19,7 @@ from collections.abc import Hashable, Sequence
 from ramify.infer.block import Block
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
+from ramify.infer.state_slots import StateSlots
 
 ROOT_ID = -1
 
@@ -23,12 +28,20 @@ class BlockPool:
     """All blocks. Block 0 is reserved: padding is written there."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, counters: EngineCounters, *, enable_prefix_cache: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        counters: EngineCounters,
+        *,
+        enable_prefix_cache: bool = True,
+        states: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_usable_blocks = num_blocks - 1
         self.enable_prefix_cache = enable_prefix_cache
         self.counters = counters
+        self.states = states
+        self.due_snapshots: dict[Block, EngineRequest] = {}  # to be taken after the step that is being scheduled
         self.roots: dict[Hashable, Block] = {}
         self.free_blocks: OrderedDict[int, Block] = OrderedDict(
             (block_id, Block(block_id)) for block_id in range(1, num_blocks)
@@ -43,26 +56,31 @@ class BlockPool:
         """Give a waiting request the blocks of its cached prefix and first chunk; return False if they do not fit.
 
         Tokens whose logits are needed are computed even if they are cached; the last one always is, since the next
-        token is sampled from its logits.
+        token is sampled from its logits. False is also returned if a snapshot of more of its prefix is due.
         """
         path: list[Block] = []
         if self.enable_prefix_cache:
             path = self._match_prefix(scope, request.token_ids[: request.num_cacheable_tokens])
+        if self.states is not None:
+            request.fork_boundary = len(path) * self.block_size
+            path, beyond = self._split_at_snapshot(path, self.states)
+            if any(block in self.due_snapshots for block in beyond):
+                return False
         start = len(path) * self.block_size
         stop = min(start + token_budget, len(request.token_ids))
         num_new = self._num_blocks_for(stop) - len(path)
         if num_new + sum(block.ref_count == 0 for block in path) + reserved_blocks > self.num_free_blocks:
             return False
         for block in path:
-            if block.ref_count == 0:
-                del self.free_blocks[block.block_id]
-            block.ref_count += 1
+            self._hold(block)
         request.blocks = path
         request.num_computed_tokens = start
         request.num_shared_blocks = len(path)
         request.cache_node = None
         if self.enable_prefix_cache:
             request.cache_node = path[-1] if path else self.roots.setdefault(scope, Block(ROOT_ID, scope))
+        if self.states is not None:
+            self.states.acquire(request, path[-1] if path else None)
         self.counters.prefix_query_tokens += len(request.token_ids)
         self.counters.prefix_hit_tokens += start
         self.allocate_slots(request, stop)
@@ -84,7 +102,8 @@ class BlockPool:
         This happens when they are scheduled, before they are computed: a layer writes all keys and values of a step
         before it reads any, so a request admitted to the same step may already use them. If another request already
         cached the same tokens, stop caching for this one: its later blocks would be children of a block it does not
-        hold.
+        hold. With recurrent layers it holds that block instead of its own, because requests often compute cached
+        tokens again.
         """
         size, node = self.block_size, request.cache_node
         if node is not None and node.block_id == ROOT_ID:
@@ -93,23 +112,51 @@ class BlockPool:
             if node is None:
                 break
             key = tuple(request.token_ids[index * size : (index + 1) * size])
-            if key in node.children:
-                node = None
-            else:
+            cached = node.children.get(key)
+            if cached is None:
                 block = request.blocks[index]
                 block.parent, block.token_key = node, key
                 node.children[key] = node = block
+            elif self.states is not None and request.num_computed_tokens <= index * size:
+                self._replace_block(request, index, cached)
+                node = cached
+            else:
+                node = None
+        has_new_blocks = num_tokens // size > request.num_shared_blocks
+        if self.states is not None and node is not None and has_new_blocks and num_tokens % size == 0:
+            self.due_snapshots[node] = request
         request.cache_node = node
         request.num_shared_blocks = max(request.num_shared_blocks, num_tokens // size)
+
+    def take_snapshots(self) -> None:
+        """Take the snapshots that are due: the step has been computed."""
+        for block, request in self.due_snapshots.items():
+            if self.states is not None:
+                in_reply = request.num_computed_tokens > len(request.prompt_token_ids)
+                self.states.take_snapshot(block, request, in_reply=in_reply)
+        self.due_snapshots.clear()
+
+    def find_chunk_end(self, request: EngineRequest, stop: int) -> int:
+        """Return where a chunk ends that may have the tokens up to `stop`.
+
+        If there are recurrent layers, it ends where a snapshot may be needed: where other requests have forked, and
+        at the last full block before the last token; otherwise, if the request goes on, at the end of a block.
+        """
+        if self.states is None:
+            return stop
+        size, start, length = self.block_size, request.num_computed_tokens, len(request.token_ids)
+        for boundary in (request.fork_boundary, (length - 1) // size * size):
+            if start < boundary:
+                stop = min(stop, boundary)
+        aligned = stop // size * size
+        return aligned if start < aligned and stop < length else stop
 
     def free(self, request: EngineRequest) -> None:
         """Free all blocks of a request; those in the tree stay there until their memory is needed."""
         for block in reversed(request.blocks):
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_blocks[block.block_id] = block
-                if block.parent is None:
-                    self.free_blocks.move_to_end(block.block_id, last=False)  # not cached: evict it first
+            self._release(block)
+        if self.states is not None:
+            self.states.release(request)
         if request.cache_node is not None:
             self._drop_empty_root(request.cache_node)
         request.blocks = []
@@ -123,12 +170,12 @@ class BlockPool:
             while pending:
                 block = pending.pop()
                 pending.extend(block.children.values())
-                block.detach()
+                self._detach(block)
         self.roots = {}
         for request in running_requests:
             request.cache_node = None
             for block in request.blocks:
-                block.detach()
+                self._detach(block)
 
     def _match_prefix(self, scope: Hashable, token_ids: list[int]) -> list[Block]:
         node = self.roots.get(scope)
@@ -139,6 +186,39 @@ class BlockPool:
                 break
             path.append(node)
         return path
+
+    def _split_at_snapshot(self, path: list[Block], states: StateSlots) -> tuple[list[Block], list[Block]]:
+        """Split a cached prefix after the last block with a snapshot."""
+        usable = next((count for count in range(len(path), 0, -1) if states.has_snapshot(path[count - 1])), 0)
+        return path[:usable], path[usable:]
+
+    def _replace_block(self, request: EngineRequest, index: int, cached: Block) -> None:
+        """Let a request use a cached block with the same tokens instead of its own, which it has not computed yet.
+
+        It computes the tokens all the same, for its recurrent state, and writes the keys and values that are there.
+        """
+        self._hold(cached)
+        self._release(request.blocks[index])
+        request.blocks[index] = cached
+        request.block_table_len = min(request.block_table_len, index)
+
+    def _hold(self, block: Block) -> None:
+        if block.ref_count == 0:
+            del self.free_blocks[block.block_id]
+        block.ref_count += 1
+
+    def _release(self, block: Block) -> None:
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free_blocks[block.block_id] = block
+            if block.parent is None:
+                self.free_blocks.move_to_end(block.block_id, last=False)  # not cached: evict it first
+
+    def _detach(self, block: Block) -> None:
+        """Take a block out of the tree, and with it its snapshot."""
+        if self.states is not None:
+            self.states.drop_snapshot(block)
+        block.detach()
 
     def _drop_empty_root(self, root: Block) -> None:
         """Remove a root without children: there may be a scope for every request."""
@@ -153,7 +233,7 @@ class BlockPool:
             if parent.children.get(block.token_key) is block:
                 del parent.children[block.token_key]
             self._drop_empty_root(parent)
-        block.detach()
+        self._detach(block)
         block.ref_count = 1
         return block
 

@@ -50,11 +50,20 @@ class EngineConfig(Config):
     prefix_cache: bool = True
     share_prefixes: bool = True
     """On a GPU, read the keys and values that several requests have in common once per step for all of them."""
+    state_snapshots: int | None = Field(default=None, ge=0)
+    """Snapshots of recurrent states that the prefix cache keeps, for models with such layers (linear attention). None:
+    two per running request."""
     batch_invariant: bool = False
     """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
     fused_ops: bool = True
     """Run Llama-like models with fused operators, after checking them against the model's own code. On a CPU some of
     them are compiled at the start if there is a C compiler."""
+
+    @property
+    def num_state_snapshots(self) -> int:
+        """The maximum number of snapshots; none without a prefix cache."""
+        default = 2 * self.max_running_requests
+        return 0 if not self.prefix_cache else default if self.state_snapshots is None else self.state_snapshots
 
     @model_validator(mode="after")
     def _batch_tokens_cover_running_requests(self) -> "EngineConfig":

@@ -18,11 +18,13 @@ from ramify.errors import ConfigInvalid, ContextOverflow, DeadlineExceeded, Prov
 from ramify.infer.block_pool import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.cuda_runner import CudaModelRunner
+from ramify.infer.hybrid_runner import HybridModelRunner
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
+from ramify.infer.state_slots import StateSlots
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights
@@ -61,7 +63,13 @@ class EngineCore:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
             raise ConfigInvalid(f"{problem}; raise inference.kv_memory_fraction or inference.kv_cache_tokens")
         self.runner = _build_runner(model, config, self.counters, num_blocks)
-        self.pool = BlockPool(num_blocks, block_size, self.counters, enable_prefix_cache=config.prefix_cache)
+        self.pool = BlockPool(
+            num_blocks,
+            block_size,
+            self.counters,
+            enable_prefix_cache=config.prefix_cache,
+            states=_build_state_slots(self.runner, config, self.counters),
+        )
         self.scheduler = Scheduler(
             self.pool,
             self.counters,
@@ -191,6 +199,7 @@ class EngineCore:
         self._update_counters(chunks)
         for chunk in chunks_by_row:
             chunk.request.num_computed_tokens = chunk.stop
+        self.pool.take_snapshots()
         requests = [chunk.request for chunk in chunks_by_row if chunk.samples_next]
         if len(logits) > len(requests):
             logits = self._score_prompts(chunks_by_row, logits)
@@ -295,6 +304,13 @@ class EngineCore:
 
 
 def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCounters, num_blocks: int) -> ModelRunner:
+    if model.state_specs:
+        if config.batch_invariant:
+            raise ConfigInvalid("inference.batch_invariant is not supported for models with recurrent layers")
+        num_slots = config.max_running_requests + config.num_state_snapshots
+        return HybridModelRunner(
+            model, counters, num_blocks=num_blocks, block_size=config.block_size, num_slots=num_slots
+        )
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if on_gpu and not config.batch_invariant:
         return CudaModelRunner(
@@ -317,6 +333,12 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
     )
 
 
+def _build_state_slots(runner: ModelRunner, config: EngineConfig, counters: EngineCounters) -> StateSlots | None:
+    if not isinstance(runner, HybridModelRunner):
+        return None
+    return StateSlots(runner.states, config.max_running_requests, config.num_state_snapshots, counters)
+
+
 def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
     return min(config.max_model_len or model.shape.max_positions, model.shape.max_positions)
 
@@ -327,8 +349,10 @@ def _num_kv_blocks(model: LoadedModel, config: EngineConfig) -> int:
     if config.kv_cache_tokens is not None:
         return -(-config.kv_cache_tokens // block_size) + 1
     shape = model.shape
-    bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+    bytes_per_token = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
-    affordable = int(free_bytes * config.kv_memory_fraction) // (bytes_per_token * block_size)
+    num_states = config.max_running_requests + config.num_state_snapshots
+    state_bytes = num_states * sum(spec.nbytes for spec in model.state_specs)
+    affordable = max(0, int(free_bytes * config.kv_memory_fraction) - state_bytes) // (bytes_per_token * block_size)
     return min(affordable, -(-config.max_running_requests * _max_model_len(model, config) // block_size)) + 1

@@ -22,6 +22,9 @@ class EngineCounters:
     prefix_query_tokens: int = 0
     prefill_chunks: int = 0  # chunks that did not finish their prefill
     mixed_steps: int = 0  # prefill and decoding in one forward
+    snapshots: int = 0  # of recurrent states
+    snapshot_hits: int = 0  # requests that continued from a snapshot
+    snapshot_evictions: int = 0  # snapshots that another one replaced
     preemptions: int = 0
     evictions: int = 0
     swaps: int = 0

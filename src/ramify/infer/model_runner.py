@@ -77,7 +77,14 @@ class ModelRunner:
         self.fixed_rows = fixed_rows and -(-fixed_rows // ROWS_PER_CHUNK) * ROWS_PER_CHUNK
         shape = model.shape
         self.pool = KVPool(
-            shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
+            len(shape.kv_layers),
+            num_blocks,
+            block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            model.dtype,
+            model.device,
+            model_layers=shape.kv_layers,
         )
         self.fused_model = build_fused_model(model.module, planned=self.uses_plans) if fused else None
         self.forward = self.fused_model or build_hf_forward(model.module)
@@ -94,21 +101,30 @@ class ModelRunner:
         """Raise ModelUnsupported unless a few tokens through the paged cache get the logprobs of the model itself."""
         module, device = self.model.module, self.model.device
         ids = build_check_ids(module.config, num_tokens).to(device)
-        positions = torch.arange(num_tokens, device=device)
-        metadata = self._build_check_metadata(positions)
         try:
-            logits = self.forward(ids, positions, metadata, positions)
+            logits = self._compute_check_logits(ids)
         except (RamifyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model with another structure may fail anywhere
             raise unsupported_error("engine", module, error) from error
-        if metadata.last_layer < len(self.pool.layers) - 1:
-            raise ModelUnsupported(
-                f"{type(module).__name__} does not call its attention function, so it cannot read the paged cache"
-            )
         if num_tokens > 1:
             expected = compute_reference_logprobs(module, ids, ATTENTION_NAME)
             check_logprobs("engine", module, expected, compute_logprobs(logits[:-1], ids[1:]))
+
+    def _compute_check_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of a sequence through the paged cache."""
+        positions = torch.arange(len(ids), device=ids.device)
+        metadata = self._build_check_metadata(positions)
+        logits = self.forward(ids, positions, metadata, positions)
+        self._check_layers_attended(metadata)
+        return logits
+
+    def _check_layers_attended(self, metadata: AttentionMetadata) -> None:
+        if metadata.last_layer < len(self.pool.layers) - 1:
+            raise ModelUnsupported(
+                f"{type(self.model.module).__name__} does not call its attention function, so it cannot read the paged "
+                "cache"
+            )
 
     def _build_check_metadata(self, positions: Tensor) -> AttentionMetadata:
         num_tokens = len(positions)

@@ -123,6 +123,9 @@ class EngineRequest:
     blocks: list["Block"] = field(default_factory=list)
     num_shared_blocks: int = 0  # leading blocks that other requests may use
     cache_node: "Block | None" = None  # parent of the next shared block; None if this request must not share
+    state_slot: int | None = None  # of the recurrent states, if the model has such layers and the request runs
+    reply_snapshot: "Block | None" = None  # block of the reply with a snapshot of the state
+    fork_boundary: int = 0  # tokens that other requests have in common with this one, beyond the last snapshot
     block_table: "np.ndarray | None" = None  # the ids of the first `block_table_len` blocks
     block_table_len: int = 0
     num_pending: int = 0  # tokens at the end of `token_ids` that are being sampled; PENDING_TOKEN stands for them

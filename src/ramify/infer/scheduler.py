@@ -90,7 +90,7 @@ class Scheduler:
         for request in [*decoding, *prefilling]:
             if request.status is not RequestStatus.RUNNING or not token_budget:
                 continue
-            chunk = _next_chunk(request, token_budget)
+            chunk = self._next_chunk(request, token_budget)
             if chunk.stop <= len(request.blocks) * size or self._allocate_or_preempt(request, chunk.stop, chunks):
                 chunks[request.arrival_index] = chunk
                 token_budget -= chunk.num_tokens
@@ -99,6 +99,12 @@ class Scheduler:
             if num_known >= (chunk.request.num_shared_blocks + 1) * size:
                 self.pool.cache_full_blocks(chunk.request, num_known)
         return [*chunks.values(), *self._admit_waiting(token_budget)]
+
+    def _next_chunk(self, request: EngineRequest, token_budget: int) -> ScheduledChunk:
+        """Return the next tokens of a request, at most `token_budget`."""
+        start, length = request.num_computed_tokens, len(request.token_ids)
+        stop = self.pool.find_chunk_end(request, min(start + token_budget, length))
+        return ScheduledChunk(request, start, stop, stop == length)
 
     def _allocate_or_preempt(self, request: EngineRequest, num_tokens: int, chunks: dict[int, ScheduledChunk]) -> bool:
         while not self.pool.allocate_slots(request, num_tokens):
@@ -124,7 +130,7 @@ class Scheduler:
             if not request.logprobs:
                 request.num_cached_tokens = request.num_computed_tokens
             bisect.insort(self.running, request, key=lambda running: running.scheduling_key)
-            chunk = _next_chunk(request, token_budget)
+            chunk = self._next_chunk(request, token_budget)
             self.pool.cache_full_blocks(request, chunk.stop)
             token_budget -= chunk.num_tokens
             yield chunk
@@ -147,10 +153,3 @@ class Scheduler:
             self.waiting = [entry for entry in self.waiting if entry[1] is not request]
             heapq.heapify(self.waiting)
         request.set_status(RequestStatus.FINISHED)
-
-
-def _next_chunk(request: EngineRequest, token_budget: int) -> ScheduledChunk:
-    """Return the next tokens of a request, at most `token_budget`."""
-    length = len(request.token_ids)
-    stop = min(request.num_computed_tokens + token_budget, length)
-    return ScheduledChunk(request, request.num_computed_tokens, stop, stop == length)

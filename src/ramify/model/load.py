@@ -19,9 +19,11 @@ from ramify.model.logprob_check import collect_token_ids, describe_error, split_
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.paged_attention import paged_attention
 from ramify.model.precision import DtypeChoice, choose_dtype
+from ramify.model.recurrent_state import RECURRENT_LAYER_TYPES, StateSpec, probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
 
 ATTENTION_NAME = "ramify_paged"
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 UNIFORM_SETTINGS = {
     "num_attention_heads",
     "num_key_value_heads",
@@ -31,9 +33,13 @@ UNIFORM_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model that an engine needs. `max_positions` is the longest sequence."""
+    """The sizes of a model that an engine needs. `max_positions` is the longest sequence.
+
+    `kv_layers` are the layers with attention; the others are recurrent.
+    """
 
     num_layers: int
+    kv_layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -44,7 +50,8 @@ class ModelShape:
 class LoadedModel:
     """A model that is ready to run: the Hugging Face module, its directory, sizes, dtype, device and EOS tokens.
 
-    `tower` encodes images; a text model has none.
+    `tower` encodes images; a text model has none. `state_specs` are the states of recurrent layers, if it has such
+    layers.
     """
 
     module: Any
@@ -54,6 +61,7 @@ class LoadedModel:
     device: torch.device
     eos_ids: frozenset[int]
     tower: VisionTower | None = None
+    state_specs: tuple[StateSpec, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +83,9 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
-    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids, get_vision_tower(module))
+    tower, is_hybrid = get_vision_tower(module), len(shape.kv_layers) < shape.num_layers
+    state_specs = probe_state_specs(module, ATTENTION_NAME) if is_hybrid else ()
+    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids, tower, state_specs)
 
 
 def load_config(path: Path) -> Any:
@@ -118,9 +128,12 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
 
 def _read_shape(config: Any) -> ModelShape:
     text_config, model_type = config.get_text_config(), config.model_type
-    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(layer_types - {"full_attention", "sliding_attention"}):
-        raise ModelUnsupported(f"{model_type} has layers without paged attention: {', '.join(unknown)}")
+    layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    if unknown := sorted(set(layer_types) - ATTENTION_LAYER_TYPES - RECURRENT_LAYER_TYPES):
+        raise ModelUnsupported(f"{model_type} has layers that the engine does not know: {', '.join(unknown)}")
+    kv_layers = tuple(index for index, layer_type in enumerate(layer_types) if layer_type in ATTENTION_LAYER_TYPES)
+    if not kv_layers:
+        raise ModelUnsupported(f"{model_type} has no layers with attention, which the engine needs")
     if getattr(text_config, "kv_lora_rank", None):
         raise ModelUnsupported(f"{model_type} caches latent keys, which the paged cache cannot hold yet")
     if varying := sorted(get_per_layer_settings(text_config) & UNIFORM_SETTINGS):
@@ -133,6 +146,7 @@ def _read_shape(config: Any) -> ModelShape:
     heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
     return ModelShape(
         num_layers=text_config.num_hidden_layers,
+        kv_layers=kv_layers,
         num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
         head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         vocab_size=text_config.vocab_size,

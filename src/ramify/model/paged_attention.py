@@ -16,7 +16,7 @@ On CUDA a step has no tiles but a plan (`ramify.model.attention_plan`), whose ke
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,9 @@ class KVPool:
     """The key-value memory of all layers, in blocks of `block_size` tokens.
 
     `layers` are [blocks, block_size * token_width]; `slots` are views of them, [tokens, token_width], where a row holds
-    the keys and then the values of a token. `layer_addresses` is a C array of pointers to the layers.
+    the keys and then the values of a token. `layer_addresses` is a C array of pointers to the layers. Only layers with
+    attention have memory: `layer_index` maps the number of a layer in the model to its index here. By default the
+    model has only such layers.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: Any,
+        model_layers: Sequence[int] | None = None,
     ) -> None:
+        self.layer_index = {layer: index for index, layer in enumerate(model_layers or range(num_layers))}
         self.block_size, self.num_kv_heads, self.head_dim = block_size, num_kv_heads, head_dim
         self.token_width = 2 * num_kv_heads * head_dim
         shape = (num_blocks, block_size * self.token_width)
@@ -239,7 +243,7 @@ def _get_buffered_kv(pool: KVPool, tile: AttentionTile, layer_index: int) -> tup
 
 def paged_attention(
     module: Any,
-    query: Tensor,  # [1, heads, rows, head_dim]
+    query: Tensor,  # [sequences, heads, tokens, head_dim]; in a flat row, one sequence
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -257,15 +261,16 @@ def paged_attention(
     if actual != [expected] * 2:
         problem = f"expected keys and values of (heads, width) {expected}, got {actual}"
         raise unsupported_attention(module, f"has heads that differ from its config: {problem}")
-    if module.layer_idx <= attn_metadata.last_layer:  # it would overwrite its keys
+    layer_index = pool.layer_index[module.layer_idx]
+    if layer_index <= attn_metadata.last_layer:  # it would overwrite its keys
         raise unsupported_attention(module, "computes attention twice in a layer, which the paged cache cannot hold")
-    attn_metadata.last_layer = module.layer_idx
-    rows = query.shape[2]
-    key_value = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [rows, 2, kv_heads, head_dim]
-    write_kv(attn_metadata, module.layer_idx, key_value.reshape(rows, -1))
+    attn_metadata.last_layer = layer_index
+    sequences, _, tokens, _ = query.shape
+    key_value = torch.stack((key, value)).permute(1, 3, 0, 2, 4)  # [sequences, tokens, 2, kv_heads, head_dim]
+    write_kv(attn_metadata, layer_index, key_value.reshape(sequences * tokens, -1))
     window = kwargs.get("sliding_window") or 0
-    out = attn_metadata.attend(query[0].transpose(0, 1), module.layer_idx, scaling, window)
-    return out.unsqueeze(0).contiguous(), None
+    out = attn_metadata.attend(query.transpose(1, 2).flatten(0, 1), layer_index, scaling, window)
+    return out.unflatten(0, (sequences, tokens)).contiguous(), None
 
 
 def reject_unsupported_arguments(module: Any, mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
