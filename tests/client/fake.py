@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ramify.images import ProcessedImage
 from ramify.trace.version import PolicyVersion
 
 LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
@@ -18,14 +19,15 @@ LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
 class Fake:
     """One server. `behaviour` handles generate requests and may be changed at any time.
 
-    `asked` has the bodies of generate requests, `paths` the targets of all; `hung_up` is set when a client disconnects
-    before its response.
+    `asked` has the bodies of generate requests, `paths` the targets of all, `images` the uploaded images; `hung_up` is
+    set when a client disconnects before its response.
     """
 
     def __init__(self, version: PolicyVersion = PolicyVersion("fake", 0, 1)) -> None:  # noqa: B008
         self.version = version
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.images: dict[str, ProcessedImage] = {}
         self.behaviour: Callable[[Fake, Exchange], Awaitable[None]] = answer
         self.healthy = True
         self.hung_up = asyncio.Event()
@@ -59,13 +61,23 @@ class Fake:
                     length = next(
                         (int(line[15:]) for line in head.lower().splitlines() if "content-length:" in line), 0
                     )
-                    body = json.loads(await reader.readexactly(length) or b"{}")
-                    await self._route(path, Exchange(reader, writer, body))
+                    data = await reader.readexactly(length)
+                    if path.startswith("/inference/v1/images/"):
+                        await self._store_image(path, data, Exchange(reader, writer, {}))
+                    else:
+                        await self._route(path, Exchange(reader, writer, json.loads(data or b"{}")))
                     if writer.is_closing():
                         return
         finally:
             self._connections.discard(writer)
             writer.close()
+
+    async def _store_image(self, path: str, data: bytes, exchange: "Exchange") -> None:
+        self.paths.append(path)
+        image = ProcessedImage.decode(data)
+        assert path.endswith(image.hash)
+        self.images[image.hash] = image
+        await exchange.reply({})
 
     async def _route(self, target: str, exchange: "Exchange") -> None:
         path = target.partition("?")[0]
@@ -75,6 +87,11 @@ class Fake:
         elif path == "/v1/models":
             await exchange.reply({"data": [self.card()]})
         elif path == "/inference/v1/generate":
+            missing = {image["hash"] for image in exchange.body.get("images", ())} - set(self.images)
+            if missing:
+                error = {"message": f"this server lacks images: {', '.join(missing)}", "type": "ImageMissing"}
+                await exchange.reply({"error": error}, 409)
+                return
             self.asked.append(exchange.body)
             await self.behaviour(self, exchange)
         else:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ramify.client import ClientSampling, Completion
+from ramify.client.generate_api import RequestImage
 from ramify.client.stall_clock import StallClock
 from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Message, Trace, Usage, VersionRun
@@ -16,7 +17,8 @@ from tests.gateway.fake_engine import TINY
 class FakeTokenClient:
     """Samples the next text of `script`, or raises the next exception.
 
-    `seen` has the prompt, sample and logprobs of each call, `asked` its sampling parameters; `gate` holds back replies.
+    `seen` has the prompt, sample and logprobs of each call, `asked` its sampling parameters, `images` its images;
+    `gate` holds back replies.
     """
 
     def __init__(self, script: Sequence[str | Exception] | Callable[[str], str], renderer=TINY) -> None:
@@ -24,6 +26,7 @@ class FakeTokenClient:
         self.renderer = renderer
         self.seen: list[tuple[list[int], list[int], list[float]]] = []
         self.asked: list[ClientSampling] = []
+        self.images: list[list[tuple[str, int, int]]] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -35,7 +38,9 @@ class FakeTokenClient:
         session: str | None = None,
         timeout: float = 600.0,
         clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
+        self.images.append([(image.hash, image.start, image.stop) for image in images])
         self.asked.append(sampling)
         await self.gate.wait()
         tokenizer = self.renderer.tokenizer

@@ -24,7 +24,7 @@ class FakeEngine(Fake):
         """Clear the records and replay another script."""
         self.script, self.renderer = script, renderer
         self.seen: list[tuple[list[int], list[int], list[float]]] = []  # prompt, sample, logprobs
-        self.asked = []
+        self.asked, self.paths, self.images = [], [], {}
         self.gate = asyncio.Event()  # samples wait until it is set
         self.gate.set()
         self.hung_up = asyncio.Event()

@@ -189,7 +189,7 @@ def test_a_policy_without_image_support_refuses_images(run_scenario):
     async def check(scenario: Scenario) -> None:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
         answer = await scenario.post("/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
-        assert answer.status_code == 400 and answer.json()["error"]["type"] == "TemplateRefused"
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "ImageInvalid"
 
     run_scenario([], check)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, RequestInvalid, TemplateRefused
+from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, ProviderError, RequestInvalid
 from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 from tests.gateway.fake_client import FakeTokenClient, make_session, user_request
@@ -307,7 +307,7 @@ def test_images_are_refused_by_a_text_only_renderer():
     media = Media.from_bytes(b"picture", "image/png")
     message = Message("user", (TextPart("see"), MediaPart(media.hash)))
     session, _ = make_session(["one"])
-    with pytest.raises(TemplateRefused, match="media"):
+    with pytest.raises(EnvironmentFault, match="tiny is a text model"):
         asyncio.run(session.generate(ModelRequest((message,), media={media.hash: media})))
 
 

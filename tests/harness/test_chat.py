@@ -186,8 +186,8 @@ def test_image_in_the_prompt_reaches_the_policy():
     url = "data:image/png;base64," + base64.b64encode(b"png").decode()
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
     trace = run_one(load_env(OneTask), ["ok"], rf.Task(prompt=({"role": "user", "content": parts},)))
-    assert error_names(trace) == ["TemplateRefused"]  # tiny is blind, and says so
-    assert "media" in trace.errors[0].message
+    assert error_names(trace) == ["EnvironmentFault"]  # tiny takes no images
+    assert "is a text model" in trace.errors[0].message
 
 
 def test_invalid_prompt_message_is_reported_with_its_index():

@@ -19,7 +19,7 @@ from ramify.client.config import ClientConfig
 from ramify.client.discovery import detect_engine, sync_weights
 from ramify.client.engine_adapter import EngineAdapter, KVMode, PauseMode, UnknownWeights, WeightUpdate, WeightUpdateAck
 from ramify.client.engine_load import EngineLoad, parse_load, parse_num_steps
-from ramify.client.generate_api import GenerateRequest
+from ramify.client.generate_api import GenerateRequest, RequestImage
 from ramify.client.http_client import (
     ConnectFailed,
     HttpClient,
@@ -110,8 +110,9 @@ class InferenceClient(AsyncService):
         cache_salt: str | None = None,
         resend_if_lost: bool = False,
         clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
-        """Sample one completion of `prompt`.
+        """Sample one completion of `prompt`, which contains `images`.
 
         Calls with the same `session` go to one server while it is up. Requests with a lower `priority` go first.
         Prompts share cached prefixes only with prompts of the same `cache_salt`. If the response is lost, the request
@@ -121,7 +122,7 @@ class InferenceClient(AsyncService):
         timeout instead of `server_wait_timeout`. If it also has a seed, every server returns the same sample, so it is
         sent again if its response is lost, and moved to another server if its own fails the health checks.
         """
-        request = GenerateRequest(prompt, sampling, priority, cache_salt)
+        request = GenerateRequest(prompt, sampling, priority, cache_salt, images)
         may_resend = resend_if_lost or (clock is not None and sampling.seed is not None)
         with contextlib.nullcontext() if clock is None else clock.track_request(self.config.stall_tolerance):
             return await self._send_with_retries(

@@ -4,6 +4,7 @@ Engines have the same generate endpoint. They differ in how weights are updated,
 came from which version of the weights.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from ramify.client.completion import ClientSampling, Completion
 from ramify.client.generate_api import (
     GENERATE_PATH,
+    IMAGES_PATH,
     GenerateChoice,
     GenerateRequest,
     GenerateResponse,
+    RequestImage,
     build_usage,
     decode_json,
     get_only_choice,
@@ -26,10 +29,12 @@ from ramify.client.generate_api import (
     parse_finish_reason,
     parse_prompt_logprobs,
 )
-from ramify.client.http_client import HttpClient, send_request
+from ramify.client.http_client import HttpClient, read_body, send_request
+from ramify.errors import ImageMissing
 from ramify.trace import VersionRun
 from ramify.trace.version import PolicyVersion
 
+MAX_UPLOADS = 3  # of the images of one request; a server may drop an image while others are uploaded
 KVMode = Literal["recompute", "keep"]
 PauseMode = Literal["keep", "abort"]
 
@@ -65,7 +70,7 @@ class EngineAdapter(ABC):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion."""
-        response = await self._send_generate(self._build_body(request))
+        response = await self._generate_with_images(request)
         choice = get_only_choice(response, self.url)
         token_ids, logprobs = get_sampled_tokens(choice, self.url)
         return Completion(
@@ -76,6 +81,29 @@ class EngineAdapter(ABC):
             usage=build_usage(response, request, len(token_ids)),
             server=self.url,
         )
+
+    async def _generate_with_images(self, request: GenerateRequest) -> GenerateResponse:
+        """Send a request; upload the images that the server does not have, and send it again.
+
+        Raises ImageMissing if the server still misses one after several uploads.
+        """
+        body = self._build_body(request)
+        for _ in range(MAX_UPLOADS):
+            try:
+                return await self._send_generate(body)
+            except ImageMissing as error:
+                missing = [image for image in request.images if image.hash in error.message]
+                if not missing:
+                    raise
+            for image in {image.hash: image for image in missing}.values():
+                await self._upload_image(image)
+        return await self._send_generate(body)
+
+    async def _upload_image(self, image: RequestImage) -> None:
+        data = await asyncio.to_thread(lambda: image.load().encode())
+        path = f"{IMAGES_PATH}/{image.hash}"
+        response = await self._http.request("PUT", path, data, content_type="application/msgpack")
+        read_body(self._http, path, response)
 
     async def score(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, start: int = 0

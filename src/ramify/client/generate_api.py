@@ -4,7 +4,7 @@ The native engine and vLLM share its format, except that each reports the versio
 Responses are decoded into types, so a server that sends something else fails here, with an error that names it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -14,14 +14,29 @@ from numpy.typing import NDArray
 
 from ramify.client.completion import ClientSampling, FinishReason
 from ramify.errors import ProviderError, TokensRequired
+from ramify.images import ProcessedImage
 from ramify.trace import Usage
 
 GENERATE_PATH = "/inference/v1/generate"
+IMAGES_PATH = "/inference/v1/images"
 TOKEN_ID_LIMIT = 2**31  # token ids are stored in 32 bits
 MAX_ABS_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
 MAX_EXCERPT_CHARS = 200
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImage:
+    """An image of a prompt: its placeholder tokens are [start, stop) of the prompt.
+
+    `load` returns the processed image; it is called only if a server does not have the image yet.
+    """
+
+    hash: str
+    start: int
+    stop: int
+    load: Callable[[], ProcessedImage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,7 @@ class GenerateRequest:
     sampling: ClientSampling
     priority: int = 0
     cache_salt: str | None = None
+    images: Sequence[RequestImage] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the body of the request; optional fields with their default are omitted."""
@@ -41,6 +57,8 @@ class GenerateRequest:
             fields["priority"] = self.priority
         if self.cache_salt:
             fields["cache_salt"] = self.cache_salt
+        if self.images:
+            fields["images"] = [{"hash": image.hash, "start": image.start, "stop": image.stop} for image in self.images]
         return fields
 
 

@@ -22,6 +22,7 @@ from ramify.client.loop_pacer import LoopPacer
 from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
+    ImageMissing,
     OriginRefused,
     ProviderError,
     QueueFull,
@@ -37,7 +38,15 @@ MAX_EXCERPT_CHARS = 300  # of a body in an error message
 KEEPALIVE_EXPIRY = 2.0  # below uvicorn's 5 s: a connection must not be used while the server closes it for being idle
 FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
     cls.name: cls
-    for cls in (ContextOverflow, DeadlineExceeded, OriginRefused, QueueFull, RequestInvalid, WeightsRefused)
+    for cls in (
+        ContextOverflow,
+        DeadlineExceeded,
+        ImageMissing,
+        OriginRefused,
+        QueueFull,
+        RequestInvalid,
+        WeightsRefused,
+    )
 }
 CONTEXT_OVERFLOW_RE = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)
 
@@ -104,7 +113,9 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def request(self, method: str, path: str, body: bytes | None = None) -> HttpResponse:
+    async def request(
+        self, method: str, path: str, body: bytes | None = None, *, content_type: str = "application/json"
+    ) -> HttpResponse:
         """Send one request and wait for its response.
 
         Raises ConnectFailed, ResponseLost, or RequestInvalid if a header holds a line break.
@@ -112,7 +123,7 @@ class HttpClient:
         import aiohttp
 
         session = self._open_session()
-        headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
+        headers = self.headers if body is None else {**self.headers, "Content-Type": content_type}
         try:
             async with session.request(method, self.base_url + path, data=body, headers=headers) as response:
                 return HttpResponse(response.status, response.headers, await response.read())

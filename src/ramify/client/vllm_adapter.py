@@ -28,7 +28,7 @@ from typing import Any
 from ramify.client.engine_adapter import EngineAdapter, PauseMode, UnknownWeights, WeightUpdate
 from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_json
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
-from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
+from ramify.errors import DeadlineExceeded, ModelUnsupported, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import verify_weights
 from ramify.model.resolve import read_vocab_size
 from ramify.trace import VersionRun
@@ -121,6 +121,8 @@ class VLLMAdapter(EngineAdapter):
 
     def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
         self._check_token_ids(request.prompt_ids)
+        if request.images:
+            raise ModelUnsupported("images are not sent to vLLM yet; serve this model with the native engine")
         return {**request.to_dict(), "cache_salt": self.versioned_cache_salt(request.cache_salt)}
 
     def versioned_cache_salt(self, cache_salt: str | None) -> str:

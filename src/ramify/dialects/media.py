@@ -6,7 +6,7 @@ An image that a client gives by URL is not downloaded: its media entry holds the
 import base64
 import binascii
 
-from ramify.errors import RequestInvalid
+from ramify.errors import ImageInvalid
 from ramify.trace import Media
 
 URI_LIST_MIME = "text/uri-list"
@@ -19,7 +19,7 @@ def media_from_url(url: str) -> Media:
     head, comma, data = url.partition(",")
     mime = head.removeprefix("data:").partition(";")[0]
     if not comma or ";base64" not in head:
-        raise RequestInvalid(f"image: expected a data URL in base64, found {url[:40]!r}")
+        raise ImageInvalid(f"image: expected a data URL in base64, found {url[:40]!r}")
     return media_from_base64(data, mime)
 
 
@@ -28,7 +28,7 @@ def media_from_base64(data: str, mime: str) -> Media:
     try:
         return Media.from_bytes(base64.b64decode(data, validate=True), mime)
     except (binascii.Error, ValueError) as error:
-        raise RequestInvalid(f"image: not valid base64: {error}") from error
+        raise ImageInvalid(f"image: not valid base64: {error}") from error
 
 
 def media_to_url(media: Media) -> str:

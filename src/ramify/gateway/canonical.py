@@ -20,16 +20,28 @@ _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 def message_key(message: Message) -> bytes:
     """Return a key that is equal for equivalent messages; reasoning is ignored."""
-    text = message.content
-    if not isinstance(text, str):
-        media = [part.hash for part in text if isinstance(part, MediaPart)]
-        text = [message.text, *media] if media else message.text
+    text = _content_key(message)
     if isinstance(text, str) and message.role == "assistant":
         text = text.strip()
     if not message.tool_calls and message.tool_call_id is None:
         return _encode((message.role, text))
     calls = [(call.id, call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
     return encode_canonical((message.role, text, calls, message.tool_call_id))
+
+
+def _content_key(message: Message) -> str | list[tuple[str, str]]:
+    """Return the text, or texts and images in their order; it does not matter how a text is split into parts."""
+    if isinstance(message.content, str) or not any(isinstance(part, MediaPart) for part in message.content):
+        return message.text
+    pieces: list[tuple[str, str]] = []
+    for part in message.content:
+        if isinstance(part, MediaPart):
+            pieces.append(("image", part.hash))
+        elif pieces and pieces[-1][0] == "text":
+            pieces[-1] = ("text", pieces[-1][1] + part.text)
+        elif part.text:
+            pieces.append(("text", part.text))
+    return pieces
 
 
 def has_same_reasoning(recorded: Message, sent: Message) -> bool:

@@ -24,6 +24,7 @@ from ramify.gateway.request_dedup import SharedCall
 from ramify.gateway.session import RolloutSession
 
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help
+MAX_BODY_BYTES = 128 * 2**20  # images in base64, and the history
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 SessionLookup = Callable[[HttpRequest], RolloutSession]
@@ -42,6 +43,7 @@ class DialectHandler(ABC):
         try:
             session = self._get_session(http)
             parsed = await _parse_http_request(http, self._dialect, session)
+            await session.load_images(parsed.request)
             send_response = self._start(http, session, parsed)
         except RamifyError as error:
             if session is not None:
@@ -144,7 +146,7 @@ class ReplyHandler(DialectHandler):
 async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
     """Parse a request, including the retry headers."""
     try:
-        body = decode_body(await http.body(), dict[str, Any])
+        body = decode_body(await _read_body(http), dict[str, Any])
         parsed = dialect.parse_request(body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
@@ -159,6 +161,16 @@ async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: Roll
         is_remote=True,
     )
     return replace(parsed, request=request)
+
+
+async def _read_body(http: HttpRequest) -> bytes:
+    """Return the body of a request. Raises RequestInvalid if it is too large, without reading the rest."""
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestInvalid(f"the body is larger than {MAX_BODY_BYTES} bytes; send fewer or smaller images")
+    return bytes(body)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

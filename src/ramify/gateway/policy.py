@@ -4,9 +4,9 @@ A policy turns a conversation into a prompt (`prepare`) and samples a reply (`sa
 renderers or endpoints; it only uses the number of tokens of a prompt and the spans of its messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +15,12 @@ import numpy.typing as npt
 from ramify.async_calls import fail_after
 from ramify.client import ClientSampling, Completion
 from ramify.client.completion import NO_SAMPLED_TOKENS, SampledTokens
+from ramify.client.generate_api import RequestImage
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
-from ramify.errors import ProviderError
+from ramify.dialects.media import URI_LIST_MIME
+from ramify.errors import ImageInvalid, ModelUnsupported, ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
 from ramify.gateway.stop_strings import find_stop
@@ -26,7 +28,8 @@ from ramify.render import ParsedReply, ParseProblem, PrefixBreak, RenderedPrompt
 from ramify.render.late_system import accepts_late_system, fold_late_system
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.render.outline import ConversationOutline
-from ramify.trace import Media, Message, MessageSpan, Usage
+from ramify.render.prompt_images import check_image_count, find_image_parts, has_images
+from ramify.trace import Media, Message, MessageSpan, PromptMedia, Usage
 
 NO_TOKENS = np.empty(0, np.int32)
 CONNECT_TIMEOUT = 5.0  # seconds to connect to a chat endpoint
@@ -50,6 +53,13 @@ class PreparedPrompt:
     """Why the history's tokens were not reused; `new_token_ids` and `spans` are then the whole prompt."""
     rendered: RenderedPrompt | None = None
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
+    """The images of all messages, by hash."""
+
+    @property
+    def prompt_media(self) -> tuple[PromptMedia, ...]:
+        """The images of the new messages at their tokens, with their bytes."""
+        located = () if self.rendered is None else self.rendered.media
+        return tuple(replace(item, media=self.media[item.media.hash]) for item in located)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,10 @@ class Policy(Protocol):
         """
         ...
 
+    def load_images(self, images: Iterable[Media]) -> None:
+        """Check and process images before they are rendered; this may take long. Raises ImageInvalid."""
+        ...
+
     def prepare(
         self,
         history: TokenHistory | None,
@@ -124,8 +138,9 @@ class TokenGenerator(Protocol):
         session: str | None = None,
         timeout: float = 600.0,
         clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
-        """Sample tokens after `prompt` within `timeout` seconds."""
+        """Sample tokens after `prompt`, which contains `images`, within `timeout` seconds."""
         ...
 
 
@@ -152,17 +167,38 @@ class TokenPolicy:
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
     ) -> Sequence[Message]:
-        """Describe the images of tool results, and fold late system messages if the template does not accept them."""
-        described = describe_tool_images(messages, media)
-        return (
-            described
-            if self._accepts_late_system
-            else fold_late_system(described, starts_conversation=starts_conversation)
-        )
+        """Return the messages in a form that the template accepts.
+
+        If it does not write the images of tool results, they are described. If it does not accept late system messages,
+        they are folded into others.
+        """
+        if any(message.role == "tool" and has_images(message) for message in messages) and not self._takes_tool_images:
+            messages = describe_tool_images(messages, media)
+        if self._accepts_late_system:
+            return messages
+        return fold_late_system(messages, starts_conversation=starts_conversation)
+
+    @cached_property
+    def _takes_tool_images(self) -> bool:
+        try:
+            return self.renderer.takes_tool_images
+        except ModelUnsupported:
+            return False
 
     @cached_property
     def _accepts_late_system(self) -> bool:
         return accepts_late_system(self.renderer)
+
+    def load_images(self, images: Iterable[Media]) -> None:
+        """Process images, so that rendering finds them in the cache. Raises ImageInvalid."""
+        cache = self.renderer.image_cache
+        if cache is None:
+            return
+        for image in images:
+            if image.mime == URI_LIST_MIME:
+                address = image.data.decode()[:80]
+                raise ImageInvalid(f"image: expected a data URL, found {address!r}; addresses are not fetched")
+            cache.process(image)
 
     def prepare(
         self,
@@ -171,11 +207,13 @@ class TokenPolicy:
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
-        """Render the prompt. A renderer without image support raises TemplateRefused for messages with images."""
+        """Render the prompt. Raises ImageInvalid if the model takes no images, or not so many."""
+        all_media = media or {}
+        check_image_count(len(find_image_parts(messages)) + (len(history.images) if history else 0))
         if history is None:
-            rendered = self.renderer.render(messages, tools)
+            rendered = self.renderer.render(messages, tools, media=all_media)
         else:
-            rendered = self.renderer.bridge(history, messages, tools)
+            rendered = self.renderer.bridge(history, messages, tools, media=all_media)
         return PreparedPrompt(
             messages=rendered.messages,
             tools=rendered.tools,
@@ -184,6 +222,7 @@ class TokenPolicy:
             prompt_len=len(rendered.token_ids),
             prefix_break=rendered.prefix_break,
             rendered=rendered,
+            media=all_media,
         )
 
     async def sample(self, request: PolicyRequest) -> SampledReply:
@@ -196,6 +235,7 @@ class TokenPolicy:
             session=request.session,
             timeout=request.timeout,
             clock=request.clock,
+            images=self._request_images(request.prompt),
         )
         ids = completion.token_ids
         if completion.finish_reason == "abort":
@@ -215,6 +255,16 @@ class TokenPolicy:
             content_span=parsed.content_span,
             problems=parsed.problems,
         )
+
+    def _request_images(self, prompt: PreparedPrompt) -> list[RequestImage]:
+        images = () if prompt.rendered is None else prompt.rendered.images
+        cache = self.renderer.image_cache if images else None
+        if cache is None:
+            return []
+        return [
+            RequestImage(hash, start, stop, partial(cache.process, prompt.media[hash]))
+            for hash, start, stop in ((image.media.hash, image.start, image.stop) for image in images)
+        ]
 
     def _parse_sample(
         self, tokens: SampledTokens, prompt: RenderedPrompt, stop_strings: Sequence[str]
@@ -239,6 +289,9 @@ class MessagePolicy:
     ) -> Sequence[Message]:
         """Return the messages unchanged."""
         return messages
+
+    def load_images(self, images: Iterable[Media]) -> None:
+        """Do nothing: the endpoint checks the images that it is sent."""
 
     def prepare(
         self,

@@ -32,7 +32,11 @@ class TraceRecorder:
         """Return how many tokens of a prompt the trace does not have yet."""
         return (
             len(prepared.new_token_ids)
-            - self.trace.graph.match_prefix(prepared.new_token_ids, (), _prefix_node(prepared, position))[1]
+            - self.trace.graph.match_prefix(
+                prepared.new_token_ids,
+                [(item.start, item.stop, item.media.hash) for item in prepared.prompt_media],
+                _prefix_node(prepared, position),
+            )[1]
         )
 
     def record_turn(
@@ -62,6 +66,7 @@ class TraceRecorder:
                 tokens.logprobs,
                 reply_content_span=sampled.content_span,
                 versions=tokens.version_runs,
+                media=prepared.prompt_media,
                 trainable=trainable,
                 prefix_node=_prefix_node(prepared, position),
             )

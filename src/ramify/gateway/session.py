@@ -5,6 +5,7 @@ sampled tokens are reused unchanged; reserves its budget; samples, with retries 
 recorded before the reply is returned.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from ramify.async_calls import fail_after, retry
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
-from ramify.errors import ProviderError, RequestInvalid, TemplateRefused, TokensRequired
+from ramify.errors import (
+    EnvironmentFault,
+    ImageInvalid,
+    ProviderError,
+    RequestInvalid,
+    TemplateRefused,
+    TokensRequired,
+)
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
@@ -27,9 +35,11 @@ from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.render import TokenHistory
+from ramify.render.prompt_images import PromptImage, check_image_count, without_data
 from ramify.trace import Media, ModelCall, Trace
 
 RETRY_BACKOFF = 0.25  # seconds before the first retry of a failed sample; doubled each time
+MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout
 MAX_REFUSALS = 50  # distinct refusals that a trace keeps
 MAX_REFUSAL_CHARS = 1000  # of a refusal's message
 MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
@@ -92,6 +102,14 @@ class RolloutSession:
 
         Raises BudgetExceeded or ContextOverflow if a limit is reached, and another RamifyError if the call fails.
         """
+        try:
+            return await self._generate(request)
+        except ImageInvalid as error:
+            # Only the harness and hooks call this function: the image is one of the task, of a tool or of a user.
+            raise EnvironmentFault(f"the environment sent an image that cannot be used: {error.message}") from error
+
+    async def _generate(self, request: ModelRequest) -> ModelReply:
+        await self.load_images(request)
         if request.idempotency_key is None and not request.retry_count:
             return await self._run_call(request, *self._find_or_insert_position(request))
         call = self.start_call(request)
@@ -102,6 +120,20 @@ class RolloutSession:
             raise
         call.leave(delivered=True)
         return reply
+
+    async def load_images(self, request: ModelRequest) -> None:
+        """Check and process the new images of a request, in a thread. To be called before the other functions.
+
+        Raises ImageInvalid if an image cannot be used, or if there are too many of them.
+        """
+        new_images = [image for hash, image in request.media.items() if hash not in self._media]
+        if not new_images:
+            return
+        check_image_count(len(request.media))
+        num_bytes = sum(len(image.data) for image in (*self._media.values(), *new_images))
+        if num_bytes > MAX_IMAGE_BYTES:
+            raise ImageInvalid(f"image: a rollout may have {MAX_IMAGE_BYTES} bytes of images; this makes {num_bytes}")
+        await asyncio.to_thread(self._select_policy(request).load_images, new_images)
 
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
@@ -203,12 +235,15 @@ class RolloutSession:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
+    def _select_policy(self, request: ModelRequest) -> Policy:
+        return self.models.get(request.model, self.policy)
+
     def _find_or_insert_position(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
         """Return the policy of a request, and the node of its conversation trie after the request's messages.
 
         Messages that are new are inserted, and the request's media are stored. Raises RequestInvalid.
         """
-        policy = self.models.get(request.model, self.policy)
+        policy = self._select_policy(request)
         trie = self._trie_by_policy.get(id(policy))
         if trie is None:
             trie = self._trie_by_policy[id(policy)] = ConversationTrie()
@@ -235,8 +270,12 @@ class RolloutSession:
         if reply.history is None:
             sampled = self.trace.nodes[reply.trace_node].sampled_span
             ids = self.trace.graph.path_tokens(reply.trace_node)
+            images = [
+                PromptImage(without_data(self._media[hash]), start, stop)
+                for start, stop, hash in self.trace.graph.path_media(reply.trace_node)
+            ]
             history = TokenHistory.build(
-                reply.messages_after(None), reply.tools, ids, num_sampled=sampled[1] - sampled[0]
+                reply.messages_after(None), reply.tools, ids, num_sampled=sampled[1] - sampled[0], images=images
             )
             self._trie_by_policy[id(policy)].cache_history(reply, history)
             return history

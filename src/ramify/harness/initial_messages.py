@@ -6,7 +6,7 @@ from typing import Any
 from ramify.dialects.chat_format import parse_tool_calls
 from ramify.dialects.message_parser import MessageParser
 from ramify.env import Task
-from ramify.errors import EnvironmentFault, RequestInvalid
+from ramify.errors import EnvironmentFault, RamifyError
 from ramify.trace import Media, Message
 
 ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,8 +21,8 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
     for index, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
         try:
             messages.append(_parse_message(message, parser))
-        except (LookupError, TypeError, AttributeError, ValueError, RequestInvalid) as error:
-            reason = error.message if isinstance(error, RequestInvalid) else repr(error)
+        except (LookupError, TypeError, AttributeError, ValueError, RamifyError) as error:
+            reason = error.message if isinstance(error, RamifyError) else repr(error)
             raise EnvironmentFault(f"task.prompt[{index}] is not a chat message: {reason}") from error
     return messages, parser.media
 

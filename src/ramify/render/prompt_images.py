@@ -23,7 +23,7 @@ MAX_PROMPT_IMAGES = 32
 
 
 class PromptImage(NamedTuple):
-    """An image of a prompt and its placeholder tokens [start, stop), as indices into the whole prompt."""
+    """An image of a prompt, without its bytes, and its placeholder tokens [start, stop) in the whole prompt."""
 
     media: Media
     start: int
@@ -40,7 +40,7 @@ class ImagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image at the characters [start, stop) of a text."""
+    """An image at the characters [start, stop) of a text. `media` has no bytes, because prompts are cached."""
 
     part: ImagePart
     media: Media
@@ -73,6 +73,11 @@ def content_parts(message: Message) -> tuple[Part, ...]:
 def has_images(message: Message) -> bool:
     """Return whether a message has an image."""
     return not isinstance(message.content, str) and any(isinstance(part, MediaPart) for part in message.content)
+
+
+def without_data(media: Media) -> Media:
+    """Return the entry of an image without its bytes."""
+    return replace(media, data=b"")
 
 
 def find_image_parts(messages: Sequence[Message]) -> list[ImagePart]:
@@ -135,7 +140,8 @@ class PromptImages:
                 processed = self._process(part, media)
                 replacement = self._family.placeholder_text(processed)
                 start = length + len(before)
-                images.append(PlacedImage(part, media[part.hash], processed, start, start + len(replacement)))
+                stop = start + len(replacement)
+                images.append(PlacedImage(part, without_data(media[part.hash]), processed, start, stop))
             pieces += [before, replacement]
             length += len(before) + len(replacement)
             position = match.end()

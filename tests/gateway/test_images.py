@@ -1,0 +1,247 @@
+"""Images of real SDKs in three dialects become nodes of one trace; bad images are refused by name."""
+
+import base64
+import resource
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from ramify.gateway.session import MAX_IMAGE_BYTES
+from ramify.images import load_image_family
+from ramify.render import load_renderer
+from ramify.trace import Media, decode_trace, encode_trace
+from tests.gateway.fake_engine import TINY, check_tokens
+from tests.gateway.scenario import Scenario
+from tests.images.samples import encode_image, make_animation, make_pixels, make_png_header, make_square
+from tests.images.vision_models import write_vision_model
+
+RED, GREEN, BLUE = (make_square(color) for color in [(255, 0, 0), (0, 255, 0), (0, 0, 255)])
+SCRIPT = ["A", "AB", "ABC"]
+PNG = encode_image(make_pixels(40, 30))
+BAD_IMAGES = {
+    "truncated png": PNG[: len(PNG) // 2],
+    "bomb": make_png_header(10_000, 10_000),
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'></svg>",
+    "animated gif": make_animation("GIF"),
+}
+
+
+def data_url(media: Media) -> str:
+    return f"data:{media.mime};base64,{base64.b64encode(media.data).decode()}"
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return load_renderer(write_vision_model(tmp_path_factory.mktemp("model"), "tiny"))
+
+
+async def converse_with_chat(scenario: Scenario, images: list[list[Media]]) -> list[str]:
+    messages: list[Any] = []
+    replies: list[str] = []
+    for group in images:
+        parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in group]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]})
+        answer = await scenario.openai().chat.completions.create(model="m", messages=messages)
+        replies.append(answer.choices[0].message.content or "")
+        messages.append({"role": "assistant", "content": replies[-1]})
+    return replies
+
+
+async def converse_with_responses(scenario: Scenario, images: list[list[Media]]) -> list[str]:
+    items: list[Any] = []
+    replies: list[str] = []
+    for group in images:
+        parts = [{"type": "input_image", "image_url": data_url(image), "detail": "auto"} for image in group]
+        items.append({"role": "user", "content": [*parts, {"type": "input_text", "text": "And now?"}]})
+        answer = await scenario.openai().responses.create(model="m", input=items)
+        replies.append(answer.output_text)
+        items.append({"role": "assistant", "content": answer.output_text})
+    return replies
+
+
+async def converse_with_messages(scenario: Scenario, images: list[list[Media]]) -> list[str]:
+    messages: list[Any] = []
+    replies: list[str] = []
+    for group in images:
+        sources = [
+            {"type": "base64", "media_type": image.mime, "data": base64.b64encode(image.data).decode()}
+            for image in group
+        ]
+        parts = [{"type": "image", "source": source} for source in sources]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]})
+        answer = await scenario.anthropic().messages.create(model="m", messages=messages, max_tokens=50)
+        replies.append(answer.content[0].text)
+        messages.append({"role": "assistant", "content": replies[-1]})
+    return replies
+
+
+@pytest.mark.parametrize("converse", [converse_with_chat, converse_with_responses, converse_with_messages])
+def test_images_of_every_dialect_become_one_trainable_trace(run_scenario, vision, converse):
+    images = [[RED, GREEN], [BLUE, RED], [RED, RED]]
+
+    async def check(scenario: Scenario) -> None:
+        assert await converse(scenario, images) == SCRIPT
+        trace = scenario.trace
+        check_tokens(trace, scenario.engine)
+        assert len(trace.leaves) == 1 and "forks" not in trace.info
+        assert not [name for name in trace.metrics if name.startswith("render/breaks")]
+        assert all(node.is_trainable for node in trace.nodes)
+        assert {media.hash: media for media in trace.graph.media} == {image.hash: image for image in (RED, GREEN, BLUE)}
+        for node in trace.nodes:
+            assert len(node.media) == (2 if node.message.role == "user" else 0)
+        # The engine got the images at their placeholders, each uploaded once.
+        path_media = trace.graph.path_media(len(trace.nodes) - 1)
+        sent = [(image["start"], image["stop"], image["hash"]) for image in scenario.engine.asked[-1]["images"]]
+        assert sent == path_media and len(sent) == 6
+        assert [hash for _, _, hash in sent] == [image.hash for group in images for image in group]
+        uploads = [path for path in scenario.engine.paths if "/images/" in path]
+        assert len(uploads) == 3 and set(scenario.engine.images) == {image.hash for image in (RED, GREEN, BLUE)}
+        # A trace with images survives the wire.
+        decoded = decode_trace(encode_trace(trace))
+        assert decoded.graph.path_media(len(trace.nodes) - 1) == path_media
+
+    run_scenario(list(SCRIPT), check, renderer=vision)
+
+
+def test_all_dialects_give_equal_tokens_for_images(run_scenario, vision):
+    prompts = []
+    for converse in (converse_with_chat, converse_with_responses, converse_with_messages):
+
+        async def check(scenario: Scenario, converse=converse) -> None:
+            await converse(scenario, [[RED, GREEN], [BLUE]])
+            prompts.append([prompt for prompt, _, _ in scenario.engine.seen])
+
+        run_scenario(list(SCRIPT), check, renderer=vision)
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_the_same_texts_with_other_images_are_another_conversation(run_scenario, vision):
+    async def check(scenario: Scenario) -> None:
+        await converse_with_chat(scenario, [[RED]])
+        await converse_with_chat(scenario, [[BLUE]])
+        trace = scenario.trace
+        assert len(trace.leaves) == 2
+        first, second = (trace.graph.path_media(leaf) for leaf in trace.leaves)
+        assert {first[0][2], second[0][2]} == {RED.hash, BLUE.hash}
+        assert scenario.engine.seen[0][0] == scenario.engine.seen[1][0]  # equal tokens
+
+    run_scenario(["A", "B"], check, renderer=vision)
+
+
+def test_images_of_tool_results_reach_the_model(run_scenario, vision):
+    call = {"id": "c1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": data_url(RED)}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "seen: "}, image]},
+    ]
+
+    async def check(scenario: Scenario) -> None:
+        assert (await scenario.post("/chat/completions", {"messages": messages})).status_code == 200
+        assert [image["hash"] for image in scenario.engine.asked[0]["images"]] == [RED.hash]
+
+    run_scenario(["red"], check, renderer=vision)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def bad_contents() -> dict[str, list[dict[str, Any]]]:
+    urls = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in BAD_IMAGES.items()}
+    urls["wrong base64"] = "data:image/png;base64,%%%"
+    urls["not base64"] = "data:image/svg+xml,<svg/>"
+    urls["an address"] = "https://example.com/cat.png"
+    urls["a file"] = "file:///etc/passwd"
+    contents = {name: [{"type": "image_url", "image_url": {"url": url}}] for name, url in urls.items()}
+    many = [make_square((index, 0, 0), side=4) for index in range(50)]
+    contents["50 images"] = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in many]
+    contents["50 times the same"] = [{"type": "image_url", "image_url": {"url": data_url(RED)}}] * 50
+    return contents
+
+
+BAD_CONTENTS = bad_contents()
+
+
+@pytest.mark.parametrize("name", BAD_CONTENTS)
+def test_a_bad_image_is_refused_by_name_and_the_session_lives(run_scenario, vision, name):
+    async def check(scenario: Scenario) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        messages = [{"role": "user", "content": BAD_CONTENTS[name]}]
+        answer = await scenario.post("/chat/completions", {"messages": messages})
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "ImageInvalid", answer.text
+        assert "root:" not in answer.text
+        (refusal,) = scenario.trace.info["refusals"]
+        assert refusal["name"] == "ImageInvalid" and refusal["status"] == 400
+        assert len(scenario.trace.nodes) == 0 and not scenario.engine.asked
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
+        assert await converse_with_chat(scenario, [[RED]]) == ["A"]
+
+    run_scenario(["A"], check, renderer=vision)
+
+
+def test_sdks_raise_their_own_error_for_a_bad_image(run_scenario, vision):
+    bad = Media.from_bytes(BAD_IMAGES["svg"], "image/png")
+
+    async def check(scenario: Scenario) -> None:
+        with pytest.raises(openai.BadRequestError, match="format 'svg'"):
+            await converse_with_chat(scenario, [[bad]])
+        with pytest.raises(openai.BadRequestError, match="format 'svg'"):
+            await converse_with_responses(scenario, [[bad]])
+        with pytest.raises(anthropic.BadRequestError, match=r"ImageInvalid: image: .*format 'svg'"):
+            await converse_with_messages(scenario, [[bad]])
+
+    run_scenario([], check, renderer=vision)
+
+
+def test_an_image_for_a_text_model_is_refused(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        with pytest.raises(openai.BadRequestError, match="is a text model"):
+            await converse_with_chat(scenario, [[RED]])
+        assert scenario.trace.info["refusals"][0]["name"] == "ImageInvalid"
+
+    run_scenario([], check, renderer=TINY)
+
+
+def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):
+    padding = bytes(MAX_IMAGE_BYTES // 4)  # after the end of a PNG, where decoders do not look
+    images = [Media.from_bytes(make_square((index, 0, 0), side=4).data + padding, "image/png") for index in range(4)]
+
+    async def check(scenario: Scenario) -> None:
+        replies = await converse_with_chat(scenario, [[image] for image in images[:3]])
+        assert replies == SCRIPT
+        with pytest.raises(openai.BadRequestError, match="a rollout may have"):
+            await converse_with_chat(scenario, [[images[3]]])
+
+    run_scenario(list(SCRIPT), check, renderer=vision)
+
+
+def test_a_body_that_is_too_large_is_refused(run_scenario, monkeypatch):
+    monkeypatch.setattr("ramify.gateway.http_handlers.MAX_BODY_BYTES", 1000)
+
+    async def check(scenario: Scenario) -> None:
+        messages = [{"role": "user", "content": "x" * 2000}]
+        answer = await scenario.post("/chat/completions", {"messages": messages})
+        assert answer.status_code == 400 and "larger than 1000 bytes" in answer.text
+
+    run_scenario([], check)
+
+
+def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision, tmp_path):
+    family = load_image_family(write_vision_model(tmp_path, "tiny"))
+    num_image_tokens = family.process(RED).num_tokens + 3  # and the tokens around them
+
+    async def check(scenario: Scenario) -> None:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED.data).decode()}
+        counts = []
+        for parts in ([], [{"type": "image", "source": source}]):
+            content = [{"type": "text", "text": "hi"}, *parts]
+            answer = await scenario.anthropic().messages.count_tokens(
+                model="m", messages=[{"role": "user", "content": content}]
+            )
+            counts.append(answer.input_tokens)
+        assert counts[1] - counts[0] == num_image_tokens
+
+    run_scenario([], check, renderer=vision)
