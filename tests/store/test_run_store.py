@@ -12,6 +12,8 @@ import pytest
 
 from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
 from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, run_store, segment_log
+from ramify.store.locks import find_writer
+from ramify.store.run_store import LOCK_NAME
 from tests.store.rollouts import replies, rollout
 
 
@@ -264,3 +266,18 @@ def test_the_default_name_is_readable_and_depends_on_the_identity():
 def test_a_path_that_is_too_long_raises_storage_failed(tmp_path, write):
     with pytest.raises(StorageFailed, match="too long"):
         RunStore.open(tmp_path / ("x" * 300), write=write)
+
+
+def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written(tmp_path):
+    with RunStore.open(tmp_path) as writer:
+        assert find_writer(tmp_path / LOCK_NAME) == os.getpid()
+        asyncio.run(writer.add_rollout(*rollout(0)))
+        with RunStore.open(tmp_path, write=False, lock=False) as reader:
+            assert list(replies(reader)) == ["r0"]
+            asyncio.run(writer.add_rollout(*rollout(1)))
+            assert list(replies(reader)) == ["r0", "r1"]
+            with pytest.raises(ConfigInvalid, match="read-only"):
+                reader.set_fact("a", 1)
+    assert find_writer(tmp_path / LOCK_NAME) is None
+    with RunStore.open(tmp_path, write=False, lock=False), RunStore.open(tmp_path):
+        pass  # a reader without the lock keeps nobody from writing

@@ -1,7 +1,8 @@
 """An open run: rollouts and table rows in one directory.
 
 One process at a time writes a run. It holds a file lock, which the system releases when the process ends, however it
-ends. Readers share the lock while no process writes.
+ends. Readers share the lock while no process writes. A reader without the lock sees the last commit of a run that is
+being written: SQLite isolates it, and traces are only ever appended.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 import msgspec
 
@@ -48,15 +50,20 @@ class RunStore:
     of encoded traces.
     """
 
-    def __init__(self, path: Path, lock_fd: int, segments: SegmentLog, reader: sqlite3.Connection, write: bool) -> None:
+    def __init__(
+        self, path: Path, lock_fd: int | None, segments: SegmentLog, reader: sqlite3.Connection, write: bool
+    ) -> None:
         self.path = path
         self.segments = segments
         self._lock_fd, self._reader = lock_fd, reader
         self._writer = RunWriter(path, segments, lambda: _connect(path)) if write else None
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = True, required_fact: str | None = None) -> Self:
+    def open(cls, path: Path, *, write: bool = True, lock: bool = True, required_fact: str | None = None) -> Self:
         """Open the run at `path`. With `write`, create it if missing and truncate torn writes; else open it read-only.
+
+        A reader without `lock` may open a run that is being written, and does not keep others from writing it. It
+        should close the run soon, because the write-ahead log of SQLite grows while a reader uses it.
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
@@ -69,10 +76,10 @@ class RunStore:
                 raise ConfigInvalid(f"{path} is not a run: it has no {DATABASE_NAME}")
             if write:
                 path.mkdir(parents=True, exist_ok=True)
-            lock_fd = acquire_lock(path, write=write)
+            lock_fd = acquire_lock(path, write=write) if lock or write else None
             reader: sqlite3.Connection | None = None
             try:
-                reader = _connect(path)
+                reader = _connect_readonly(path) if lock_fd is None else _connect(path)
                 if write:
                     check_index_pages(path, reader)
                 check_version(path / DATABASE_NAME, reader)  # first: a later version may have other tables
@@ -89,7 +96,8 @@ class RunStore:
             except BaseException as error:
                 if reader is not None:
                     reader.close()
-                os.close(lock_fd)
+                if lock_fd is not None:
+                    os.close(lock_fd)
                 if is_corruption_error(error):
                     raise make_damage_error(path, str(error)) from error
                 raise
@@ -169,7 +177,8 @@ class RunStore:
                 self._writer.close()
         finally:
             self._reader.close()
-            os.close(self._lock_fd)
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +197,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
+
+
+def _connect_readonly(path: Path) -> sqlite3.Connection:
+    """Open the database such that nothing can be written through this connection."""
+    uri = f"file:{quote(str((path / DATABASE_NAME).absolute()))}?mode=ro"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0, check_same_thread=False)
 
 
 def acquire_lock(path: Path, *, write: bool = True) -> int:
