@@ -22,21 +22,22 @@ from ramify.errors import OriginRefused
 
 
 class BrowserGuard:
-    """ASGI middleware that answers requests to `paths` with 403 if a web page may have sent them.
+    """ASGI middleware that answers requests to `paths` with 403 if another web page may have sent them.
 
-    `hosts` are the server's names in the configuration; `config_key` names the key that holds them, for error messages.
+    `paths` is None to guard every path. `hosts` are the server's names in the configuration; `config_key` names the key
+    that holds them, for error messages.
     """
 
-    def __init__(self, app: ASGIApp, *, paths: Collection[str], hosts: Collection[str], config_key: str) -> None:
+    def __init__(self, app: ASGIApp, *, paths: Collection[str] | None, hosts: Collection[str], config_key: str) -> None:
         self._app = app
-        self._paths = frozenset(paths)
+        self._paths = None if paths is None else frozenset(paths)
         self._hosts = {host.lower().rstrip(".") for host in hosts}
         self._config_key = config_key
         self._knows_own_names = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request to a guarded path with another host or origin; pass all others on."""
-        if scope["type"] == "http" and scope["path"].rstrip("/") in self._paths:
+        if scope["type"] == "http" and (self._paths is None or scope["path"].rstrip("/") in self._paths):
             try:
                 await self._check(HTTPConnection(scope))
             except OriginRefused as error:
