@@ -29,6 +29,7 @@ class CliCommand:
 COMMANDS: dict[str, CliCommand] = {
     "rl": CliCommand("ramify.cli.rl", "train a model with RL: starts and supervises all processes; rerun to resume"),
     "eval": CliCommand("ramify.cli.eval", "evaluate a model on a taskset; rerun to resume"),
+    "view": CliCommand("ramify.cli.view", "show runs, rollouts and token trees on a local page"),
     "why": CliCommand("ramify.cli.why", "show what a run is waiting for, or how it ended; --audit checks its files"),
     "metrics": CliCommand("ramify.cli.metrics", "print the metrics of a running or finished run"),
     "plot": CliCommand("ramify.cli.plot", "plot metrics of one or more runs to an image"),

@@ -6,25 +6,31 @@ from typing import Any, cast
 
 from ramify.errors import ConfigInvalid, ProviderError
 from ramify.launch.run_record import read_record
-from ramify.launch.status_client import StatusClient
+from ramify.launch.status_client import DEFAULT_TIMEOUT, StatusClient
 from ramify.store import RunStore
 from ramify.store.run_log import MetricPoint, RunLog
 
 
 def connect_if_running(path: Path) -> StatusClient | None:
     """Return a client of the run's status address; None if nothing answers there, or another run does."""
+    answer = query_status(path)
+    return None if answer is None else answer[0]
+
+
+def query_status(path: Path, *, timeout: float = DEFAULT_TIMEOUT) -> tuple[StatusClient, dict[str, Any]] | None:
+    """Return a client of the run's status address, and its status; None if the run does not answer there."""
     record = read_record(path)
     if not record.get("status"):
         return None
-    client = StatusClient(record["status"])
+    client = StatusClient(record["status"], timeout=timeout)
     try:
-        status = client.get("/status")
+        reply = client.get("/status")
     except ProviderError:
         return None
-    if not isinstance(status, dict):
+    if not isinstance(reply, dict):
         return None
-    name = Path(str(cast(dict[str, Any], status).get("run"))).name
-    return client if name == path.resolve().name else None
+    status = cast(dict[str, Any], reply)
+    return (client, status) if Path(str(status.get("run"))).name == path.resolve().name else None
 
 
 def has_finished(store: RunStore) -> bool:

@@ -1,0 +1,147 @@
+"""One rollout as plain data: the messages of its traces as trees, rewards, timing and training; and as Markdown."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.store import RolloutRecord
+from ramify.trace import MediaPart, Message, Node, Trace
+from ramify.view.token_texts import TokenTexts
+from ramify.view.token_view import TokenMeasures
+from ramify.view.training_record import GroupTraining
+
+MAX_MESSAGE_CHARS = 20_000  # of one message that is sent at once; the page asks for more
+
+
+def describe_rollout(
+    record: RolloutRecord, measures: Sequence[TokenMeasures], training: GroupTraining | None, texts: TokenTexts
+) -> dict[str, Any]:
+    """Return a rollout without its tokens. `measures` are those of its traces."""
+    attempt = measures[0].trace.attempt
+    return {
+        "id": record.id,
+        "source": record.source,
+        "task": record.task,
+        "repetition": record.repetition,
+        "reward": record.reward,
+        "failure": record.failure,
+        "stop": record.summary.get("stop", ""),
+        "timing": record.summary.get("timing", {}),
+        "group": None if training is None else training.to_dict(),
+        "attempt": None if training is None else attempt,
+        "advantage": None if training is None else training.get_advantage(attempt),
+        "traces": [_describe_trace(entry, texts) for entry in measures],
+    }
+
+
+def read_message_text(trace: Trace, node: int, start: int, count: int) -> dict[str, Any]:
+    """Return a part of the text of a message, for messages that are not sent at once."""
+    text = trace.nodes[node].message.text
+    return {"text": text[start : start + count], "start": start, "chars": len(text)}
+
+
+def format_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> str:
+    """Return a rollout as Markdown. The text of messages is in code fences, so that it cannot change the document."""
+    return "\n".join(_iter_markdown(record, traces)) + "\n"
+
+
+def _describe_trace(measures: TokenMeasures, texts: TokenTexts) -> dict[str, Any]:
+    trace = measures.trace
+    forks = {fork["node"]: fork for fork in trace.info.get("forks", [])}
+    excluded = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
+    hidden = ("forks", "untrained", "refusals")
+    return {
+        "id": trace.id,
+        "agent": trace.agent,
+        "reward": trace.reward,
+        "rewards": {name: entry and list(entry) for name, entry in trace.rewards.items()},
+        "metrics": dict(trace.metrics),
+        "errors": [{"name": error.name, "message": error.message, "blame": error.blame} for error in trace.errors],
+        "stop": trace.stop,
+        "task": _clip_values(trace.task),
+        "info": _clip_values({key: value for key, value in trace.info.items() if key not in hidden}),
+        "refusals": trace.info.get("refusals", []),
+        "tokens": trace.total_tokens,
+        "sampled": trace.completion_len,
+        "branches": len(trace.leaves),
+        "measures": measures.list_measures(texts),
+        "nodes": [_describe_node(node, forks, measures.explain_untrained(node, excluded)) for node in trace.nodes],
+    }
+
+
+def _describe_node(node: Node, forks: Mapping[int, Any], untrained: str) -> dict[str, Any]:
+    message, call = node.message, node.call
+    start, stop = node.sampled_span
+    text = message.text
+    fields: dict[str, Any] = {
+        "index": node.index,
+        "parent": node.parent,
+        "role": message.role,
+        "text": text[:MAX_MESSAGE_CHARS],
+        "chars": len(text),
+        "tokens": len(node.token_ids),
+        "sampled": stop - start,
+        "untrained": untrained,
+    }
+    if message.reasoning:
+        fields["reasoning"] = message.reasoning[:MAX_MESSAGE_CHARS]
+    if message.tool_calls:
+        fields["calls"] = [
+            {"name": call.name, "arguments": call.arguments[:MAX_MESSAGE_CHARS]} for call in message.tool_calls
+        ]
+    if media := _list_media(node.trace, message):
+        fields["media"] = media
+    if node.index in forks:
+        fields["fork"] = forks[node.index]
+    if call is not None:
+        fields["finish"] = call.finish_reason
+        fields["model"] = call.served_model
+        fields["seconds"] = [call.start_time, call.end_time]
+        fields["usage"] = msgspec.structs.asdict(call.usage)
+    return fields
+
+
+def _list_media(trace: Trace, message: Message) -> list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return []
+    mimes = {media.hash: media.mime for media in trace.graph.media}
+    hashes = [part.hash for part in message.content if isinstance(part, MediaPart)]
+    return [{"hash": hash, "mime": mimes.get(hash, "")} for hash in hashes]
+
+
+def _clip_values(table: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a table as texts of bounded length."""
+    texts = {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in table.items()
+    }
+    return {
+        key: text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…" for key, text in texts.items()
+    }
+
+
+def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[str]:
+    yield f"# Rollout {record.id}\n"
+    yield f"- reward: {'missing' if record.reward is None else f'{record.reward:.4g}'}"
+    yield f"- stop: {record.failure or record.summary.get('stop', '')}"
+    for trace in traces:
+        for name, entry in trace.rewards.items():
+            yield f"- {name}: {'missing' if entry is None else f'{entry[0]:.4g} × {entry[1]:g}'}"
+        yield f"\n## {trace.agent or 'Messages'}\n"
+        for node in trace.nodes:
+            parent = f", after [{node.parent}]" if node.parent >= 0 and node.parent != node.index - 1 else ""
+            yield f"### [{node.index}] {node.message.role}{parent}\n"
+            if node.message.reasoning:
+                yield f"Reasoning:\n\n{_fence(node.message.reasoning)}\n"
+            if node.message.text:
+                yield f"{_fence(node.message.text)}\n"
+            for call in node.message.tool_calls:
+                yield f"Call of `{call.name}`:\n\n{_fence(call.arguments, 'json')}\n"
+
+
+def _fence(text: str, language: str = "") -> str:
+    """Return the text in a code fence that is longer than every fence in the text."""
+    ticks = "```"
+    while ticks in text:
+        ticks += "`"
+    return f"{ticks}{language}\n{text}\n{ticks}"

@@ -1,0 +1,37 @@
+"""The runs in a folder of outputs, by name."""
+
+from pathlib import Path
+
+from ramify.errors import ConfigInvalid
+from ramify.store.index import DATABASE_NAME, TRACES_DIR
+
+CONFIG_FILE = "config.toml"
+RUN_CONTENTS = (DATABASE_NAME, CONFIG_FILE, TRACES_DIR)  # a directory with one of these is a run, perhaps a damaged one
+
+
+class RunFolder:
+    """A folder of runs, or the directory of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def list_runs(self) -> dict[str, Path]:
+        """Return the directories of the runs by name; none if the folder does not exist."""
+        if is_run(self.path):
+            return {self.path.resolve().name: self.path}
+        try:
+            return {path.name: path for path in sorted(self.path.iterdir()) if is_run(path)}
+        except OSError:
+            return {}
+
+    def find_run(self, name: str) -> Path:
+        """Return the directory of a run. Raises ConfigInvalid if the folder has no run of this name."""
+        path = self.list_runs().get(name)
+        if path is None:
+            raise ConfigInvalid(f"{self.path} has no run {name!r}; reload the list of runs")
+        return path
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory looks like a run."""
+    return path.is_dir() and any((path / name).exists() for name in RUN_CONTENTS)

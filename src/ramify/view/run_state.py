@@ -1,0 +1,234 @@
+"""The state of a run: asked at its status address while it runs, read from its files otherwise."""
+
+import platform
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.errors import ProviderError, RamifyError, failure_classes
+from ramify.launch.run_queries import has_finished, query_status
+from ramify.launch.run_record import read_record
+from ramify.orchestrate.snapshot import read_snapshot
+from ramify.store import Ledger, RunStore
+from ramify.store.index import DATABASE_NAME
+from ramify.store.locks import find_writer
+from ramify.store.run_log import RunEvent, RunLog
+from ramify.store.run_store import LOCK_NAME
+from ramify.view.run_folder import CONFIG_FILE
+
+RunKind = Literal["rl", "sft", "eval"]
+ActivityState = Literal["starting", "running", "unresponsive", "finished", "stopped", "ended", "planned", "damaged"]
+
+FRESH_SNAPSHOT = 60.0  # seconds for which a run on another machine may be running, after its last snapshot
+CURVE_POINTS = 60  # of the small curve in the list of runs
+CURVE_METRICS = ("reward/all/mean", "train/loss")  # the first that a run has is its small curve
+STATUS_TIMEOUT = 3.0  # seconds
+MAX_EVENTS_READ = 2000  # last events whose failures are counted
+MAX_EVENTS_SHOWN = 12
+MAX_DROP_REASONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunActivity:
+    """Whether a run is running, and what its orchestrator answered, or wrote last.
+
+    - `state`: `unresponsive` is a run whose orchestrator holds it but does not answer. `ended` is an eval or SFT run
+      that nothing writes: it does not record whether it is complete. `planned` has a configuration only.
+    - `status`, `waits`: the replies of `/status` and `/why`; empty without an orchestrator.
+    - `age`: seconds since they were true.
+    - `problem`: why the files cannot be read.
+    """
+
+    state: ActivityState
+    status: dict[str, Any] = field(default_factory=dict[str, Any])
+    waits: Sequence[dict[str, Any]] = ()
+    age: float = 0.0
+    problem: str = ""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of a run; an empty dict if it cannot be read."""
+    try:
+        return tomllib.loads((path / CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def get_kind(config: Mapping[str, Any]) -> RunKind:
+    """Return the command that made the run."""
+    return "rl" if "train" in config else "sft" if "data" in config else "eval"
+
+
+def open_last_commit(path: Path) -> RunStore:
+    """Open what a run has committed, without its lock: the run may be running."""
+    return RunStore.open(path, write=False, lock=False)
+
+
+def read_activity(path: Path, kind: RunKind) -> RunActivity:
+    """Return the activity of a run."""
+    if not (path / DATABASE_NAME).exists() and not (path / "traces").exists():
+        return RunActivity("planned")
+    is_held = find_writer(path / LOCK_NAME) is not None
+    snapshot = read_snapshot(path) if kind == "rl" else None
+    is_elsewhere = snapshot is not None and snapshot.host != platform.node() and snapshot.age < FRESH_SNAPSHOT
+    if kind == "rl" and (is_held or is_elsewhere):
+        if (live := query_status(path, timeout=STATUS_TIMEOUT)) is not None:
+            client, status = live
+            try:
+                return RunActivity("running", status, client.get("/why"))
+            except ProviderError:  # it stopped between the two requests
+                return RunActivity("unresponsive", status)
+        if snapshot is None:
+            return RunActivity("unresponsive")
+        state: ActivityState = "starting" if snapshot.status.get("state") == "starting" else "unresponsive"
+        return RunActivity(state, snapshot.status, snapshot.waits, snapshot.age)
+    try:
+        with open_last_commit(path) as store:
+            if is_held:
+                return RunActivity("running")
+            if kind != "rl":
+                return RunActivity("ended")
+            return RunActivity("finished" if has_finished(store) else "stopped")
+    except RamifyError as error:
+        return RunActivity("damaged", problem=f"{error.name}: {error.message}")
+
+
+def summarize_run(name: str, path: Path) -> dict[str, Any]:
+    """Return what the list of runs shows of one run."""
+    config = read_config(path)
+    return _summarize(name, path, config, read_activity(path, get_kind(config)))
+
+
+def describe_run(name: str, path: Path) -> dict[str, Any]:
+    """Return what the page of a run shows, besides metrics and rollouts."""
+    config = read_config(path)
+    activity = read_activity(path, get_kind(config))
+    record = read_record(path)
+    description: dict[str, Any] = {
+        **_summarize(name, path, config, activity),
+        "status": activity.status,
+        "wait_list": list(activity.waits),
+        "age": activity.age,
+        "processes": _list_processes(record, activity),
+        "versions": record.get("versions", {}),
+        "flow": {},
+        "drops": [],
+        "failures": [],
+        "events": [],
+    }
+    if activity.state not in ("planned", "damaged"):
+        with open_last_commit(path) as store:
+            description |= _read_history(store)
+    return description
+
+
+def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActivity) -> dict[str, Any]:
+    kind = get_kind(config)
+    summary: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "state": activity.state,
+        "problem": activity.problem,
+        "model": config.get("model", {}).get("name", ""),
+        "sources": _list_sources(config),
+        "step": None,
+        "max_steps": config.get("max_steps") if kind != "eval" else None,
+        "reward": None,
+        "curve": [],
+        "rollouts": 0,
+        "waits": [f"{wait['who']} waits for {wait['waits_for']}" for wait in activity.waits],
+        "updated": _last_change(path),
+    }
+    if activity.state not in ("planned", "damaged"):
+        with open_last_commit(path) as store:
+            summary |= _read_progress(store)
+    if activity.status:
+        summary["step"] = activity.status.get("step", summary["step"])
+    return summary
+
+
+def _list_sources(config: Mapping[str, Any]) -> list[str]:
+    """Return the tasksets that a run trains or evaluates on."""
+    tables: list[Mapping[str, Any]] = config.get("train") or [config]
+    names = [table.get("name") or table.get("taskset", {}).get("id", "") for table in tables]
+    return [str(name) for name in names if name]
+
+
+def _list_processes(record: Mapping[str, Any], activity: RunActivity) -> list[dict[str, Any]]:
+    """Return name, state and restarts of each process of a running run."""
+    if activity.state != "running":
+        return []
+    rows: list[dict[str, Any]] = list(record.get("processes", {}).values())
+    return [{key: row.get(key) for key in ("name", "state", "restarts")} for row in rows]
+
+
+def _last_change(path: Path) -> float:
+    """Return the Unix time of the last change of the index."""
+    files = (path / DATABASE_NAME, path / f"{DATABASE_NAME}-wal", path / CONFIG_FILE)
+    stats = [file.stat() for file in files if file.exists()]
+    return max((stat.st_mtime for stat in stats if stat.st_size), default=0.0)  # a reader makes an empty -wal
+
+
+def has_metrics(store: RunStore) -> bool:
+    """Return whether the run has a table of metrics, as every training run has."""
+    return bool(store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"))
+
+
+def _read_progress(store: RunStore) -> dict[str, Any]:
+    """Return steps, reward, reward curve and number of rollouts of a run."""
+    ((num_rollouts,),) = store.select("SELECT count(*) FROM rollouts")
+    progress: dict[str, Any] = {"rollouts": num_rollouts}
+    if Ledger.exists_in(store):
+        progress["step"] = Ledger.open_readonly(store).progress().acknowledged
+    if has_metrics(store):
+        log = RunLog(store)
+        name = next((name for name in CURVE_METRICS if log.metrics(name)), CURVE_METRICS[0])
+        points = log.metrics(name)
+        stride = max(1, len(points) // CURVE_POINTS)
+        progress["curve"] = [point.value for point in points[::-1][::stride]][::-1]
+        progress["reward"] = points[-1].value if points and name == CURVE_METRICS[0] else None
+        progress.setdefault("step", points[-1].step + 1 if points else 0)
+    else:
+        ((mean,),) = store.select("SELECT avg(reward) FROM rollouts WHERE failure IS NULL")
+        progress["reward"] = mean
+    return progress
+
+
+def _read_history(store: RunStore) -> dict[str, Any]:
+    """Return the flow of the ledger, and the last events and failures."""
+    rows = store.select("SELECT time, kind, fields FROM events ORDER BY rowid DESC LIMIT ?", (MAX_EVENTS_READ,))
+    events = [RunEvent(seconds, kind, msgspec.msgpack.decode(fields)) for seconds, kind, fields in reversed(rows)]
+    history: dict[str, Any] = {
+        "failures": _count_failures(events),
+        "events": [event._asdict() for event in events if event.kind != "failure"][-MAX_EVENTS_SHOWN:],
+    }
+    if Ledger.exists_in(store):
+        ledger = Ledger.open_readonly(store)
+        query = "SELECT reason, detail, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2 ORDER BY 3 DESC"
+        history["flow"] = ledger.count_by_state()
+        history["drops"] = [
+            {"reason": reason, "detail": detail, "groups": count}
+            for reason, detail, count in store.select(query)[:MAX_DROP_REASONS]
+        ]
+        history["progress"] = asdict(ledger.progress())
+    return history
+
+
+def _count_failures(events: Sequence[RunEvent]) -> list[dict[str, Any]]:
+    """Return the failures by name and origin, the most frequent first, each with its last message and its blame."""
+    failures: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in events:
+        if event.kind != "failure":
+            continue
+        name, origin = str(event.fields.get("name")), str(event.fields.get("where", ""))
+        failure_class = failure_classes().get(name)
+        blame = "system" if failure_class is None else failure_class.blame
+        entry = failures.setdefault((name, origin), {"name": name, "origin": origin, "blame": blame, "count": 0})
+        entry["count"] += 1
+        entry["message"] = str(event.fields.get("message", "")).partition("\n")[0]
+        entry["time"] = event.time
+    return sorted(failures.values(), key=lambda entry: -entry["count"])

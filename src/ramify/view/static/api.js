@@ -1,0 +1,44 @@
+// Answers of the server, or, in an exported file, the answers that were recorded in it.
+
+const recorded = document.getElementById("recorded");
+const answers = recorded ? new Map(JSON.parse(recorded.textContent)) : null;
+
+export const isExport = answers !== null;
+
+export class RequestError extends Error {
+  constructor(name, message) {
+    super(message);
+    this.name = name;
+  }
+}
+
+export async function get(path, params = {}) {
+  const entries = listParams(params);
+  if (answers) {
+    const answer = answers.get(JSON.stringify([path, [...entries].sort()]));
+    if (answer === undefined) throw new RequestError("not in this file", "This file holds a part of a run; open the run itself with ramify view.");
+    return answer;
+  }
+  const query = new URLSearchParams(entries).toString();
+  let response;
+  try {
+    response = await fetch(`/api/${path}${query ? `?${query}` : ""}`);
+  } catch {
+    throw new RequestError("no answer", "ramify view does not answer; it was stopped, or its machine cannot be reached.");
+  }
+  const isJson = (response.headers.get("content-type") ?? "").startsWith("application/json");
+  const body = isJson ? await response.json() : await response.text();
+  if (!response.ok) throw new RequestError(body.name ?? `status ${response.status}`, body.message ?? String(body));
+  return body;
+}
+
+export function fileAddress(path, params) {
+  return `/api/${path}?${new URLSearchParams(listParams(params))}`;
+}
+
+function listParams(params) {
+  return Object.entries(params).flatMap(([name, value]) => {
+    if (value === undefined || value === null || value === "") return [];
+    return Array.isArray(value) ? value.map((entry) => [name, String(entry)]) : [[name, String(value)]];
+  });
+}

@@ -1,0 +1,105 @@
+// Elements and number formats. All text becomes text nodes: nothing that a model wrote is parsed as HTML.
+
+export function h(tag, props, ...children) {
+  return build(document.createElement(tag), props, children);
+}
+
+export function svg(tag, props, ...children) {
+  return build(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
+}
+
+function build(element, props, children) {
+  for (const [name, value] of Object.entries(props ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, entry] of Object.entries(value)) element.style.setProperty(key, entry);
+    else if (name === "value" && "value" in element) element.value = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...flatten(children));
+  return element;
+}
+
+function flatten(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...flatten(children));
+  return element;
+}
+
+// Replace the text only if it changed, so that a selection in a live page survives.
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function formatNumber(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 0.001 || size >= 1e9)) return value.toExponential(1);
+  if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(size >= 1e5 ? 0 : 1)} k`;
+  if (size >= 100) return value.toFixed(Number.isInteger(value) ? 0 : 1);
+  return Number.isInteger(value) ? String(value) : value.toFixed(digits);
+}
+
+export function formatCount(value) {
+  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+}
+
+export function formatSigned(value, digits = 2) {
+  if (value === null || value === undefined) return "–";
+  return `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(digits)}`;
+}
+
+export function formatSeconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0.0995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return seconds < 129600 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} d`;
+}
+
+export function formatAgo(time) {
+  if (!time) return "–";
+  const seconds = Math.max(0, Date.now() / 1000 - time);
+  return seconds < 5 ? "now" : `${formatSeconds(seconds)} ago`;
+}
+
+export function formatTime(time) {
+  return new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "short", timeStyle: "medium" });
+}
+
+export function plural(count, noun) {
+  return `${formatCount(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+const STATES = {
+  starting: "starting",
+  running: "running",
+  unresponsive: "no answer",
+  finished: "finished",
+  stopped: "stopped",
+  ended: "ended",
+  planned: "not started",
+  damaged: "damaged",
+};
+
+export function statePill(state) {
+  return h("span", { class: `pill pill-${state}` }, h("span", { class: "dot", "aria-hidden": "true" }), STATES[state] ?? state);
+}
+
+export function isLive(state) {
+  return state === "running" || state === "starting" || state === "unresponsive";
+}
+
+// A message about something that is missing or broken, in place of a view.
+export function notice(title, ...content) {
+  return h("div", { class: "notice" }, h("h2", {}, title), content.map((line) => h("p", {}, line)));
+}
+
+export function code(text) {
+  return h("code", {}, text);
+}

@@ -1,0 +1,148 @@
+// The merged forest of a group: every token once, as wide as the tokens of its path, as high as the attempts that share it.
+
+import { divergingColor } from "./colors.js";
+import { fill, formatCount, formatNumber, formatSigned, h, svg } from "./dom.js";
+import { href } from "./routes.js";
+
+const ROW = 26; // height of one attempt
+const LABEL_WIDTH = 176;
+const TEXT_WIDTH = 7.4; // of a character in a cell
+const MIN_CELL = 3; // a path with more tokens than fit is scrolled
+const MAX_CELL = 60;
+const MAX_DRAWN = 12000; // token cells; more are drawn as bins
+
+export function drawForest(run, forest, { width = 1100, selected = null } = {}) {
+  const layout = placeSegments(forest);
+  const depth = Math.max(1, ...forest.segments.map((segment) => segment.depth + segment.length));
+  const size = Math.max(0.001, ...forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))));
+  const columns = placeColumns(forest, depth, width - LABEL_WIDTH - 16);
+  const height = layout.rows.length * ROW + 4;
+  const tooltip = h("div", { class: "forest-tip", role: "status" });
+  const area = svg("svg", { class: "forest", width: columns.total + 2, height, viewBox: `0 0 ${columns.total + 2} ${height}`, role: "img", "aria-label": describeForest(forest) });
+  forest.segments.forEach((segment, number) => area.append(drawSegment(segment, layout.places[number], columns, size, forest)));
+  const labels = svg("svg", { class: "forest-labels", width: LABEL_WIDTH, height, viewBox: `0 0 ${LABEL_WIDTH} ${height}` }, layout.rows.map((number, row) => drawLabel(run, forest.attempts[number], row, selected)));
+  area.addEventListener("pointermove", (event) => showTip(tooltip, event, forest));
+  area.addEventListener("pointerleave", () => fill(tooltip));
+  return h("div", { class: "forest-box" }, h("div", { class: "forest-scroll", tabindex: "0", role: "group", "aria-label": "Forest" }, area), labels, tooltip);
+}
+
+export function describeForest(forest) {
+  const ratio = forest.tokens ? forest.flat_tokens / forest.tokens : 1;
+  return `${formatCount(forest.flat_tokens)} tokens of ${forest.attempts.length} attempts are computed as ${formatCount(forest.tokens)}: ${ratio.toFixed(1)} × fewer`;
+}
+
+// Give every attempt one row, in depth-first order, and every segment the rows of its attempts.
+function placeSegments(forest) {
+  const order = new Map(); // attempt -> row
+  const children = forest.segments.map(() => []);
+  forest.segments.forEach((segment, number) => segment.parent >= 0 && children[segment.parent].push(number));
+  const visit = (number) => {
+    for (const child of [...children[number]].sort((a, b) => meanAdvantage(forest, b) - meanAdvantage(forest, a))) visit(child);
+    for (const attempt of forest.segments[number].attempts) if (!order.has(attempt)) order.set(attempt, order.size);
+  };
+  forest.segments.forEach((segment, number) => segment.parent < 0 && visit(number));
+  const places = forest.segments.map((segment) => {
+    const rows = segment.attempts.map((attempt) => order.get(attempt));
+    return rows.length ? [Math.min(...rows), Math.max(...rows) + 1] : [0, 1];
+  });
+  return { rows: [...order.keys()], places };
+}
+
+function meanAdvantage(forest, number) {
+  const values = forest.segments[number].attempts.map((attempt) => forest.attempts[attempt].advantage ?? 0);
+  return values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
+}
+
+// The width of each depth: as wide as its longest text, if everything fits; else all are equal.
+function placeColumns(forest, depth, room) {
+  const widths = new Array(depth).fill(8);
+  let cells = 0;
+  for (const segment of forest.segments) {
+    cells += segment.length;
+    segment.texts?.forEach((text, at) => {
+      const isTrained = segment.values[at] !== null;
+      const size = isTrained ? Math.min(MAX_CELL * 2, showToken(text).length * TEXT_WIDTH + 9) : 4;
+      widths[segment.depth + at] = Math.max(widths[segment.depth + at] === 8 ? 0 : widths[segment.depth + at], size);
+    });
+  }
+  const total = widths.reduce((sum, width) => sum + width, 0);
+  const isReadable = forest.segments[0]?.texts && total <= Math.max(room, 2400) && cells <= MAX_DRAWN;
+  const equal = Math.max(MIN_CELL, Math.min(MAX_CELL, room / depth));
+  const scale = isReadable && total < room ? Math.min(1.6, room / total) : 1;
+  const starts = [0];
+  for (let at = 0; at < depth; at++) starts.push(starts[at] + (isReadable ? widths[at] * scale : depth * MIN_CELL > 6000 ? 6000 / depth : equal));
+  return { starts, total: starts[depth], isReadable };
+}
+
+function drawSegment(segment, [top, bottom], columns, size, forest) {
+  const y = top * ROW + 2, height = (bottom - top) * ROW - 2;
+  const group = svg("g", {});
+  const count = segment.values.length;
+  const perCell = segment.length / count; // tokens per value; more than one for bins
+  const runs = [];
+  for (let at = 0; at < count; at++) {
+    const from = segment.depth + at * perCell, to = segment.depth + (at + 1) * perCell;
+    const value = segment.values[at];
+    const previous = runs.at(-1);
+    if (value === null && previous?.value === null) previous.to = to;
+    else runs.push({ from, to, value, text: segment.texts?.[at] });
+  }
+  for (const run of runs) {
+    const x = interpolate(columns.starts, run.from), width = Math.max(0.6, interpolate(columns.starts, run.to) - x - (columns.isReadable ? 1.5 : 0));
+    const cell = svg("rect", { class: run.value === null ? "cell cell-context" : "cell", x, y, width, height, rx: columns.isReadable ? 3 : 0, style: run.value === null ? {} : { fill: divergingColor(run.value, size) || "transparent" } });
+    cell.tip = { segment, run };
+    group.append(cell);
+    if (run.value !== null && columns.isReadable) group.append(svg("text", { class: "cell-text", x: x + width / 2, y: y + height / 2 + 4.5, "text-anchor": "middle" }, showToken(run.text)));
+    else if (run.value === null && width > 60) group.append(contextText(segment, run, x, y, width, height));
+  }
+  return group;
+}
+
+function contextText(segment, run, x, y, width, height) {
+  const texts = segment.texts?.slice(run.from - segment.depth, run.to - segment.depth).join("") ?? "";
+  const room = Math.floor((width - 14) / 6.6), lines = [];
+  const words = texts.replace(/\s+/g, " ").trim();
+  for (let at = 0; at < words.length && lines.length < Math.max(1, Math.floor((height - 26) / 16)); at += room) lines.push(words.slice(at, at + room));
+  const first = y + height / 2 - (lines.length * 16) / 2 + 12;
+  return svg("g", { class: "context-text" }, lines.map((line, number) => svg("text", { x: x + 8, y: first + number * 16 }, line)));
+}
+
+function drawLabel(run, attempt, row, selected) {
+  const y = row * ROW + ROW / 2 + 5;
+  const isSelected = attempt.id === selected;
+  return svg(
+    "a",
+    { href: href(["run", run, "rollout", attempt.id]), class: `forest-label${isSelected ? " forest-selected" : ""}` },
+    svg("rect", { x: 2, y: row * ROW + 2, width: LABEL_WIDTH - 2, height: ROW - 2, rx: 4 }),
+    svg("text", { class: "forest-id", x: 10, y }, attempt.id.length > 9 ? `…${attempt.id.slice(-8)}` : attempt.id),
+    svg("text", { class: "forest-reward", x: 108, y, "text-anchor": "end" }, formatNumber(attempt.reward, 2)),
+    svg("text", { class: (attempt.advantage ?? 0) < 0 ? "forest-low" : "forest-high", x: 166, y, "text-anchor": "end" }, attempt.advantage === null ? "–" : formatSigned(attempt.advantage)),
+  );
+}
+
+function showTip(tooltip, event, forest) {
+  const tip = event.target.tip;
+  if (!tip) return fill(tooltip);
+  const { segment, run } = tip;
+  const attempts = segment.attempts.map((number) => forest.attempts[number].id);
+  const rewards = segment.attempts.map((number) => forest.attempts[number].reward).filter((reward) => reward !== null);
+  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
+  fill(
+    tooltip,
+    h("div", {}, run.value === null ? "context, not trained" : [h("b", { class: "mono" }, showToken(run.text ?? "")), ` advantage ${formatSigned(run.value)}`]),
+    h("div", { class: "muted" }, `${attempts.length} of ${forest.attempts.length} attempts, mean reward ${formatNumber(mean)}`),
+    h("div", { class: "muted" }, `tokens ${Math.floor(run.from)} to ${Math.ceil(run.to) - 1}`),
+  );
+  const box = tooltip.parentElement.getBoundingClientRect();
+  tooltip.style.left = `${Math.min(event.clientX - box.left + 14, box.width - 260)}px`;
+  tooltip.style.top = `${event.clientY - box.top + 16}px`;
+}
+
+export function showToken(text) {
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "·";
+}
+
+function interpolate(starts, at) {
+  const low = Math.floor(at);
+  return low >= starts.length - 1 ? starts.at(-1) : starts[low] + (at - low) * (starts[low + 1] - starts[low]);
+}

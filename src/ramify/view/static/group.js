@@ -1,0 +1,55 @@
+// A group as a unit: its attempts as one forest, and side by side.
+
+import { get } from "./api.js";
+import { code, formatCount, formatNumber, h, plural } from "./dom.js";
+import { describeForest, drawForest } from "./forest.js";
+import { renderText } from "./highlight.js";
+import { advantageText, rewardBar } from "./rollouts.js";
+import { href } from "./routes.js";
+
+export async function showGroup(run, number, params) {
+  const key = number === "task" ? { source: params.get("source") ?? "", task: params.get("task") } : { group: number };
+  const [data, forest] = await Promise.all([get("group", { run, ...key }), get("forest", { run, ...key })]);
+  const { group } = data;
+  const forestPlace = h("div", {});
+  const cards = [...data.attempts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((attempt) => drawCard(run, attempt));
+  const node = h(
+    "section",
+    {},
+    h("div", { class: "title-row" }, h("h1", {}, group ? `Group ${group.number}` : `Attempts at ${data.task}`), group && h("span", { class: "pill" }, describeState(group)), h("span", { class: "muted" }, data.source)),
+    h(
+      "div",
+      { class: "panel" },
+      h("div", { class: "panel-head" }, h("h2", {}, plural(data.attempts.length, "attempt"), " as one forest"), h("span", { class: "muted" }, describeForest(forest)), h("div", { class: "spacer" }), forestKey(group)),
+      forestPlace,
+      forest.left_out.length ? h("p", { class: "muted" }, `Left out of the batch: ${forest.left_out.map((at) => forest.attempts[at].id).join(", ")}.`) : null,
+      forest.overlong ? h("p", { class: "muted" }, `${plural(forest.overlong, "call")} longer than seq_len: not trained.`) : null,
+    ),
+    h("div", { class: "panel" }, h("h2", {}, "Prompt"), h("div", { class: "message-body" }, renderText(data.prompt))),
+    data.dropped_attempts.length ? h("p", { class: "muted" }, data.dropped_attempts.map((entry) => `Attempt ${entry.attempt} has no rollout: ${entry.reason ?? "not finished"} ${entry.detail}`).join(" ")) : null,
+    h("div", { class: "cards" }, cards),
+  );
+  const draw = () => forestPlace.clientWidth && forestPlace.replaceChildren(drawForest(run, forest, { width: forestPlace.clientWidth, selected: params.get("rollout") }));
+  const observer = new ResizeObserver(draw);
+  return { node, title: group ? `Group ${group.number}` : "Attempts", onShow: () => observer.observe(forestPlace), close: () => observer.disconnect() };
+}
+
+function describeState(group) {
+  if (group.state === "dropped") return `dropped: ${group.reason}${group.detail ? ` (${group.detail})` : ""}`;
+  return group.step === null ? group.state : `${group.state} in step ${group.step}`;
+}
+
+export function forestKey(group) {
+  const text = group ? "advantage" : "reward minus mean";
+  return h("span", { class: "scale" }, h("span", { class: "muted" }, `low ${text}`), h("span", { class: "scale-bar scale-diverging", "aria-hidden": "true" }), h("span", { class: "muted" }, "high"));
+}
+
+function drawCard(run, attempt) {
+  return h(
+    "article",
+    { class: "card" },
+    h("header", {}, h("a", { class: "mono", href: href(["run", run, "rollout", attempt.id]) }, attempt.id), h("span", { class: "spacer" }), rewardBar(attempt.reward), h("b", {}, formatNumber(attempt.reward)), advantageText(attempt.advantage)),
+    h("div", { class: "message-body card-text" }, attempt.reply ? renderText(attempt.reply) : h("span", { class: "muted" }, "no reply")),
+    h("footer", { class: "muted" }, `${plural(attempt.calls, "call")} · ${formatCount(attempt.tokens)} tokens · `, attempt.stop ? code(attempt.stop) : null),
+  );
+}

@@ -1,0 +1,163 @@
+// The table of rollouts: filtered, sorted and paged by the server.
+
+import { get, isExport } from "./api.js";
+import { fill, formatCount, formatNumber, formatSeconds, formatSigned, h, plural } from "./dom.js";
+import { href, replaceParams } from "./routes.js";
+import { runTabs } from "./run.js";
+
+const COLUMNS = [
+  ["Rollout", null],
+  ["Source", null],
+  ["Step", null],
+  ["Reward", "reward"],
+  ["Advantage", null],
+  ["Calls", "calls"],
+  ["Tokens", "tokens"],
+  ["Time", "seconds"],
+  ["End", null],
+  ["Last reply", null],
+];
+const FILTERS = ["source", "state", "stop", "error", "step", "min_reward", "max_reward", "text"];
+const GROUP_STATES = ["issued", "sampled", "scored", "batched", "trained", "dropped"];
+const TYPING_PAUSE = 250; // milliseconds after the last key before a filter is applied
+const RETRY_INDEX = 700; // milliseconds until a page of a run that is being indexed is asked for again
+
+export async function showRollouts(run, params) {
+  const settings = Object.fromEntries([...FILTERS, "sort", "order", "page"].map((name) => [name, params.get(name) ?? ""]));
+  settings.sort ||= "newest";
+  settings.order ||= "desc";
+  const body = h("tbody", {});
+  const heads = h("tr", {});
+  const count = h("span", { class: "muted", role: "status" });
+  const pager = h("div", { class: "pager" });
+  const controls = h("div", { class: "controls filters", role: "search" });
+  let latest = 0, timer = 0, answer = null;
+
+  async function load() {
+    const mine = ++latest;
+    clearTimeout(timer);
+    const result = isExport ? await get("rollouts", { run }) : await get("rollouts", { run, ...settings });
+    if (mine !== latest) return;
+    answer = result;
+    draw();
+    if (!isExport) replaceParams(["run", run, "rollouts"], settings);
+    if (result.indexed < 1) timer = setTimeout(load, RETRY_INDEX);
+    const ids = result.rows.map((row) => row.id);
+    const excerpts = ids.length ? await get("excerpts", { run, id: ids }) : {};
+    if (mine === latest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = excerpts[cell.dataset.rollout] ?? "";
+  }
+
+  function change(name, value) {
+    settings[name] = value;
+    settings.page = "";
+    clearTimeout(timer);
+    timer = setTimeout(load, ["text", "step", "min_reward", "max_reward"].includes(name) ? TYPING_PAUSE : 0);
+  }
+
+  function draw() {
+    const progress = answer.indexed < 1 ? ` · ${settings.text ? "reading messages" : "indexing"}: ${Math.floor(answer.indexed * 100)} %` : "";
+    count.textContent = `${plural(answer.total, "rollout")}${progress}`;
+    fill(heads, COLUMNS.map(([name, sort]) => drawHead(name, sort)));
+    fill(body, answer.rows.map((row) => drawRow(run, row)));
+    if (!answer.rows.length) fill(body, h("tr", {}, h("td", { colspan: COLUMNS.length, class: "muted empty" }, answer.indexed < 1 ? "Still indexing…" : "No rollout matches.")));
+    drawPager();
+  }
+
+  function drawHead(name, sort) {
+    const classes = ["Reward", "Advantage", "Calls", "Tokens", "Time", "Step"].includes(name) ? "number" : null;
+    if (!sort || isExport) return h("th", { scope: "col", class: classes }, name);
+    const isSorted = settings.sort === sort;
+    const arrow = isSorted ? (settings.order === "asc" ? " ↑" : " ↓") : "";
+    const onclick = () => {
+      settings.order = isSorted ? (settings.order === "asc" ? "desc" : "asc") : sort === "reward" ? "asc" : "desc";
+      settings.sort = sort;
+      settings.page = "";
+      load();
+    };
+    return h("th", { scope: "col", class: classes, "aria-sort": isSorted ? (settings.order === "asc" ? "ascending" : "descending") : "none" }, h("button", { type: "button", class: "sort", onclick }, `${name}${arrow}`));
+  }
+
+  function drawPager() {
+    const page = Number(settings.page) || 1, last = Math.max(1, Math.ceil(answer.total / answer.page_size));
+    const go = (target) => ((settings.page = String(target)), load(), window.scrollTo(0, 0));
+    fill(
+      pager,
+      h("button", { type: "button", disabled: page <= 1, onclick: () => go(page - 1) }, "← Previous"),
+      h("span", { class: "muted" }, `page ${formatCount(page)} of ${formatCount(last)}`),
+      h("button", { type: "button", disabled: page >= last, onclick: () => go(page + 1) }, "Next →"),
+    );
+    pager.hidden = last <= 1 || isExport;
+  }
+
+  function drawFilters() {
+    const { facets } = answer;
+    const select = (name, label, counts) =>
+      h("label", {}, `${label} `, h("select", { onchange: (event) => change(name, event.target.value) }, h("option", { value: "" }, "all"), Object.entries(counts).map(([value, number]) => h("option", { value, selected: settings[name] === value }, number === null ? value : `${value} (${formatCount(number)})`))));
+    const input = (name, label, type, width) => h("label", {}, `${label} `, h("input", { type, value: settings[name], step: "any", style: { width }, oninput: (event) => change(name, event.target.value) }));
+    const errors = Object.keys(facets.errors).length ? { any: null, ...facets.errors } : settings.error ? { [settings.error]: null } : {};
+    fill(
+      controls,
+      h("label", { class: "search" }, h("span", { class: "hidden" }, "Search the messages"), h("input", { type: "search", placeholder: "Search the messages", value: settings.text, oninput: (event) => change("text", event.target.value) })),
+      Object.keys(facets.source).length > 1 && select("source", "Source", facets.source),
+      answer.rows.some((row) => row.state) || settings.state ? select("state", "Group", Object.fromEntries(GROUP_STATES.map((state) => [state, null]))) : null,
+      Object.keys(facets.stop).length > 1 && select("stop", "Stop", facets.stop),
+      Object.keys(errors).length > 0 && select("error", "Error", errors),
+      answer.rows.some((row) => row.step !== null) || settings.step ? input("step", "Step", "number", "74px") : null,
+      input("min_reward", "Reward from", "number", "74px"),
+      input("max_reward", "to", "number", "74px"),
+    );
+  }
+
+  function onKey(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
+    if (!step || event.target.closest("input, select")) return;
+    const links = [...body.querySelectorAll("a.rollout-link")];
+    const at = links.indexOf(document.activeElement);
+    if (at < 0 && event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    links[Math.max(0, Math.min(links.length - 1, at + step))]?.focus();
+  }
+
+  await load();
+  if (!isExport) drawFilters();
+  const node = h(
+    "section",
+    { onkeydown: onKey },
+    h("div", { class: "title-row" }, h("h1", {}, run)),
+    runTabs(run, "Rollouts"),
+    isExport ? null : controls,
+    h("div", { class: "table-head" }, count, h("div", { class: "spacer" }), h("span", { class: "muted keys" }, "arrow keys move, Enter opens")),
+    h("div", { class: "table-box" }, h("table", { class: "rollouts" }, h("thead", {}, heads), body)),
+    pager,
+  );
+  return { node, title: `${run} rollouts`, close: () => clearTimeout(timer) };
+}
+
+function drawRow(run, row) {
+  const group = row.group_number === null ? href(["run", run, "group", "task"], { source: row.source, task: row.task }) : href(["run", run, "group", row.group_number]);
+  const end = row.errors ? h("span", { class: "bad" }, row.errors.split(" ").join(", ")) : row.stop;
+  return h(
+    "tr",
+    {},
+    h("td", { class: "nowrap" }, h("a", { class: "rollout-link mono", href: href(["run", run, "rollout", row.id]) }, row.id)),
+    h("td", { class: "nowrap" }, row.source || "–", " ", h("a", { class: "group-link", href: group }, row.group_number === null ? "attempts" : `group ${row.group_number}`)),
+    h("td", { class: "number" }, row.step ?? (row.state === "dropped" ? h("span", { class: "muted", title: row.reason }, "dropped") : "–")),
+    h("td", { class: "number" }, rewardBar(row.reward), formatNumber(row.reward)),
+    h("td", { class: "number" }, advantageText(row.advantage)),
+    h("td", { class: "number" }, formatCount(row.calls)),
+    h("td", { class: "number" }, formatCount(row.tokens)),
+    h("td", { class: "number" }, formatSeconds(row.seconds)),
+    h("td", { class: "nowrap" }, end),
+    h("td", { class: "excerpt", dir: "auto", "data-rollout": row.id }, "\u00a0"),
+  );
+}
+
+export function rewardBar(reward) {
+  const width = reward === null ? 0 : Math.max(0, Math.min(1, reward));
+  return h("span", { class: "reward-bar", "aria-hidden": "true" }, h("span", { style: { width: `${width * 100}%` } }));
+}
+
+export function advantageText(advantage) {
+  if (advantage === null || advantage === undefined) return "–";
+  return h("span", { class: advantage < 0 ? "low" : advantage > 0 ? "high" : "" }, formatSigned(advantage));
+}

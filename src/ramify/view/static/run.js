@@ -1,0 +1,237 @@
+// One run: curves, who waits for whom, the flow of groups through the ledger, failures.
+
+import { get, isExport } from "./api.js";
+import { LineChart, SERIES_COLORS, legend } from "./chart.js";
+import { drawFlow, drawProcesses } from "./diagram.js";
+import { fill, formatCount, formatNumber, formatSeconds, formatTime, h, isLive, notice, plural, statePill } from "./dom.js";
+import { href } from "./routes.js";
+import { chooser, placePoints } from "./runs.js";
+
+const AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
+const AXIS_METRICS = ["time/unix", "tokens/sampled", "rollouts"];
+const SMALL_CHARTS = [
+  ["entropy", "Entropy of the policy"],
+  ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
+  ["masked", "Masked entries"],
+  ["staleness/mean", "Staleness in steps"],
+  ["train/loss", "Loss"],
+  ["train/grad_norm", "Gradient norm"],
+  ["train/lr", "Learning rate"],
+  ["reference_kl", "KL to teacher or reference"],
+  ["trainable", "Trainable groups"],
+  ["truncated", "Truncated rollouts"],
+  ["tokens/sampled", "Sampled tokens per rollout"],
+  ["turns/mean", "Model calls per rollout"],
+  ["tokens_per_s", "Sampled tokens per second"],
+  ["train/tokens_per_second", "Trained tokens per second"],
+  ["train/mfu", "Model FLOPs utilization"],
+  ["gpu/utilization", "GPU in use"],
+  ["forest/token_ratio", "Flat tokens per forest token"],
+  ["time/train", "Seconds of a training step"],
+  ["time/swap", "Seconds of a weight update"],
+];
+
+export async function showRun(run) {
+  const data = { description: await get("run", { run }), points: {}, last: 0, names: [] };
+  const parts = makeRunParts(run, data);
+
+  async function loadMetrics() {
+    const known = new Set(data.names);
+    const first = await get("metrics", { run });
+    data.names = first.all_names;
+    const wanted = listMetrics(data.names);
+    if (!wanted.length) return;
+    const isNew = wanted.some((name) => !known.has(name));
+    const answer = await get("metrics", { run, name: wanted, after: isNew ? "" : data.last });
+    if (isNew) data.points = {};
+    for (const [name, points] of Object.entries(answer.points)) (data.points[name] ??= []).push(...points);
+    data.last = answer.last;
+  }
+
+  async function update() {
+    if (!isLive(data.description.state) && data.loaded) return;
+    data.description = await get("run", { run });
+    await loadMetrics();
+    parts.update();
+  }
+
+  if (data.description.state !== "damaged" && data.description.state !== "planned") await loadMetrics();
+  data.loaded = true;
+  return { node: parts.node, title: run, update: isExport ? null : update, onShow: parts.update };
+}
+
+function listMetrics(names) {
+  const small = SMALL_CHARTS.map(([name]) => name);
+  return names.filter((name) => small.includes(name) || AXIS_METRICS.includes(name) || isRewardMetric(name) || /^eval\/.+\/(avg|error)$/.test(name) || name === "staleness/max");
+}
+
+function isRewardMetric(name) {
+  return /^reward\/.+\/mean$/.test(name);
+}
+
+export function runTabs(run, current) {
+  const tabs = [["Overview", ["run", run]], ["Rollouts", ["run", run, "rollouts"]], ["Configuration", ["run", run, "config"]]];
+  if (isExport) tabs.pop();
+  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, tabs.map(([name, parts]) => h("a", { href: href(parts), "aria-current": name === current ? "page" : null }, name)));
+}
+
+function makeRunParts(run, data) {
+  const settings = { x: "step", smoothing: 0, log: false };
+  const head = h("div", { class: "title-row" });
+  const stats = h("div", { class: "stats" });
+  const rewardChart = new LineChart({ title: "reward", height: 280 });
+  const rewardLegend = h("div", {});
+  const flow = h("div", {});
+  const processes = h("div", {});
+  const waits = h("tbody", {});
+  const failures = h("div", {});
+  const events = h("div", {});
+  const scores = h("div", {});
+  const smallCharts = new Map();
+  const grid = h("div", { class: "chart-grid" });
+  const controls = h(
+    "div",
+    { class: "controls" },
+    chooser("Horizontal axis", Object.keys(AXES), settings.x, (value) => ((settings.x = value), drawCurves()), AXES),
+    h("label", {}, "Smoothing ", h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput: (event) => ((settings.smoothing = Number(event.target.value)), drawCurves()) })),
+    h("label", {}, h("input", { type: "checkbox", onchange: (event) => ((settings.log = event.target.checked), drawCurves()) }), " Log axis"),
+  );
+  const rewardPanel = h("div", { class: "panel" }, h("div", { class: "panel-head" }, h("h2", {}, "Reward"), rewardLegend, h("div", { class: "spacer" }), controls), rewardChart.node);
+  const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits));
+  const flowPanel = h("div", { class: "panel" }, h("h2", {}, "Groups in the ledger"), flow);
+  const pair = h("div", { class: "columns" });
+  const node = h("section", {}, head, runTabs(run, "Overview"), stats, scores, rewardPanel, pair, failures, grid, events);
+
+  function drawCurves() {
+    const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
+    const changes = { smoothing: settings.smoothing, isLog: settings.log, xLabel: AXES[settings.x], formatX };
+    const series = listRewardSeries(data, settings.x);
+    rewardChart.update(series, changes);
+    fill(rewardLegend, legend(series));
+    for (const [name, chart] of smallCharts) {
+      const entries = [{ label: name, color: SERIES_COLORS[0], points: placePoints(data.points, name, settings.x) }];
+      if (name === "staleness/mean") entries.push({ label: "staleness/max", color: SERIES_COLORS[1], points: placePoints(data.points, "staleness/max", settings.x) });
+      chart.update(entries, changes);
+    }
+  }
+
+  function update() {
+    const { description } = data;
+    fill(head, h("h1", {}, run), statePill(description.state), h("span", { class: "muted" }, [description.kind, description.model, description.sources.join(", ")].filter(Boolean).join(" · ")), h("div", { class: "spacer" }), description.rollouts > 0 && [worstLink(run, description), h("a", { class: "button", href: href(["run", run, "rollouts"], { error: "any" }) }, "Rollouts with errors")]);
+    if (description.state === "damaged" || description.state === "planned") {
+      const text = description.state === "damaged" ? [description.problem, "ramify why RUN --audit checks every file of a run."] : ["The run has a configuration, but it was not started."];
+      fill(node, head, runTabs(run, "Overview"), notice(description.state === "damaged" ? "This run cannot be read" : "Not started", ...text));
+      return;
+    }
+    fill(stats, listStats(data).map(([label, value, detail]) => h("div", { class: "stat" }, h("div", { class: "stat-label" }, label), h("div", { class: "stat-value" }, value), h("div", { class: "stat-detail" }, detail ?? ""))));
+    fill(scores, description.scores.length ? showScores(description.scores) : null);
+    const isTraining = description.kind !== "eval";
+    rewardPanel.hidden = !isTraining || !data.names.some(isRewardMetric);
+    fill(processes, description.state === "running" ? drawProcesses(description) : null);
+    fill(waits, listWaits(description));
+    fill(flow, Object.keys(description.flow).length ? drawFlow(run, description) : null);
+    const panels = [isLive(description.state) && description.kind === "rl" ? waitPanel : null, Object.keys(description.flow).length ? flowPanel : null].filter(Boolean);
+    if (panels.length !== pair.children.length || panels.some((panel, at) => pair.children[at] !== panel)) fill(pair, panels);
+    fill(failures, description.failures.length ? showFailures(run, description.failures) : null);
+    fill(events, showEvents(description.events));
+    for (const [name, title] of SMALL_CHARTS) {
+      if (smallCharts.has(name) || !data.names.includes(name)) continue;
+      const chart = new LineChart({ title, height: 150 });
+      smallCharts.set(name, chart);
+      const panel = h("div", { class: "panel" }, h("h3", {}, title, " ", h("code", { class: "muted" }, name)), chart.node);
+      const at = SMALL_CHARTS.filter(([other]) => smallCharts.has(other)).findIndex(([other]) => other === name);
+      grid.insertBefore(panel, grid.children[at] ?? null);
+    }
+    drawCurves();
+  }
+
+  return { node, update };
+}
+
+function worstLink(run, description) {
+  return h("a", { class: "button", href: href(["run", run, "rollouts"], { sort: "reward", order: "asc", source: description.kind === "rl" ? description.sources[0] : "" }) }, "Worst rollouts");
+}
+
+function listRewardSeries(data, axis) {
+  const sources = data.names.filter((name) => isRewardMetric(name) && name !== "reward/all/mean");
+  const names = sources.length > 1 ? ["reward/all/mean", ...sources] : sources.length ? sources : data.names.filter(isRewardMetric);
+  const evals = data.names.filter((name) => /^eval\/.+\/avg$/.test(name));
+  return [
+    ...names.map((name, at) => ({ label: name.split("/").slice(1, -1).join("/"), color: SERIES_COLORS[at % SERIES_COLORS.length], points: placePoints(data.points, name, axis) })),
+    ...evals.map((name, at) => {
+      const errors = placePoints(data.points, name.replace(/avg$/, "error"), axis).map(([x, error]) => [x, 1.96 * error]);
+      return { label: `${name.split("/").slice(0, -1).join("/")} (95 %)`, color: SERIES_COLORS[(names.length + at) % SERIES_COLORS.length], points: placePoints(data.points, name, axis), errors: new Map(errors), dots: true };
+    }),
+  ];
+}
+
+function lastValue(data, name) {
+  return data.points[name]?.at(-1)?.[1] ?? null;
+}
+
+function listStats(data) {
+  const { description } = data;
+  if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatNumber(description.reward), "mean of counted rollouts"]];
+  const first = data.points["reward/all/mean"]?.[0]?.[1];
+  const evalName = data.names.find((name) => /^eval\/.+\/avg$/.test(name));
+  const error = evalName ? lastValue(data, evalName.replace(/avg$/, "error")) : null;
+  const status = description.status;
+  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : description.progress ? `${formatCount(description.progress.committed)} committed` : "";
+  return [
+    ["Reward", formatNumber(description.reward), first === undefined ? "" : `from ${formatNumber(first)} at the start`],
+    evalName && [evalName.split("/").slice(0, -1).join("/"), formatNumber(lastValue(data, evalName)), error === null ? "" : `± ${formatNumber(1.96 * error)} (95 %)`],
+    ["Steps", `${formatCount(description.step)}${description.max_steps ? ` / ${formatCount(description.max_steps)}` : ""}`, left],
+    ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],
+    ["Tokens per second", formatNumber(status.tokens_per_s || lastValue(data, "tokens_per_s"), 0), "sampled"],
+    ["Staleness", formatNumber(lastValue(data, "staleness/mean"), 2), `at most ${formatNumber(lastValue(data, "staleness/max"), 0)}`],
+    ["Shared prefixes", lastValue(data, "forest/token_ratio") === null ? "–" : `${formatNumber(lastValue(data, "forest/token_ratio"), 2)} ×`, "flat / forest tokens"],
+  ].filter(Boolean);
+}
+
+function showScores(scores) {
+  const rows = scores.map((score) => {
+    const [low, high] = score.interval ?? [score.mean, score.mean];
+    const bar = h("span", { class: "interval", "aria-hidden": "true" }, h("span", { class: "interval-range", style: { left: `${clip(low) * 100}%`, width: `${Math.max(0.4, (clip(high) - clip(low)) * 100)}%` } }), h("span", { class: "interval-mean", style: { left: `${clip(score.mean) * 100}%` } }));
+    return h("tr", {}, h("th", { scope: "row" }, score.name), h("td", { class: "number" }, formatNumber(score.mean)), h("td", {}, bar), h("td", { class: "muted" }, score.interval ? `${formatNumber(low)} to ${formatNumber(high)}` : "one task"), h("td", { class: "muted" }, plural(score.tasks, "task")));
+  });
+  return h("div", { class: "panel" }, h("h2", {}, "Scores"), h("table", { class: "scores" }, h("thead", {}, h("tr", {}, ["Score", "Mean", "0 to 1", "95 % interval", "Tasks"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
+}
+
+function clip(value) {
+  return Math.max(0, Math.min(1, value));
+}
+
+function listWaits(description) {
+  const waits = [...description.wait_list].sort((a, b) => (b.since_s ?? 0) - (a.since_s ?? 0));
+  if (!waits.length) return h("tr", {}, h("td", { class: "muted" }, "Nothing is waiting."));
+  return waits.map((wait) =>
+    h("tr", { title: wait.detail ?? "" }, h("th", { scope: "row" }, wait.who), h("td", {}, `waits for ${wait.waits_for}`), h("td", { class: "number" }, formatSeconds(wait.since_s ?? 0), wait.deadline_s ? h("span", { class: "muted" }, ` of ${formatSeconds(wait.deadline_s)}`) : null)),
+  );
+}
+
+function showFailures(run, failures) {
+  const rows = failures.map((failure) =>
+    h(
+      "tr",
+      {},
+      h("td", { class: "number" }, formatCount(failure.count)),
+      h("th", { scope: "row" }, h("a", { href: href(["run", run, "rollouts"], { error: failure.name }) }, failure.name)),
+      h("td", {}, h("span", { class: `blame blame-${failure.blame}` }, failure.blame)),
+      h("td", {}, failure.origin),
+      h("td", { class: "message" }, failure.message),
+    ),
+  );
+  return h("div", { class: "panel" }, h("h2", {}, "Failures"), h("div", { class: "table-box" }, h("table", { class: "failures" }, h("thead", {}, h("tr", {}, ["Count", "Name", "Blame", "Where", "Last message"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))));
+}
+
+function showEvents(events) {
+  if (!events.length) return null;
+  const rows = [...events].reverse().map((event) => h("li", {}, h("time", { class: "muted" }, formatTime(event.time)), " ", h("b", {}, event.kind.replaceAll("_", " ")), " ", Object.entries(event.fields).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")));
+  return h("div", { class: "panel" }, h("h2", {}, "Events"), h("ul", { class: "events" }, rows));
+}
+
+export async function showConfig(run) {
+  const config = await get("config", { run });
+  const text = config.text || "The run has no config.toml that can be read.";
+  return { node: h("section", {}, h("div", { class: "title-row" }, h("h1", {}, run)), runTabs(run, "Configuration"), h("pre", { class: "panel code-block", tabindex: "0" }, text)), title: `${run} configuration` };
+}

@@ -1,0 +1,5 @@
+// Set the theme before the first paint. Without a choice, the page follows the system.
+{
+  const saved = localStorage.getItem("ramify-theme");
+  if (saved) document.documentElement.dataset.theme = saved;
+}

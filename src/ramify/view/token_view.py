@@ -1,0 +1,155 @@
+"""The tokens of a rollout with what is known of each: logprobs, versions, advantages, logprobs of other models."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.trace import Annotation, Node, Trace
+from ramify.view.token_texts import TokenTexts
+from ramify.view.training_record import GroupTraining
+
+FloatArray = npt.NDArray[np.float64]
+DIGITS = 4  # of values sent to the page
+NUM_EXTREMES = 6  # tokens of a measure that are named
+
+MEASURES: Mapping[str, str] = {
+    "reward_change": "change of the mean reward of the attempts that share all tokens up to this one",
+    "advantage": "how much better the rollout was than its group; the policy gradient is weighted with it",
+    "logprob": "log probability that the sampler gave the token",
+    "reference_kl": "log probability of the policy minus that of the teacher or reference model",
+    "version": "step of the weights that sampled the token",
+    "weight": "weight of the token in the loss; a token of weight 0 is masked",
+}
+
+
+class TokenMeasures:
+    """The measures of the tokens of one trace.
+
+    `training` is what the ledger knows of its group. `reward_changes` are those of `compute_reward_changes`, by node.
+    """
+
+    def __init__(
+        self, trace: Trace, training: GroupTraining | None, reward_changes: Mapping[int, FloatArray] | None = None
+    ) -> None:
+        self.trace, self._training, self._reward_changes = trace, training, reward_changes or {}
+
+    def list_measures(self, texts: TokenTexts) -> list[dict[str, Any]]:
+        """Return the measures that the trace has, with their range and the tokens that stand out most."""
+        columns: dict[str, list[tuple[int, FloatArray]]] = {}
+        for index in self.trace.sampled_nodes:
+            for name, values in self.compute(self.trace.nodes[index]).items():
+                columns.setdefault(name, []).append((index, values))
+        return [
+            {"name": name, "description": MEASURES[name], **self._summarize(name, columns[name], texts)}
+            for name in MEASURES
+            if name in columns and any(np.isfinite(values).any() for _, values in columns[name])
+        ]
+
+    def describe_tokens(self, nodes: Sequence[int], texts: TokenTexts) -> list[dict[str, Any]]:
+        """Return the tokens of some nodes: texts, the sampled span, and a list of values for each measure."""
+        return [self._describe_node(self.trace.nodes[index], texts) for index in nodes]
+
+    def compute(self, node: Node) -> dict[str, FloatArray]:
+        """Return the values of a node by measure, one per token; NaN where a token has none."""
+        start, stop = node.sampled_span
+        count = len(node.token_ids)
+        measures: dict[str, FloatArray] = {}
+        if stop > start:
+            measures["logprob"] = _spread(count, start, stop, node.logprobs)
+            steps = [run.step for run in node.versions for _ in range(run.count)]
+            if len(steps) == stop - start:
+                measures["version"] = _spread(count, start, stop, steps)
+            if (changes := self._reward_changes.get(node.index)) is not None:
+                measures["reward_change"] = _spread(count, start, stop, changes[start:stop])
+        if self._training is None:
+            return measures
+        annotations = self._training.annotations.get((self.trace.id, node.index), [])
+        for annotation in annotations:
+            _add_annotation(measures, annotation, node)
+        advantage = self._training.get_advantage(self.trace.attempt)
+        if not annotations and stop > start and advantage is not None:
+            measures["advantage"] = _spread(count, start, stop, advantage)
+        return measures
+
+    def explain_untrained(self, node: Node, excluded: Mapping[int, str]) -> str:
+        """Return why the sampled tokens of a node are not trained; "" if they are, or if the rollout is of an eval.
+
+        `excluded` are the reasons of calls that the harness or the algorithm excluded, by node.
+        """
+        training = self._training
+        if node.sampled_span[1] <= node.sampled_span[0]:
+            return ""
+        if node.index in excluded:
+            return excluded[node.index]
+        if not node.is_trainable:
+            return f"sampled by {node.call.served_model or 'another model'}" if node.call else "not trainable"
+        if training is None:
+            return ""
+        attempt = training.attempts.get(self.trace.attempt)
+        if attempt is not None and attempt.reason is not None:
+            return f"dropped: {attempt.reason.value}" + (f" ({attempt.detail})" if attempt.detail else "")
+        if training.batch_group is None:
+            return ""
+        if (self.trace.id, node.index) not in training.annotations:
+            filters = attempt.notes.get("verdicts") if attempt is not None else None
+            return f"filtered: {', '.join(filters)}" if filters else "not annotated by the algorithm"
+        if training.seq_len is not None and self.trace.graph.path_length(node.index) > training.seq_len:
+            return f"longer than seq_len = {training.seq_len}"
+        return ""
+
+    def _summarize(self, name: str, columns: Sequence[tuple[int, FloatArray]], texts: TokenTexts) -> dict[str, Any]:
+        values = np.concatenate([values for _, values in columns])
+        finite = values[np.isfinite(values)]
+        extremes: list[dict[str, Any]] = []
+        if finite.min() < finite.max():
+            nodes = np.concatenate([np.full(len(column), node) for node, column in columns])
+            places = np.concatenate([np.arange(len(column)) for _, column in columns])
+            extremes = list(self._iter_extremes(name, values, nodes, places, texts))
+        return {"min": _round(finite.min()), "max": _round(finite.max()), "extremes": extremes}
+
+    def _iter_extremes(
+        self, name: str, values: FloatArray, nodes: npt.NDArray[Any], places: npt.NDArray[Any], texts: TokenTexts
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the lowest values of a measure of which low is bad; of others, those farthest from zero."""
+        keys = values if name in ("logprob", "reward_change", "advantage") else -np.abs(values)
+        for at in np.argsort(np.where(np.isfinite(keys), keys, np.inf), kind="stable")[:NUM_EXTREMES]:
+            if not np.isfinite(values[at]) or (name == "reward_change" and values[at] >= 0):
+                return
+            token_ids = self.trace.nodes[int(nodes[at])].token_ids.tolist()
+            text = texts.decode(token_ids)[int(places[at])]
+            yield {"node": int(nodes[at]), "token": int(places[at]), "value": _round(values[at]), "text": text}
+
+    def _describe_node(self, node: Node, texts: TokenTexts) -> dict[str, Any]:
+        token_ids: list[int] = node.token_ids.tolist()
+        return {
+            "node": node.index,
+            "ids": token_ids,
+            "texts": texts.decode(token_ids),
+            "sampled": list(node.sampled_span),
+            "values": {name: [_round(value) for value in values] for name, values in self.compute(node).items()},
+        }
+
+
+def _add_annotation(measures: dict[str, FloatArray], annotation: Annotation, node: Node) -> None:
+    start, stop = annotation.span or node.sampled_span
+    weight = np.abs(annotation.rl) + np.abs(annotation.ce) + np.abs(annotation.ref_kl) + np.abs(annotation.kl)
+    columns: dict[str, Any] = {"advantage": annotation.advantage, "weight": weight}
+    if annotation.ref_logprobs is not None and "logprob" in measures:
+        reference = np.where(np.isfinite(annotation.ref_logprobs), annotation.ref_logprobs, np.nan)
+        columns["reference_kl"] = measures["logprob"][start:stop] - reference
+    for name, values in columns.items():
+        measures.setdefault(name, np.full(len(node.token_ids), np.nan))[start:stop] = values
+
+
+def _spread(count: int, start: int, stop: int, values: npt.ArrayLike) -> FloatArray:
+    """Return `count` values that are NaN outside of [start, stop)."""
+    column = np.full(count, np.nan)
+    column[start:stop] = values
+    return column
+
+
+def _round(value: Any) -> float | None:
+    """Return the value with a few digits; None if it is not finite, which JSON cannot represent."""
+    return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None

@@ -1,0 +1,81 @@
+"""What the ledger knows of a rollout: its group, its attempt, and the annotations of its tokens in a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ramify.errors import BatchCorrupt
+from ramify.orchestrate.batches import BatchGroup, decode_batch
+from ramify.store import Ledger, RunStore
+from ramify.store.ledger_tables import AttemptRecord, GroupRecord
+from ramify.trace import Annotation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTraining:
+    """A group, its attempts by index, and what of it is in a batch; None if it is in none."""
+
+    group: GroupRecord
+    attempts: Mapping[int, AttemptRecord]
+    batch_group: BatchGroup | None = None
+    seq_len: int | None = None
+    annotations: Mapping[tuple[str, int], list[Annotation]] = field(
+        default_factory=dict[tuple[str, int], list[Annotation]]
+    )
+
+    def get_advantage(self, attempt_index: int) -> float | None:
+        """Return the mean advantage of an attempt; None if it was not scored."""
+        attempt = self.attempts.get(attempt_index)
+        return None if attempt is None else attempt.notes.get("advantage")
+
+    def list_dropped(self) -> list[dict[str, Any]]:
+        """Return the attempts that have no rollout, with the reason."""
+        return [
+            {"attempt": index, "reason": attempt.reason.value if attempt.reason else None, "detail": attempt.detail}
+            for index, attempt in sorted(self.attempts.items())
+            if attempt.rollout_id is None
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the group as plain data."""
+        group = self.group
+        return {
+            "number": group.number,
+            "source": group.source,
+            "task": group.task_number,
+            "epoch": group.epoch,
+            "size": group.size,
+            "version": group.version,
+            "incarnation": group.incarnation,
+            "state": group.state.value,
+            "step": group.step,
+            "reason": group.reason.value if group.reason else None,
+            "detail": group.detail,
+        }
+
+
+def find_attempt(store: RunStore, rollout_id: str) -> tuple[int, int] | None:
+    """Return group number and attempt index of a rollout; None if it is not of a training source."""
+    if not Ledger.exists_in(store):
+        return None
+    rows = store.select("SELECT number, attempt FROM attempts WHERE rollout = ?", (rollout_id,))
+    return rows[0] if rows else None
+
+
+def read_group_training(store: RunStore, group_number: int) -> GroupTraining:
+    """Return what the ledger knows of a group. Raises KeyError if it was never issued."""
+    ledger = Ledger.open_readonly(store)
+    group = ledger.get_group(group_number)
+    attempts = {attempt.attempt_index: attempt for attempt in ledger.attempts(group_number)}
+    stored_batch = None if group.step is None else ledger.get_batch(group.step)
+    if stored_batch is None:
+        return GroupTraining(group, attempts)
+    try:
+        batch_groups, seq_len = decode_batch(stored_batch)
+    except BatchCorrupt:  # `ramify why --audit` reports it; the rollouts can still be read
+        return GroupTraining(group, attempts)
+    batch_group = next(entry for entry in batch_groups if entry.number == group_number)
+    annotations: dict[tuple[str, int], list[Annotation]] = {}
+    for annotation in batch_group.annotations:
+        annotations.setdefault((annotation.trace_id, annotation.node), []).append(annotation)
+    return GroupTraining(group, attempts, batch_group, seq_len, annotations)

@@ -1,0 +1,266 @@
+"""The queries of the page, on runs as an orchestrator and an eval write them."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from ramify.errors import ConfigInvalid
+from ramify.store import RunStore
+from ramify.view.queries import RunQueries
+from ramify.view.rollout_index import RolloutFilter, RolloutIndex
+from tests.launch.status_stub import WAITS, serve_status
+from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run
+
+DEADLINE = 20.0  # seconds for the index
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    write_rl_run(folder / "run", texts={(1, 0): "the quick brown fox", (2, 1): "<script>alert(1)</script>"})
+    write_eval_run(folder / "eval")
+    (folder / "planned").mkdir()
+    (folder / "planned" / "config.toml").write_text('[[train]]\nname = "a"\n')
+    (folder / "damaged" / "traces").mkdir(parents=True)
+    (folder / "damaged" / "traces" / "000000.seg").write_bytes(b"data")
+    (folder / "not a run").mkdir()
+    return folder
+
+
+@pytest.fixture
+def queries(folder):
+    queries = RunQueries(folder)
+    yield queries
+    queries.close()
+
+
+def list_ids(queries, run="run", rows=None, **options):
+    """Return the ids of a page, once the index is complete."""
+    queries._indexes.get(queries.folder.find_run(run)).refresh(texts=bool(rows and rows.text), wait=DEADLINE)
+    answer = queries.list_rollouts(run, rows, **options)
+    assert answer["indexed"] == 1.0
+    return [row["id"] for row in answer["rows"]]
+
+
+def test_every_run_of_a_folder_is_listed_with_its_state(queries):
+    runs = {run["name"]: run for run in queries.list_runs()}
+    assert {name: run["state"] for name, run in runs.items()} == {
+        "run": "finished",
+        "eval": "ended",
+        "planned": "planned",
+        "damaged": "damaged",
+    }
+    run = runs["run"]
+    assert (run["kind"], run["step"], run["max_steps"], run["reward"]) == ("rl", 3, 4, 0.7)
+    assert run["curve"] == [0.5, 0.6, 0.7]
+    assert "RunDamaged" in runs["damaged"]["problem"]
+
+
+def test_a_missing_or_empty_folder_has_no_runs(tmp_path):
+    assert RunQueries(tmp_path).list_runs() == []
+    assert RunQueries(tmp_path / "missing").list_runs() == []
+
+
+def test_a_run_directory_can_be_shown_alone(folder):
+    assert [run["name"] for run in RunQueries(folder / "run").list_runs()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["..", "../outputs", "", "/etc", "not a run"])
+def test_only_runs_of_the_folder_can_be_named(queries, name):
+    with pytest.raises(ConfigInvalid, match="has no run"):
+        queries.get_run(name)
+
+
+def test_a_run_has_the_flow_of_its_ledger_its_drops_and_its_failures(queries):
+    run = queries.get_run("run")
+    assert run["flow"] == {"trained": 3, "dropped": 1}
+    assert run["drops"] == [{"reason": "filtered", "detail": "zero_advantage", "groups": 1}]
+    [failure] = run["failures"]
+    assert (failure["name"], failure["count"], failure["blame"], failure["message"]) == (
+        "WorkerDied",
+        2,
+        "system",
+        "exit code -9",
+    )
+    assert [event["kind"] for event in run["events"]] == ["started", "finished"]
+
+
+def test_an_eval_has_scores_with_intervals(queries):
+    names = [score["name"] for score in queries.get_run("eval")["scores"]]
+    assert names[0] == "avg@2"
+
+
+def test_metrics_are_read_by_name_and_only_the_new_ones_on_request(queries):
+    answer = queries.get_metrics("run", ["entropy"])
+    assert answer["points"] == {"entropy": [(0, 1.0), (1, 0.5), (2, 1 / 3)]}
+    assert "reward/all/mean" in answer["all_names"]
+    assert queries.get_metrics("run", ["entropy"], answer["last"])["points"] == {}
+    assert queries.get_metrics("eval") == {"last": 0, "points": {}, "all_names": []}
+
+
+def test_the_configuration_has_one_value_per_dotted_key(queries):
+    assert queries.get_config("run")["values"]["train.0.taskset.id"] == "reverse-text"
+
+
+def test_rollouts_are_sorted_filtered_and_paged(queries):
+    assert len(list_ids(queries)) == 12
+    assert set(list_ids(queries, sort="reward", descending=False)[:4]) == {"0.2", "1.2", "2.2", "3.2"}
+    assert list_ids(queries, rows=RolloutFilter(step=1), sort="reward") == ["1.0", "1.1", "1.2"]
+    assert list_ids(queries, rows=RolloutFilter(min_reward=0.4, max_reward=0.6, group=2)) == ["2.1"]
+    assert list_ids(queries, rows=RolloutFilter(state="dropped"), descending=False) == ["3.0", "3.1", "3.2"]
+    assert list_ids(queries, rows=RolloutFilter(source="nothing")) == []
+    assert list_ids(queries, page=2) == []
+
+
+def test_rollouts_of_an_eval_are_filtered_by_error(queries):
+    assert list_ids(queries, "eval", RolloutFilter(error="MalformedCall")) == ["task-0.0"]
+    assert list_ids(queries, "eval", RolloutFilter(error="any")) == ["task-0.0"]
+    assert queries.list_rollouts("eval")["facets"]["errors"] == {"MalformedCall": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("brown fox", ["1.0"]), ("bro", ["1.0"]), ("alert", ["2.1"]), ('"', []), ("fox AND", []), ("nowhere", [])],
+)
+def test_messages_are_searched_by_words(queries, text, ids):
+    assert list_ids(queries, rows=RolloutFilter(text=text)) == ids
+
+
+def test_the_index_follows_a_run_that_is_being_written(tmp_path):
+    path = write_rl_run(tmp_path / "run", num_groups=2)
+    index = RolloutIndex(path)
+    assert index.refresh(wait=DEADLINE) == 1.0
+    with RunStore.open(path) as store:  # holds the lock, as a running orchestrator does
+        trace = make_trace("late", 0, [50, 2], 0.25, text="a late rollout")
+        asyncio.run(store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace]))
+        replaced = make_trace("0.0", 0, [50, 2], 0.125, text="a second try")
+        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "reverse", [replaced]), [replaced]))
+        assert index.refresh(texts=True, wait=DEADLINE) == 1.0
+    total, rows = index.select(RolloutFilter(), sort="newest", descending=True, offset=0, limit=2)
+    assert (total, [row["id"] for row in rows]) == (7, ["0.0", "late"])
+    assert rows[0]["reward"] == 0.125
+    assert index.select(RolloutFilter(text="second try"), sort="newest", descending=True, offset=0, limit=9)[0] == 1
+    index.close()
+
+
+def test_an_index_that_cannot_be_stored_with_the_run_is_stored_elsewhere(folder, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    index = RolloutIndex(folder / "run")
+    assert index.refresh(wait=DEADLINE) == 1.0
+    assert index.file.parent != folder / "run"
+    index.close()
+
+
+def test_a_rollout_has_its_messages_as_a_tree(queries):
+    rollout = queries.get_rollout("eval", "task-0.0")
+    [trace] = rollout["traces"]
+    assert [node["parent"] for node in trace["nodes"]] == [-1, 0, 1, 2, 3, 3, 3]
+    assert trace["nodes"][2]["calls"][0]["name"] == "read_file"
+    assert trace["nodes"][5]["fork"]["reason"] == "retry"
+    assert trace["nodes"][3]["media"][0]["mime"] == "image/png"
+    assert trace["rewards"] == {"tests": [0.25, 2.0], "style": [0.5, 0.5]}
+    json.dumps(rollout)
+
+
+def test_tokens_have_the_values_that_are_stored_for_them(queries):
+    [node] = queries.get_tokens("run", "1.1", 0, [1])
+    assert node["ids"] == [1, 50, 51, 53, 2]
+    assert node["sampled"] == [1, 5]
+    assert node["values"]["advantage"] == [None, 0.0, 0.0, 0.0, 0.0]
+    assert node["values"]["logprob"] == [None, -0.1, -0.2, -0.3, -0.4]
+    assert node["values"]["version"] == [None, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_reward_changes_where_attempts_part(queries):
+    """Attempts 0 and 1 share two tokens: attempt 2 loses at its first token, attempt 1 at its third."""
+    [node] = queries.get_tokens("run", "1.1", 0, [1])
+    assert node["values"]["reward_change"] == [None, 0.25, 0.0, -0.25, 0.0]
+    measures = {entry["name"]: entry for entry in queries.get_rollout("run", "1.2")["traces"][0]["measures"]}
+    [extreme] = measures["reward_change"]["extremes"]
+    assert (extreme["node"], extreme["token"], extreme["value"]) == (1, 1, -0.5)
+
+
+def test_a_dropped_rollout_says_why_it_is_not_trained(queries):
+    node = queries.get_rollout("run", "3.0")["traces"][0]["nodes"][1]
+    assert node["untrained"] == "dropped: filtered (zero_advantage)"
+    assert queries.get_rollout("run", "1.0")["traces"][0]["nodes"][1]["untrained"] == ""
+
+
+def test_a_group_shows_its_attempts_side_by_side(queries):
+    group = queries.get_group("run", 1)
+    assert group["group"]["state"] == "trained"
+    assert group["prompt"] == "abc"
+    assert [(entry["id"], entry["reward"], entry["advantage"]) for entry in group["attempts"]] == [
+        ("1.0", 1.0, 0.5),
+        ("1.1", 0.5, 0.0),
+        ("1.2", 0.0, -0.5),
+    ]
+    assert [entry["id"] for entry in queries.get_group("eval", None, "", "task-1")["attempts"]] == [
+        "task-1.0",
+        "task-1.1",
+    ]
+
+
+def test_a_forest_holds_shared_tokens_once(queries):
+    forest = queries.get_forest("run", 1)
+    # The prompt and the role token once, then 50 51 shared by two attempts.
+    assert forest["flat_tokens"] == 3 * 8
+    assert forest["tokens"] == 4 + 4 + 2 + 2 + 2
+    assert sorted(tuple(segment["attempts"]) for segment in forest["segments"]) == [(0,), (0, 1), (0, 1, 2), (1,), (2,)]
+    shared = next(segment for segment in forest["segments"] if segment["attempts"] == [0, 1])
+    assert shared["values"] == [0.25, 0.25]
+    assert queries.get_forest("run", 3)["is_trained"] is False
+
+
+def test_images_are_served_by_their_hash(queries):
+    hash = queries.get_rollout("eval", "task-0.0")["traces"][0]["nodes"][3]["media"][0]["hash"]
+    mime, data = queries.get_media("eval", "task-0.0", hash)
+    assert mime == "image/png"
+    assert data.startswith(b"\x89PNG")
+    with pytest.raises(ConfigInvalid, match="has no image"):
+        queries.get_media("eval", "task-0.0", "0" * 64)
+
+
+def test_a_rollout_is_exported_as_markdown_and_json(queries):
+    text = queries.export_rollout("eval", "task-0.0", "md")
+    assert "### [4] assistant" in text
+    assert "````\nHere it is:" in text  # the fence is longer than the one in the message
+    assert json.loads(queries.export_rollout("run", "1.0", "json"))["traces"][0]["reward"] == 1.0
+
+
+def test_a_live_run_is_asked_what_it_waits_for(tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    with RunStore.open(path), serve_status(path, step=7):
+        run = RunQueries(tmp_path).get_run("run")
+    assert (run["state"], run["step"]) == ("running", 7)
+    assert run["wait_list"] == WAITS
+    assert run["flow"] == {"trained": 3, "dropped": 1}
+
+
+def test_a_run_that_holds_its_lock_but_does_not_answer_is_unresponsive(tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    with RunStore.open(path):
+        assert RunQueries(tmp_path).get_run("run")["state"] == "unresponsive"
+    assert RunQueries(tmp_path).get_run("run")["state"] == "finished"
+
+
+def test_queries_can_be_made_from_many_threads(folder):
+    queries, errors = RunQueries(folder), []
+
+    def ask():
+        try:
+            for _ in range(5):
+                list_ids(queries)
+                queries.get_rollout("run", "1.1")
+        except BaseException as error:  # noqa: BLE001 - the test must see what a thread raised
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    queries.close()
+    assert errors == []

@@ -1,0 +1,153 @@
+"""The server of the page: what it answers, and whom it refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from ramify.cli.app import main
+from ramify.view.queries import RunQueries
+from ramify.view.server import STATIC_DIR, build_app
+from tests.view.sample_runs import write_eval_run, write_rl_run
+
+MAX_PAGE_BYTES = 500_000
+HOST = "http://127.0.0.1:7420"
+
+
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    write_rl_run(folder / "run")
+    write_eval_run(folder / "eval")
+    queries = RunQueries(folder)
+    yield queries
+    queries.close()
+
+
+@pytest.fixture
+def client(queries):
+    return TestClient(build_app(queries), base_url=HOST)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs",
+        "/api/run?run=run",
+        "/api/config?run=run",
+        "/api/metrics?run=run&name=entropy&name=rollouts&after=3",
+        "/api/rollouts?run=run&sort=reward&order=asc&step=1&min_reward=0.1&page=1",
+        "/api/excerpts?run=run&id=1.0&id=1.1",
+        "/api/rollout?run=run&id=1.0",
+        "/api/tokens?run=run&id=1.0&trace=0&node=0&node=1",
+        "/api/message?run=run&id=1.0&trace=0&node=1&start=2",
+        "/api/group?run=run&group=1",
+        "/api/forest?run=eval&task=task-0",
+    ],
+)
+def test_every_query_is_answered_with_json(client, path):
+    response = client.get(path)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/run?run=nothing", 404),
+        ("/api/run?run=../outputs", 404),
+        ("/api/run", 400),
+        ("/api/rollout?run=run&id=99.9", 404),
+        ("/api/rollouts?run=run&step=x", 404),
+        ("/api/rollouts?run=run&sort=secret", 404),
+        ("/api/tokens?run=run&id=1.0&trace=7&node=0", 404),
+        ("/api/tokens?run=run&id=1.0&node=99", 404),
+        ("/api/group?run=run&group=99", 404),
+        ("/api/media?run=eval&id=task-0.0&hash=x", 404),
+        ("/static/../server.py", 404),
+        ("/static/%2e%2e/server.py", 404),
+    ],
+)
+def test_what_is_not_there_is_refused_with_a_reason(client, path, status):
+    response = client.get(path)
+    assert response.status_code == status
+    if response.headers.get("content-type") == "application/json":
+        assert response.json()["message"]
+
+
+def test_nothing_can_be_changed_through_the_page(client):
+    assert client.post("/api/runs").status_code == 405
+    assert client.delete("/api/run?run=run").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/static/main.js", "/api/runs", "/api/rollout?run=run&id=1.0"])
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}])
+def test_other_web_pages_are_refused(client, path, headers):
+    assert client.get(path, headers=headers).status_code == 403
+
+
+def test_pages_of_the_server_itself_are_answered(client):
+    assert client.get("/api/runs", headers={"origin": HOST}).status_code == 200
+    assert client.get("/api/runs", headers={"host": "localhost:9999"}).status_code == 200
+
+
+def test_every_answer_has_a_strict_policy(client):
+    for path in ("/", "/static/main.js", "/api/runs", "/api/run?run=nothing"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_images_are_sent_with_their_type_and_cannot_run_scripts(client):
+    node = client.get("/api/rollout?run=eval&id=task-0.0").json()["traces"][0]["nodes"][3]
+    response = client.get("/api/media", params={"run": "eval", "id": "task-0.0", "hash": node["media"][0]["hash"]})
+    assert response.headers["content-type"] == "image/png"
+    assert "sandbox" in response.headers["content-security-policy"]
+
+
+def test_a_rollout_can_be_saved(client):
+    response = client.get("/api/file?run=run&id=1.0&format=md")
+    assert response.headers["content-disposition"] == 'attachment; filename="rollout-1.0.md"'
+    assert response.text.startswith("# Rollout 1.0")
+    assert client.get("/api/file?run=run&id=1.0&format=json").json()["id"] == "1.0"
+
+
+def test_a_token_is_needed_if_the_page_is_bound_elsewhere(queries):
+    client = TestClient(build_app(queries, token="secret"), base_url=HOST, follow_redirects=False)
+    assert client.get("/").status_code == 401
+    assert client.get("/static/main.js").status_code == 401
+    assert client.get("/api/runs", params={"token": "wrong"}).status_code == 401
+    response = client.get("/?token=secret")
+    assert (response.status_code, response.headers["location"]) == (303, "/")
+    assert {"HttpOnly", "SameSite=strict"} <= set(re.split("; ?", response.headers["set-cookie"]))
+    assert client.get("/api/runs").status_code == 200  # with the cookie
+
+
+def list_files() -> list[Path]:
+    return [file for file in STATIC_DIR.iterdir() if file.is_file()]
+
+
+def test_the_page_is_small_and_asks_no_other_server():
+    assert sum(file.stat().st_size for file in list_files()) <= MAX_PAGE_BYTES
+    for file in list_files():
+        addresses = set(re.findall(r"https?://[^\s\"')]+", file.read_text()))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, file.name
+
+
+def test_no_text_is_parsed_as_html_or_code():
+    for file in list_files():
+        unsafe = re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", file.read_text()
+        )
+        assert not unsafe, file.name
+
+
+def test_help_names_the_folder(capsys):
+    with pytest.raises(SystemExit):
+        main(["view", "--help"])
+    assert "folder of runs, or one run (outputs)" in capsys.readouterr().out
