@@ -34,3 +34,15 @@ class Plain(rf.Taskset):
     @rf.reward
     def replied(self, trace: rf.Trace) -> float:
         return float(bool(trace.last_reply))
+
+
+class Varied(rf.Taskset):
+    """A reply earns more the more different characters it has, so that even a random model gets different rewards."""
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(8):
+            yield rf.Task(prompt=f"say {number}", key=f"task-{number}")
+
+    @rf.reward
+    def variety(self, trace: rf.Trace) -> float:
+        return len(set(trace.last_reply)) / 64

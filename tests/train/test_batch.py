@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ramify.errors import BatchCorrupt
 from ramify.model.pack_layout import PackLayout
-from ramify.trace import Forest, Targets, build_forest, make_padding_forest
-from ramify.train.batch import Batch, PackSpec, pack_forests, repack, split_across_ranks
+from ramify.trace import Forest, Targets, build_forest, make_padding_forest, split_forest
+from ramify.train.batch import Batch, PackSpec, count_unique_tokens, pack_forests, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch, encode_batch
 from tests.trace.forests import Size, group
 
@@ -110,3 +110,16 @@ def test_repacked_shares_hold_the_entries_of_the_batch(flat):
 def test_packing_splitting_and_encoding_need_no_torch():
     code = "import sys; sys.modules['torch'] = None; import ramify.train.remote_batch_source, ramify.train.sft.plan"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@given(st.integers(0, 10_000))
+def test_unique_tokens_of_chains_are_distinct_prefixes(seed):
+    forests = [build_forest([attempt.sample() for attempt in group(Random(seed + i), SIZE, f"g{i}-")]) for i in (0, 1)]
+    packs = pack_forests(forests, 256, PackLayout.CHAINS)
+    prefixes = {
+        tuple(chain.token_ids[:stop].tolist())
+        for forest in forests
+        for chain in split_forest(forest, 0)
+        for stop in range(1, len(chain) + 1)
+    }
+    assert count_unique_tokens(packs) == len(prefixes) <= sum(pack.num_tokens for pack in packs)

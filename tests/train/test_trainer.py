@@ -287,6 +287,16 @@ def test_metric_sums_of_ranks_add_up_to_those_of_one_rank():
         np.testing.assert_allclose(merged.rows_by_key[key], row, rtol=1e-6)
 
 
+def test_chain_cost_is_what_a_forest_would_save():
+    forests = build_forests()
+    unique = sum(forest.num_tokens for forest in forests)
+    chains = pack_forests(forests, 1000, PackLayout.CHAINS)
+    metrics = Trainer(build_policy(HYBRID), TrainerConfig()).step(Batch.from_packs(0, chains)).to_dict()
+    assert metrics["forest/chain_cost"] == pytest.approx(metrics["forest/tokens"] / unique, rel=0.01)  # of all groups
+    assert metrics["forest/chain_cost"] > 1.5
+    assert "forest/chain_cost" not in make_trainer().step(Batch.from_packs(0, pack_forests(forests, 1000))).to_dict()
+
+
 @pytest.mark.parametrize("config", [CONFIGS["mixed"], HYBRID], ids=["forest", "chains"])
 def test_a_pack_without_targets_takes_part_in_the_step_and_changes_nothing(config):
     trainer = Trainer(build_policy(config), TrainerConfig())

@@ -96,6 +96,8 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: Pref
             on_change=record.write,
             prefork_client=prefork_client,
         )
+        if plan.model is not None and plan.model.experts_note:
+            print_line(plan.model.experts_note)
         client = StatusClient(plan.status_address, timeout=2.0)
 
         async def get_state() -> RunState:

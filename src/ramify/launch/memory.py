@@ -15,6 +15,7 @@ from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocations
 from ramify.launch.machine import usable_memory
+from ramify.model.experts import describe_experts
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
@@ -40,6 +41,8 @@ class ModelSize:
     kv_elements: int = 0
     """Elements of keys and values per token and layer."""
     origin: str = "from its files"
+    experts_note: str | None = None
+    """What to know about a mixture of experts before it is trained."""
 
     @classmethod
     def from_name(cls, name: str) -> "ModelSize | None":
@@ -56,7 +59,7 @@ class ModelSize:
     @classmethod
     def _from_files(cls, directory: Path) -> "ModelSize":
         hf_config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        hf_config = hf_config.get("text_config") or hf_config
+        experts_note, hf_config = describe_experts(hf_config), hf_config.get("text_config") or hf_config
         hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
         head_dim = hf_config.get("head_dim") or hidden_size // num_heads
         return cls(
@@ -65,6 +68,7 @@ class ModelSize:
             hidden_size=hidden_size,
             intermediate_size=hf_config.get("intermediate_size", 0),
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
+            experts_note=experts_note,
         )
 
     @classmethod

@@ -83,7 +83,8 @@ class LaunchPlan:
             f"{name}: {address} (external, not managed by this run)"
             for name, address in _list_external_services(self.config)
         ]
-        return [*lines, *(["", *external] if external else []), "", self._describe_memory()]
+        notes = [self.model.experts_note] if self.model and self.model.experts_note else []
+        return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]
 
     def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:

@@ -69,7 +69,7 @@ def describe_pack_layout(config: Any) -> str:
     text_config = config.get_text_config()
     layers = ", ".join(sorted(_get_layer_types(text_config) & SEQUENTIAL_LAYERS)) or "recurrent"
     reason = f"{text_config.model_type} has {layers} layers, which read from left to right"
-    return f"chains: {reason}; every path is computed whole"
+    return f"chains: {reason}; every path is computed whole (forest/chain_cost is what that costs)"
 
 
 def get_per_layer_settings(text_config: Any) -> set[str]:

@@ -52,6 +52,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
     "Forest": {
         "forest/tokens": "tokens computed",
         "forest/token_ratio": "flat tokens divided by forest tokens: what sharing prefixes saves",
+        "forest/chain_cost": "tokens divided by unique tokens: what chains cost; only models with recurrent layers",
         "forest/padding": "padding tokens, which are not in `forest/tokens`",
     },
     "Staleness and throughput": {

@@ -7,6 +7,7 @@ import torch
 
 from ramify.errors import ConfigInvalid, ModelUnsupported
 from ramify.images import ImageCache, ImageStore, load_image_family
+from ramify.model.experts import describe_experts
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.tree_attention import describe_tree_attention
@@ -38,7 +39,7 @@ def build_trainer(
 
     `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
     batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash. `log`
-    receives lines on layout, dtype and operators.
+    receives lines on layout, experts, dtype and operators.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     # FSDP moves the model layer by layer, so that no GPU holds all of it.
@@ -54,6 +55,8 @@ def build_trainer(
     if config.freeze_vision:
         freeze_vision_tower(policy)
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
+    if experts := describe_experts(policy.model.config.to_dict()):
+        log(experts)
     log(f"dtype: {choice}")
     uses_tree_attention = policy.layout is PackLayout.FOREST
     log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'those of the model'}")

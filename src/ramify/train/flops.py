@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ramify.model.experts import read_expert_counts
 from ramify.trace import Forest
 
 FLOPS_FORMULA = (
@@ -65,9 +66,8 @@ class FlopsModel:
 
 def _count_active_weights(model: Any, config: Any) -> float:
     """Count the weights of the layers' matrices that process a token; of experts, the share that is routed to."""
-    expert_share = 1.0
-    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        expert_share = getattr(config, "num_experts_per_tok", experts) / experts
+    experts = read_expert_counts(config.to_dict())
+    expert_share = experts.active / experts.total if experts else 1.0
     layers: nn.Module = model.get_decoder().layers
     return sum(
         value.numel() * (expert_share if "experts" in name and "shared" not in name else 1.0)

@@ -48,6 +48,8 @@ class MetricSums:
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
+    unique_tokens: int = 0
+    """Of packs of chains, with equal prefixes counted once; else 0."""
     flops: float = 0.0
     images: int = 0
     """Images that the vision tower encoded."""
@@ -65,6 +67,7 @@ class MetricSums:
             total.tokens += part.tokens
             total.padding += part.padding
             total.flat_tokens += part.flat_tokens
+            total.unique_tokens += part.unique_tokens
             total.flops += part.flops
             total.images += part.images
         return total
@@ -98,6 +101,10 @@ class MetricAccumulator:
         """Add the images that the vision tower encoded for the packs."""
         self._host_sums.images += count
         self._host_sums.flops += flops
+
+    def add_unique_tokens(self, count: int) -> None:
+        """Add the unique tokens of packs of chains."""
+        self._host_sums.unique_tokens += count
 
     def flatten_device_values(self, device: torch.device) -> Tensor:
         """Concatenate all device values into one tensor, as `to_sums` expects them."""
@@ -190,6 +197,11 @@ class StepMetrics:
         """Flat tokens over forest tokens: what sharing prefixes saves."""
         return self.sums.flat_tokens / max(1, self.sums.tokens)
 
+    @property
+    def chain_cost(self) -> float | None:
+        """Tokens over unique tokens: what chains cost that share no prefixes; None for forests."""
+        return self.sums.tokens / self.sums.unique_tokens if self.sums.unique_tokens else None
+
     def to_dict(self) -> Mapping[str, float]:
         """Return all metrics by the names under which they are logged."""
         metrics = {
@@ -207,6 +219,8 @@ class StepMetrics:
             metrics["forest/images"] = float(self.sums.images)
         if self.mfu is not None:
             metrics["train/mfu"] = self.mfu
+        if self.chain_cost is not None:
+            metrics["forest/chain_cost"] = self.chain_cost
         metrics.update({f"loss/{name}": value for name, value in sorted(self.sums.component_losses.items())})
         rows = [
             (f"/{key.env}/age_{'unknown' if key.staleness is None else key.staleness}", row)

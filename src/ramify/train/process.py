@@ -81,6 +81,9 @@ class TrainerProcess:
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
             metrics = trainer.step(batch)
+            if metrics.chain_cost is not None and steps_done == registration.committed:
+                sums, cost = metrics.sums, f"{metrics.chain_cost:.2f} times what a forest would compute"
+                self.log(f"chains: {sums.tokens} tokens computed for {sums.unique_tokens} unique ones, {cost}")
             steps_done += 1
             checkpoint_requested = self._report_trained(metrics)
             if publisher is not None:
@@ -120,12 +123,13 @@ class TrainerProcess:
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
         """Report a finished step; returns whether a checkpoint is requested now."""
-        checkpoint_requested = self.ranks.call_on_first(
-            lambda: self.batch_source.report_trained(metrics.step, metrics.to_dict())
-        )
+        values = metrics.to_dict()
+        checkpoint_requested = self.ranks.call_on_first(lambda: self.batch_source.report_trained(metrics.step, values))
+        mismatch_kl = values.get("mismatch_kl")
         self.log(
             f"step={metrics.step} loss={metrics.loss:.6g} grad_norm={metrics.grad_norm:.6g} lr={metrics.lr:.3g} "
             f"tokens={metrics.sums.tokens} token_ratio={metrics.token_ratio:.3f} seconds={metrics.seconds:.3f}"
+            + ("" if mismatch_kl is None else f" mismatch_kl={mismatch_kl:.3g}")
         )
         return checkpoint_requested
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ramify.errors import DeadlineExceeded, ModelUnsupported
+from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
-from ramify.train.batch import Batch
+from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
 from ramify.train.flops import FlopsModel, get_peak_flops
@@ -75,6 +76,8 @@ class Trainer:
         """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
         self.master_weights.zero_grad()  # a failed step may have left some
         accumulator = MetricAccumulator(batch.step)
+        if self.policy.layout is PackLayout.CHAINS:
+            accumulator.add_unique_tokens(count_unique_tokens(batch.packs))
         images = self.encode_images(batch.packs)
         for pack in batch.packs:
             inputs = self.prepare_inputs(pack, images)

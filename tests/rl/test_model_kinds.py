@@ -1,0 +1,95 @@
+"""Random models of other kinds than `tiny`: with linear attention, and a mixture of experts."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ramify.model.resolve import resolve_model_path
+from tests.rl import environments
+from tests.rl.run_helpers import FULL, metrics, run_command
+
+CONFIG = f"""
+name = "run"
+max_steps = 2
+seq_len = 128
+
+[model]
+name = "random"
+
+[orchestrator]
+batch_size = 8
+group_size = 4
+max_staleness = 0
+
+[inference]
+max_running_requests = 8
+
+[checkpoint]
+interval = 1
+
+[[train]]
+name = "varied"
+taskset = {{ id = "{environments.__file__}:Varied" }}
+sampling = {{ temperature = 1.0, max_tokens = 12 }}
+max_turns = 1
+"""
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+SIZES |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+needs_full = pytest.mark.skipif(not FULL, reason="a run of two steps, continued by a third")
+
+
+def write_random_model(directory: Path, model_type: str, **settings) -> None:
+    """Write a small random model of a type, with the tokenizer of `tiny`."""
+    tiny = resolve_model_path("tiny")
+    shared = {"vocab_size": 288, "max_position_embeddings": 512, "eos_token_id": 258, "pad_token_id": 256}
+    config = AutoConfig.for_model(model_type, **shared, **SIZES, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, directory)
+
+
+def run_random_model(home: Path, model_type: str, **settings) -> str:
+    """Train a random model for two steps; return what the trainer has logged."""
+    write_random_model(home / "random", model_type, **settings)
+    (home / "rl.toml").write_text(CONFIG)
+    result = run_command("rl", "@", "rl.toml", cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert metrics(home, "train/skipped") == [0.0, 0.0]
+    assert all(norm > 0 for norm in metrics(home, "train/grad_norm"))
+    divergences = metrics(home, "mismatch_kl")
+    assert len(divergences) == 2 and max(divergences) < 1e-8  # with the weights of the step, also after an update
+    return next((home / "outputs/run").rglob("trainer*.log")).read_text()
+
+
+@pytest.mark.timeout(600)
+@needs_full
+def test_hybrid_model_is_trained_in_chains(tmp_path):
+    log = run_random_model(tmp_path, "qwen3_next", **LINEAR)
+    assert "chains: qwen3_next has linear_attention layers, which read from left to right" in log
+    computed, unique, ratio = re.search(
+        r"chains: (\d+) tokens computed for (\d+) unique ones, (\S+) times", log
+    ).groups()
+    assert int(computed) > int(unique)
+    assert float(ratio) == pytest.approx(int(computed) / int(unique), abs=0.01)
+    check_weights(tmp_path)
+
+
+@pytest.mark.timeout(600)
+@needs_full
+def test_mixture_of_experts_says_that_routers_are_not_replayed(tmp_path):
+    log = run_random_model(tmp_path, "qwen3_moe")
+    assert "experts: 2 of 4 process a token; router replay is not implemented" in log
+    assert len(re.findall(r"step=\d .* mismatch_kl=\d", log)) == 2
+    check_weights(tmp_path)
+
+
+def check_weights(home: Path) -> None:
+    """The run goes on from its checkpoint with the same weights, which transformers and the engine can load."""
+    result = run_command("rl", "@", "rl.toml", "--max-steps", "3", cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(metrics(home, "mismatch_kl")) == 3 and max(metrics(home, "mismatch_kl")) < 1e-8
