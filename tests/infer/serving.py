@@ -42,7 +42,7 @@ class ByteRenderer(Renderer):
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids.tolist()
 
-    def _render_uncached(self, messages, tools, *, add_generation_prompt=True) -> RenderedPrompt:
+    def _render_uncached(self, messages, tools, media=(), *, add_generation_prompt=True) -> RenderedPrompt:
         parts = [[1, *self.encode(message.text), 2] for message in messages]
         ids = [token for part in parts for token in part] + ([3] if tools else []) + [1]
         return RenderedPrompt(tuple(messages), tuple(tools), np.array(ids, np.int32), (), ConversationOutline())

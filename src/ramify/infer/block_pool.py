@@ -60,7 +60,7 @@ class BlockPool:
         """
         path: list[Block] = []
         if self.enable_prefix_cache:
-            path = self._match_prefix(scope, request.token_ids[: request.num_cacheable_tokens])
+            path = self._match_prefix(scope, request)
         if self.states is not None:
             request.fork_boundary = len(path) * self.block_size
             path, beyond = self._split_at_snapshot(path, self.states)
@@ -111,7 +111,7 @@ class BlockPool:
         for index in range(request.num_shared_blocks, num_tokens // size):
             if node is None:
                 break
-            key = tuple(request.token_ids[index * size : (index + 1) * size])
+            key = request.get_block_key(index * size, (index + 1) * size)
             cached = node.children.get(key)
             if cached is None:
                 block = request.blocks[index]
@@ -177,11 +177,11 @@ class BlockPool:
             for block in request.blocks:
                 self._detach(block)
 
-    def _match_prefix(self, scope: Hashable, token_ids: list[int]) -> list[Block]:
-        node = self.roots.get(scope)
+    def _match_prefix(self, scope: Hashable, request: EngineRequest) -> list[Block]:
+        node, size = self.roots.get(scope), self.block_size
         path: list[Block] = []
-        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
-            node = node.children.get(tuple(token_ids[start : start + self.block_size])) if node is not None else None
+        for start in range(0, request.num_cacheable_tokens - size + 1, size):
+            node = node.children.get(request.get_block_key(start, start + size)) if node is not None else None
             if node is None:
                 break
             path.append(node)

@@ -47,6 +47,8 @@ class EngineConfig(Config):
     `kv_memory_fraction`."""
     kv_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Fraction of the device's free memory that the KV cache may take."""
+    image_cache_mib: int = Field(default=1024, ge=1)
+    """MiB of uploaded images that are kept, and of their features, for a vision-language model."""
     prefix_cache: bool = True
     share_prefixes: bool = True
     """On a GPU, read the keys and values that several requests have in common once per step for all of them."""

@@ -19,8 +19,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ramify.errors import DeadlineExceeded, ProviderError
+from ramify.images import ProcessedImage
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
+from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
@@ -148,14 +150,20 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         incremental: bool = False,
+        images: Sequence[ImageReference] = (),
     ) -> RequestStream:
         """Queue a request and return its stream. Call it in an event loop.
 
-        Raises RequestInvalid, ContextOverflow, QueueFull, or ProviderError if the engine has ended.
+        Raises RequestInvalid, ContextOverflow, ImageMissing, QueueFull, or ProviderError if the engine has ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         request = self.core.create_request(
-            prompt_token_ids, sampling_params, cache_salt=cache_salt, priority=priority, deadline=deadline
+            prompt_token_ids,
+            sampling_params,
+            cache_salt=cache_salt,
+            priority=priority,
+            deadline=deadline,
+            images=images,
         )
         self.core.check_capacity(num_arriving=len(self._new_requests))
         stream = RequestStream(self, request, incremental=incremental)
@@ -167,6 +175,10 @@ class Engine:
             self._streams[request] = stream
             self._wakeup.notify()
         return stream
+
+    def upload_image(self, image: ProcessedImage) -> None:
+        """Keep an image for the prompts that refer to it. Raises RequestInvalid. Thread-safe."""
+        self.core.get_uploaded_images().add(image)
 
     def cancel(self, request: EngineRequest) -> None:
         """Stop a request; its stream ends with the finish reason `abort`. Thread-safe."""

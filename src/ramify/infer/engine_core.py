@@ -6,7 +6,7 @@ directly. `Engine` owns the thread.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Literal
@@ -19,6 +19,7 @@ from ramify.infer.block_pool import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.hybrid_runner import HybridModelRunner
+from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
@@ -27,7 +28,7 @@ from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.infer.state_slots import StateSlots
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
-from ramify.model.weights import StagedWeights, apply_weights
+from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
 from ramify.trace.version import PolicyVersion
 
 KVSwapMode = Literal["recompute", "keep"]
@@ -63,6 +64,8 @@ class EngineCore:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
             raise ConfigInvalid(f"{problem}; raise inference.kv_memory_fraction or inference.kv_cache_tokens")
         self.runner = _build_runner(model, config, self.counters, num_blocks)
+        cache_bytes = config.image_cache_mib << 20
+        self.uploaded_images = UploadedImages(model.tower, cache_bytes) if model.tower is not None else None
         self.pool = BlockPool(
             num_blocks,
             block_size,
@@ -92,8 +95,12 @@ class EngineCore:
         cache_salt: str = "",
         priority: int = 0,
         deadline: float | None = None,
+        images: Sequence[ImageReference] = (),
     ) -> EngineRequest:
-        """Return a validated request, not yet in the queue. Thread-safe. Raises RequestInvalid or ContextOverflow."""
+        """Return a validated request, not yet in the queue. Thread-safe.
+
+        Raises RequestInvalid, ContextOverflow, or ImageMissing if an image was not uploaded or has been dropped.
+        """
         limit, vocab_size = self.max_model_len, self.model.shape.vocab_size
         if not prompt_token_ids:
             raise RequestInvalid("the prompt is empty; at least one token is needed")
@@ -106,7 +113,18 @@ class EngineCore:
             if not 0 <= token < vocab_size:
                 raise RequestInvalid(f"logit_bias: token id {token} is not in the vocabulary, 0 to {vocab_size - 1}")
         max_tokens = min(sampling_params.max_tokens, limit - len(prompt_token_ids))
-        return EngineRequest(prompt_token_ids, sampling_params, max_tokens, cache_salt, priority, deadline)
+        request = EngineRequest(prompt_token_ids, sampling_params, max_tokens, cache_salt, priority, deadline)
+        if images:
+            uploaded = self.get_uploaded_images()
+            request.images = uploaded.resolve(images, prompt_token_ids)
+            request.prompt_positions = uploaded.compute_positions(request.images, len(prompt_token_ids))
+        return request
+
+    def get_uploaded_images(self) -> UploadedImages:
+        """Return the cache of uploaded images. Raises RequestInvalid if the model is a text model."""
+        if self.uploaded_images is None:
+            raise RequestInvalid("images: the served model reads text only; serve a vision-language model")
+        return self.uploaded_images
 
     def check_capacity(self, num_arriving: int = 0) -> None:
         """Raise QueueFull if the queue, including `num_arriving` requests, is full. Thread-safe."""
@@ -283,9 +301,20 @@ class EngineCore:
         else:
             self.counters.kept += len(running)
         self.pool.reset_prefix_cache(self.scheduler.running)
+        if self.runner.image_encoder is not None and self._tower_changes(staged):
+            self.runner.image_encoder.clear()
         apply_weights(self.model.module, staged)
         self.version = self.scheduler.version = staged.version
         self.counters.swaps += 1
+
+    def _tower_changes(self, staged: StagedWeights) -> bool:
+        """Return whether the staged weights of the vision tower differ from the current ones."""
+        tower = self.model.tower
+        return tower is not None and any(
+            not torch.equal(tensor, staged.tensors[name].to(tensor.device))
+            for name, tensor in get_untied_tensors(self.model.module).items()
+            if tower.holds(name)
+        )
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +341,7 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
             model, counters, num_blocks=num_blocks, block_size=config.block_size, num_slots=num_slots
         )
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if on_gpu and not config.batch_invariant:
+    if on_gpu and not config.batch_invariant and model.tower is None:
         return CudaModelRunner(
             model,
             counters,
@@ -330,6 +359,7 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
         block_size=config.block_size,
         fused=config.fused_ops,
         fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
+        feature_cache_bytes=config.image_cache_mib << 20,
     )
 
 

@@ -3,6 +3,7 @@
 Ramify itself uses this endpoint. Nothing is tokenized here, so what is sampled is what will be trained. Beyond vLLM's
 fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens. With `flat_logprobs`
 it has its logprobs as a list of numbers: a table for each token would take longer to format than the token to sample.
+Images of the prompt are given by hash; each is uploaded once, and again if the server answers `ImageMissing`.
 """
 
 import random
@@ -15,7 +16,9 @@ from starlette.responses import Response
 from ramify.dialects.chat_format import format_usage
 from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
+from ramify.images import ProcessedImage
 from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.images import ImageReference
 from ramify.infer.request import RequestOutput, TopLogprobs
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
@@ -48,6 +51,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
             ),
             body.cache_salt or "",
             body.priority,
+            tuple(ImageReference(image.hash, image.start, image.stop) for image in body.images),
         )
         for sample_index in range(params.num_samples)
     ]
@@ -69,6 +73,21 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     num_sampled = sum(len(result.token_ids) for result in results)
     response["usage"] = format_usage(Usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens))
     return json_response(response)
+
+
+async def upload_image(http: HttpRequest, engine: Engine) -> Response:
+    """`PUT /inference/v1/images/{hash}`: keep a processed image for the prompts that refer to it by hash."""
+    max_bytes = engine.core.config.image_cache_mib << 20
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise RequestInvalid(f"image: the body exceeds the {max_bytes} bytes of inference.image_cache_mib")
+    image = ProcessedImage.decode(bytes(body))
+    if image.hash != http.path_params["hash"]:
+        raise RequestInvalid(f"image: the body has the hash {image.hash[:8]}, the path {http.path_params['hash'][:8]}")
+    engine.upload_image(image)
+    return json_response({})
 
 
 def format_choice(index: int, output: RequestOutput, body: GenerateBody) -> dict[str, Any]:

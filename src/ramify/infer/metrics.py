@@ -20,6 +20,7 @@ class EngineCounters:
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    encoded_images: int = 0  # images that the vision tower encoded
     prefill_chunks: int = 0  # chunks that did not finish their prefill
     mixed_steps: int = 0  # prefill and decoding in one forward
     snapshots: int = 0  # of recurrent states

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ModelUnsupported, RamifyError
+from ramify.images import ProcessedImage
+from ramify.infer.images import ImageEncoder
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
-from ramify.model.fused_model import build_fused_model, build_hf_forward
+from ramify.model.fused_model import build_fused_model, build_hf_forward, build_image_forward
 from ramify.model.load import ATTENTION_NAME, LoadedModel
 from ramify.model.logprob_check import (
     NUM_CHECK_TOKENS,
@@ -45,7 +47,7 @@ class InputBatch:
     chunk_order: list[int]  # index of each row's chunk
     decoding_requests: list[EngineRequest]  # if every chunk is one token and needs logits; in order of the chunks
     starts: list[int]
-    host_inputs: np.ndarray  # [3, rows]: ids, positions and slots
+    host_inputs: np.ndarray  # [3, rows]: ids, indices and slots; [6, rows] with the positions on a grid
     device_inputs: Tensor  # the same on the model's device; on a CPU the same memory
     input_ids: Tensor
     positions: Tensor
@@ -70,8 +72,11 @@ class ModelRunner:
         block_size: int,
         fused: bool = True,
         fixed_rows: int | None = None,
+        feature_cache_bytes: int = 0,
     ) -> None:
         self.model, self.counters = model, counters
+        self.image_encoder = ImageEncoder(model.tower, feature_cache_bytes, counters) if model.tower else None
+        self.has_grid_positions = model.tower is not None and model.tower.has_grid_positions
         self.has_device_memory = model.device.type != "cpu"
         self.block_size = block_size
         self.fixed_rows = fixed_rows and -(-fixed_rows // ROWS_PER_CHUNK) * ROWS_PER_CHUNK
@@ -86,8 +91,11 @@ class ModelRunner:
             model.device,
             model_layers=shape.kv_layers,
         )
+        if model.tower is not None and fixed_rows is not None:
+            fused = False  # steps with images run the model's own code, and every step must have the same bits
         self.fused_model = build_fused_model(model.module, planned=self.uses_plans) if fused else None
         self.forward = self.fused_model or build_hf_forward(model.module)
+        self.forward_with_images = build_image_forward(model.module)
         ops = self.fused_model.ops if self.fused_model else None
         self.ops_description = ops.description if ops else "the model's own code"
         self.compiled_ops = ops if isinstance(ops, CompiledDecoderOps) else None
@@ -141,20 +149,54 @@ class ModelRunner:
             return self._run_fixed(chunks, self.fixed_rows)
         batch = self._last_batch = self._advance_batch(chunks) or self._prepare_inputs(chunks)
         chunks_by_row = [chunks[index] for index in batch.chunk_order]
-        return chunks_by_row, self.forward(batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows)
+        inputs = batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows
+        return chunks_by_row, self._forward(chunks_by_row, *inputs)
+
+    def _forward(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """Return the logits of `logit_rows`; the chunks are in the order of the rows."""
+        images = self._gather_images(chunks)
+        if images is None:
+            return self.forward(ids, positions, attn_metadata, logit_rows)
+        return self.forward_with_images(ids, positions, attn_metadata, logit_rows, *images)
+
+    def _gather_images(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of the image tokens in the chunks, and their features; None if there are no image tokens."""
+        parts: list[tuple[ProcessedImage, int, int]] = []  # image, its first token in the chunk, the first after it
+        rows: list[np.ndarray] = []
+        first_row = 0
+        for chunk in chunks:
+            for item in chunk.request.images:
+                indices = item.token_indices
+                start, stop = np.searchsorted(indices, (chunk.start, chunk.stop)).tolist()
+                if start < stop:
+                    parts.append((item.image, start, stop))
+                    rows.append(first_row + indices[start:stop] - chunk.start)
+            first_row += chunk.num_tokens
+        if not parts or self.image_encoder is None:
+            return None
+        features = self.image_encoder.get_features([image for image, _, _ in parts])
+        gathered = [features[image.hash][:, start:stop] for image, start, stop in parts]
+        return self._to_device(np.concatenate(rows)), torch.cat(gathered, dim=1)
 
     def _prepare_inputs(self, chunks: Sequence[ScheduledChunk]) -> "InputBatch":
         order = sorted(range(len(chunks)), key=lambda index: (chunks[index].num_tokens, chunks[index].stop))
         chunks_by_row = [chunks[index] for index in order]
-        host_inputs = np.array(self._token_inputs(chunks_by_row))
+        host_inputs = self._token_inputs(chunks_by_row)
         device_inputs = self._to_device(host_inputs)
-        ids, positions, slots = device_inputs
+        ids, indices, slots = device_inputs[:3]
         metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks_by_row))
         logit_rows, num_rows = list_logit_rows(chunks_by_row)
         decoding = [chunk.request for chunk in chunks] if len(logit_rows) == num_rows == len(chunks) else []
         if decoding:
             for tile in metadata.tiles:
-                tile.query_positions = positions[tile.start : tile.stop].unsqueeze(1)
+                tile.query_positions = indices[tile.start : tile.stop].unsqueeze(1)
         return InputBatch(
             chunk_order=order,
             decoding_requests=decoding,
@@ -162,7 +204,7 @@ class ModelRunner:
             host_inputs=host_inputs,
             device_inputs=device_inputs,
             input_ids=ids,
-            positions=positions,
+            positions=device_inputs[3:] if self.has_grid_positions else indices,
             attn_metadata=metadata,
             logit_rows=self._to_device(logit_rows),
         )
@@ -194,19 +236,23 @@ class ModelRunner:
                 tile.block_table = self._stack_block_tables(chunks_by_row[tile.start : tile.stop])
         return last
 
-    def _token_inputs(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int], list[int]]:
-        """Return token id, position and slot of every new token."""
+    def _token_inputs(self, chunks: Sequence[ScheduledChunk]) -> np.ndarray:
+        """Return token id, index in its sequence and slot of every new token, and its three positions on a grid."""
         ids: list[int] = []
-        positions: list[int] = []
+        indices: list[int] = []
         slots: list[int] = []
         size = self.block_size
         for chunk in chunks:
             request = chunk.request
-            for position in range(chunk.start, chunk.stop):
-                ids.append(request.token_ids[position])
-                positions.append(position)
-                slots.append(request.blocks[position // size].block_id * size + position % size)
-        return ids, positions, slots
+            for index in range(chunk.start, chunk.stop):
+                ids.append(request.token_ids[index])
+                indices.append(index)
+                slots.append(request.blocks[index // size].block_id * size + index % size)
+        inputs = np.array((ids, indices, slots))
+        if not self.has_grid_positions:
+            return inputs
+        positions = [chunk.request.get_positions(chunk.start, chunk.stop) for chunk in chunks]
+        return np.concatenate([inputs, np.concatenate(positions, axis=1)])
 
     def _build_tiles(self, chunks: Sequence[ScheduledChunk]) -> list[AttentionTile]:
         tiles: list[AttentionTile] = []
@@ -276,7 +322,7 @@ class ModelRunner:
 
     def _run_fixed(self, chunks: Sequence[ScheduledChunk], num_rows: int) -> tuple[list[ScheduledChunk], Tensor]:
         """Run in batch-invariant mode, with `num_rows` rows of which some are padding."""
-        ids, positions, slots = self._token_inputs(chunks)
+        inputs = self._token_inputs(chunks)
         max_keys = max(chunk.stop for chunk in chunks)
         padded_keys = -(-max_keys // INVARIANT_KEY_MULTIPLE) * INVARIANT_KEY_MULTIPLE
         num_blocks = -(-padded_keys // self.block_size)
@@ -286,13 +332,13 @@ class ModelRunner:
             block_table = self._block_table(chunk)[:num_blocks]
             row_tables[row : row + chunk.num_tokens, : len(block_table)] = block_table
             row += chunk.num_tokens
-        padding = [0] * (num_rows - len(ids))
-        padded_positions = self._to_device([*positions, *padding])
+        padded_inputs = self._to_device(np.pad(inputs, ((0, 0), (0, num_rows - inputs.shape[1]))))
+        ids, indices, slots = padded_inputs[:3]
+        positions = padded_inputs[3:] if self.has_grid_positions else indices
         block_table = self._to_device(row_tables.ravel())
-        tile = AttentionTile(0, num_rows, num_rows, 1, block_table, padded_positions.unsqueeze(1))
-        metadata = AttentionMetadata(self.pool, self._to_device([*slots, *padding]), [tile])
-        padded_ids, all_rows = self._to_device([*ids, *padding]), self._to_device(range(num_rows))
-        logits = self.forward(padded_ids, padded_positions, metadata, all_rows)
+        tile = AttentionTile(0, num_rows, num_rows, 1, block_table, indices.unsqueeze(1))
+        metadata = AttentionMetadata(self.pool, slots, [tile])
+        logits = self._forward(chunks, ids, positions, metadata, self._to_device(range(num_rows)))
         logit_rows, _ = list_logit_rows(chunks)
         return list(chunks), logits.index_select(0, self._to_device(logit_rows))
 

@@ -11,6 +11,7 @@ tokens that are not computed yet. When the last one is computed, the next token 
 
 import random
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ramify.infer.block import Block
+    from ramify.infer.images import EngineImage
 
 MIN_TEMPERATURE = 1e-6
 MAX_LOGIT_BIAS = 1e6  # divided by the smallest temperature it is still finite in float32
@@ -110,6 +112,8 @@ class EngineRequest:
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     deadline: float | None = None  # monotonic
+    images: "tuple[EngineImage, ...]" = ()
+    prompt_positions: "np.ndarray | None" = None  # [3, prompt tokens]; None if a position is the index of a token
     arrival_index: int = field(default_factory=lambda: next(_arrival_counter))
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt and sampled
@@ -165,6 +169,27 @@ class EngineRequest:
         if self.needs_prompt_logprobs:
             return max(1, self.sampling_params.logprobs_start) - 1
         return len(self.token_ids) - 1
+
+    def get_block_key(self, start: int, stop: int) -> tuple[Hashable, ...]:
+        """Return what identifies the tokens [start, stop) in the prefix cache: their ids, and the images in them."""
+        ids = self.token_ids[start:stop]
+        if not self.images:
+            return tuple(ids)
+        overlapping = (item for item in self.images if item.start < stop and start < item.stop)
+        return (*ids, *((item.image.hash, item.start - start) for item in overlapping))
+
+    def get_positions(self, start: int, stop: int) -> "np.ndarray":
+        """Return the positions [3, tokens] of tokens for a model whose image tokens lie on a grid."""
+        import numpy as np
+
+        prompt = self.prompt_positions
+        if prompt is None:
+            return np.tile(np.arange(start, stop), (3, 1))
+        num_prompt = prompt.shape[1]
+        first_after = int(prompt[:, -1].max()) + 1  # the position after the prompt
+        positions = np.tile(np.arange(start, stop) - num_prompt + first_after, (3, 1))
+        positions[:, : max(0, num_prompt - start)] = prompt[:, start:stop]
+        return positions
 
     def set_status(self, status: RequestStatus) -> None:
         """Change the status; an illegal transition raises."""

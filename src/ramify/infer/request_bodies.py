@@ -125,6 +125,14 @@ class GenerateSamplingFields(SamplingFields, kw_only=True):
             raise RequestInvalid("logprobs_start: it needs prompt_logprobs, the logprobs that begin there")
 
 
+class ImageFields(msgspec.Struct, kw_only=True):
+    """An image of a prompt: the hash of an uploaded image, and the prompt tokens [start, stop) that stand for it."""
+
+    hash: str
+    start: int
+    stop: int
+
+
 class GenerateBody(msgspec.Struct, kw_only=True):
     """`POST /inference/v1/generate`: token ids in, token ids out."""
 
@@ -135,6 +143,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream: bool = False
     cache_salt: str | None = None
     priority: int = 0
+    images: list[ImageFields] = msgspec.field(default_factory=list[ImageFields])
 
 
 class OpenAIBody(SamplingFields, kw_only=True):

@@ -1,7 +1,7 @@
 """The HTTP server: routes, error handlers, and starting and closing the engine.
 
 The type of an error decides the status: an invalid request is 400, a full queue 503, a deadline 504, weights that do
-not fit 409; any other error is 500. The body holds its name.
+not fit and images that were not uploaded 409; any other error is 500. The body holds its name.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ramify.errors import ConfigInvalid, PortTaken, RamifyError
 from ramify.infer import control_api
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
-from ramify.infer.generate_api import generate
+from ramify.infer.generate_api import generate, upload_image
 from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.streaming import build_error_body, get_status
 from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
@@ -60,6 +60,7 @@ def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, ti
         "/tokenizer_info": partial(tokenizer_info, **text_arguments),
     }
     routes = [Route(path, handler, methods=["POST"]) for path, handler in post_routes.items()]  # most used first
+    routes.append(Route("/inference/v1/images/{hash}", partial(upload_image, engine=engine), methods=["PUT"]))
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get_routes.items()]
     handlers: dict[Any, Any] = {
         RamifyError: _handle_ramify_error,

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
 from ramify.errors import ContextOverflow, RamifyError
 from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.images import ImageReference
 from ramify.infer.request import RequestOutput, SamplingParams
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class SampleRequest:
     sampling_params: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    images: tuple[ImageReference, ...] = ()
 
 
 def submit_all(
@@ -47,6 +49,7 @@ def submit_all(
                 priority=sample.priority,
                 timeout=timeout,
                 incremental=incremental,
+                images=sample.images,
             )
             streams.append(stream)
     except BaseException:

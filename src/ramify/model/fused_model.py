@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ramify.model.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
+from ramify.model.vision import build_image_inputs
 
 SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
@@ -27,7 +28,7 @@ class FusedModel:
     """A `ForwardFn` for a supported model. `ops` are the operators that it uses."""
 
     def __init__(self, module: Any) -> None:
-        config, core, head = module.config, module.model, module.lm_head
+        config, core, head = module.config.get_text_config(), module.get_decoder(), module.lm_head
         attention = core.layers[0].self_attn
         self.sizes = DecoderSizes(
             heads=config.num_attention_heads,
@@ -56,7 +57,7 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
 
     If `planned`, its steps have attention plans, and it runs the kernels for CUDA.
     """
-    config = module.config
+    config = module.config.get_text_config()
     if (
         config.model_type not in SUPPORTED_MODEL_TYPES
         or config.hidden_act != "silu"
@@ -64,7 +65,7 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
         or _has_dynamic_rope(config)
     ):
         return None
-    mlp = module.model.layers[0].mlp
+    mlp = module.get_decoder().layers[0].mlp
     if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
         return None
     with torch.no_grad():  # not inference mode: concatenated weights stay ordinary tensors, to be updated later
@@ -93,11 +94,37 @@ def build_hf_forward(module: Any) -> ForwardFn:
         attn_metadata.last_layer = -1
         return module(
             input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(-2),  # [1, rows], or [3, 1, rows] if image tokens lie on a grid
             use_cache=False,
             logits_to_keep=logit_rows,
             attn_metadata=attn_metadata,
         ).logits[0]
+
+    return forward
+
+
+def build_image_forward(module: Any) -> Callable[[Tensor, Tensor, AttentionMetadata, Tensor, Tensor, Tensor], Tensor]:
+    """Return the forward of a vision-language model for rows with image tokens.
+
+    It takes the arguments of a `ForwardFn`, the rows of the image tokens, and their features.
+    """
+
+    def forward(
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+        image_rows: Tensor,
+        features: Tensor,
+    ) -> Tensor:
+        attn_metadata.last_layer = -1
+        hidden = module.get_decoder()(
+            **build_image_inputs(module, ids.unsqueeze(0), image_rows, features),
+            position_ids=positions.unsqueeze(-2),
+            use_cache=False,
+            attn_metadata=attn_metadata,
+        ).last_hidden_state
+        return module.get_output_embeddings()(hidden[0].index_select(0, logit_rows))
 
     return forward
 
@@ -154,8 +181,8 @@ def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8, *,
     """Return the logits of a short sequence that is computed in three chunks, the last of one token."""
     if planned:
         from ramify.model.cuda.paged_attention import plan_one_sequence  # needs Triton
-    config, weight = module.config, module.get_input_embeddings().weight
-    device, head_dim = weight.device, module.model.layers[0].self_attn.head_dim
+    config, weight = module.config.get_text_config(), module.get_input_embeddings().weight
+    device, head_dim = weight.device, module.get_decoder().layers[0].self_attn.head_dim
     pool = KVPool(config.num_hidden_layers, 1, num_tokens, config.num_key_value_heads, head_dim, weight.dtype, device)
     ids = (torch.arange(num_tokens, device=device) * 7919 + 13) % config.vocab_size
     block_table = torch.zeros(1, dtype=torch.long, device=device)

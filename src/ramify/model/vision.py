@@ -22,9 +22,11 @@ from ramify.model.pack_layout import VISION_MODEL_TYPES
 class VisionTower:
     """The modules of a model that encode images, and the token that stands for a part of an image.
 
-    `has_grid_positions` says whether image tokens have three positions (time, height, width) in the decoder.
+    `family` names the image family. `has_grid_positions` says whether image tokens have three positions (time, height,
+    width) in the decoder.
     """
 
+    family = ""
     has_grid_positions = False
 
     def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
@@ -48,6 +50,8 @@ class VisionTower:
 
     def check(self, image: ProcessedImage) -> None:
         """Raise RequestInvalid unless the tower can encode the image into `image.num_tokens` tokens."""
+        if image.family != self.family:
+            raise RequestInvalid(f"image {image.hash[:8]} was processed for {image.family}, the model is {self.family}")
         try:
             num_tokens = self.count_tokens(image)
         except (KeyError, ValueError, IndexError) as error:
@@ -73,6 +77,8 @@ class VisionTower:
 
 class Idefics3Tower(VisionTower):
     """The tower of Idefics3 and SmolVLM: an image is one or several tiles of one size."""
+
+    family = "idefics3"
 
     def __init__(self, model: Any) -> None:
         core = model.model
@@ -133,6 +139,7 @@ class Idefics3Tower(VisionTower):
 class Qwen3VLTower(VisionTower):
     """The tower of Qwen3-VL: an image is a list of patches on a grid of any shape."""
 
+    family = "qwen3_vl"
     has_grid_positions = True
 
     def __init__(self, model: Any) -> None:

@@ -1,0 +1,126 @@
+"""The images of the engine: uploaded once per server, encoded once per version of the vision tower.
+
+Both caches are bounded. An uploaded image that was dropped is asked for again (`ImageMissing`); features that were
+dropped are computed again. A request holds its own images, so it can be computed again at any time, for example with
+new weights.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ramify.errors import ImageMissing, RequestInvalid
+from ramify.images import ImageSpan, ProcessedImage, compute_positions
+from ramify.infer.metrics import EngineCounters
+from ramify.model.vision import VisionTower
+
+
+class ImageReference(NamedTuple):
+    """An image of a prompt: the hash of an uploaded image, and the prompt tokens [start, stop) that stand for it."""
+
+    hash: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineImage:
+    """An image of a prompt, and the prompt tokens [start, stop) that stand for it.
+
+    `token_indices` are those of them that get the image's features; the others are separators.
+    """
+
+    image: ProcessedImage
+    start: int
+    stop: int
+    token_indices: npt.NDArray[np.int64]
+
+
+class UploadedImages:
+    """Processed images by hash. When they exceed `max_bytes`, the least recently used are dropped. Thread-safe."""
+
+    def __init__(self, tower: VisionTower, max_bytes: int) -> None:
+        self._tower, self._max_bytes = tower, max_bytes
+        self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, image: ProcessedImage) -> None:
+        """Keep an image. Raises RequestInvalid if the model cannot read it, or if it is larger than the cache."""
+        self._tower.check(image)
+        if image.num_bytes > self._max_bytes:
+            problem = f"image {image.hash[:8]} has {image.num_bytes} bytes, the cache only {self._max_bytes}"
+            raise RequestInvalid(f"{problem}: raise inference.image_cache_mib")
+        with self._lock:
+            if image.hash in self._images:
+                return
+            self._images[image.hash] = image
+            self._num_bytes += image.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._images.popitem(last=False)[1].num_bytes
+
+    def resolve(self, references: Sequence[ImageReference], prompt_token_ids: list[int]) -> tuple[EngineImage, ...]:
+        """Return the images of a prompt. Raises ImageMissing, which names all missing images, or RequestInvalid."""
+        with self._lock:
+            if missing := [item.hash for item in references if item.hash not in self._images]:
+                raise ImageMissing(f"upload these images first: {', '.join(dict.fromkeys(missing))}")
+            for item in references:
+                self._images.move_to_end(item.hash)
+            images = [self._images[item.hash] for item in references]
+        prompt_images: list[EngineImage] = []
+        previous_stop = 0
+        for (hash, start, stop), image in zip(references, images):
+            if not previous_stop <= start < stop <= len(prompt_token_ids):
+                raise RequestInvalid(f"images: [{start}, {stop}) of image {hash[:8]} is out of order or of the prompt")
+            ids = np.array(prompt_token_ids[start:stop])
+            indices = start + np.flatnonzero(ids == self._tower.image_token_id)
+            if len(indices) != image.num_tokens:
+                problem = f"image {hash[:8]} has {len(indices)} image tokens in the prompt, expected {image.num_tokens}"
+                raise RequestInvalid(f"images: {problem}")
+            prompt_images.append(EngineImage(image, start, stop, indices))
+            previous_stop = stop
+        return tuple(prompt_images)
+
+    def compute_positions(self, images: Sequence[EngineImage], num_prompt_tokens: int) -> npt.NDArray[np.int64] | None:
+        """Return the positions [3, prompt tokens] of a prompt, or None if they count its tokens."""
+        if not images or not self._tower.has_grid_positions:
+            return None
+        spans = [
+            ImageSpan(int(item.token_indices[0]), int(item.token_indices[-1]) + 1, item.image.grid) for item in images
+        ]
+        return compute_positions(np.arange(num_prompt_tokens), spans)
+
+
+class ImageEncoder:
+    """Encodes images, and keeps their features until the tower changes, up to `max_bytes`."""
+
+    def __init__(self, tower: VisionTower, max_bytes: int, counters: EngineCounters) -> None:
+        self._tower, self._max_bytes, self._counters = tower, max_bytes, counters
+        self._features: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_bytes = 0
+
+    def get_features(self, images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
+        """Return the features of these images by hash; those that are not kept are encoded together."""
+        new = {image.hash: image for image in images if image.hash not in self._features}
+        if new:
+            self._counters.encoded_images += len(new)
+            for hash, features in zip(new, self._tower.encode(list(new.values()))):
+                self._features[hash] = features.clone()  # not a view that keeps the features of all of them
+                self._num_bytes += features.nbytes
+        for image in images:
+            self._features.move_to_end(image.hash)
+        result = {image.hash: self._features[image.hash] for image in images}
+        while self._num_bytes > self._max_bytes and self._features:
+            self._num_bytes -= self._features.popitem(last=False)[1].nbytes
+        return result
+
+    def clear(self) -> None:
+        """Drop all features: the tower has changed."""
+        self._features.clear()
+        self._num_bytes = 0

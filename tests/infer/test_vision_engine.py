@@ -1,0 +1,266 @@
+"""With images, too, the engine's logprobs equal those of transformers' own forward, and no image is encoded twice."""
+
+import os
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from ramify.errors import ImageMissing, RequestInvalid
+from ramify.images import ProcessedImage
+from ramify.infer.engine_core import EngineCore
+from ramify.infer.images import ImageReference
+from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.model.weights import publish_weights, stage_weights
+from ramify.trace.version import PolicyVersion
+from tests.infer.llama import build_core, run, sampled_ids, write_llama
+from tests.infer.serving import run_server
+from tests.vision import FAMILIES, IMAGE, build_image_inputs, draw_image_run, process, write_vision_model
+
+A, B = PolicyVersion("vision", 0, 1), PolicyVersion("vision", 0, 2)
+CLOSE = 1e-4
+ROUNDS = 20 if os.environ.get("RAMIFY_FULL") else 2
+NO_MARKERS = ((56, -1e6), (57, -1e6), (58, -1e6), (59, -1e6))  # transformers would look for the image of a sampled one
+SETTINGS = {"max_num_batched_tokens": 7, "max_running_requests": 4}  # prefill splits images
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tmp_path_factory):
+    """A family, two models of it that differ also in the tower, one whose tower is that of the first."""
+    directory: Path = tmp_path_factory.mktemp("vision")
+    models = {
+        version: write_vision_model(directory / f"source-{version.step}", request.param, version.step)
+        for version in (A, B)
+    }
+    return request.param, directory, models
+
+
+class Prompt:
+    """A prompt with images, each between some text."""
+
+    def __init__(self, rng: Random, family: str, images: list[bytes]) -> None:
+        self.ids: list[int] = []
+        self.images = images
+        self.references: list[ImageReference] = []
+        for data in images:
+            tokens, (start, stop, _) = draw_image_run(rng, family, data)
+            offset = len(self.ids)
+            self.references.append(ImageReference(process(family, data).hash, offset + start, offset + stop))
+            self.ids += tokens
+
+
+def upload(core: EngineCore, family: str, images: list[bytes]) -> None:
+    for data in images:
+        core.get_uploaded_images().add(process(family, data))
+
+
+def submit(core: EngineCore, prompt: Prompt, tail: list[int] | None = None, max_tokens: int = 5) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, logit_bias=NO_MARKERS)
+    return core.create_request([*prompt.ids, *(tail or [5])], params, images=prompt.references)
+
+
+def check_logprobs(family: str, source: Path, request: EngineRequest, images: list[bytes], start: int = 0) -> None:
+    """Compare the logprobs of the sampled tokens from `start` on with those of plain transformers."""
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+    image_inputs = build_image_inputs(family)(request.token_ids, images)
+    with torch.no_grad():
+        logits = model(torch.tensor([request.token_ids]), use_cache=False, **image_inputs).logits[0]
+    logits[:, 56:] = -torch.inf
+    first = len(request.prompt_token_ids)
+    rows = torch.log_softmax(logits, -1)[first - 1 : -1]
+    expected = rows.gather(1, torch.tensor(sampled_ids(request)).unsqueeze(1)).squeeze(1)
+    assert (expected - torch.tensor(request.logprobs))[start:].abs().max() < CLOSE
+
+
+def test_logprobs_across_prefix_hits_and_split_images(world):
+    family, _, models = world
+    core = build_core(models[A], A, **SETTINGS)
+    images = [b"one", b"two", b"three"]
+    upload(core, family, images)
+    for seed in range(ROUNDS):
+        rng = Random(seed)
+        first = Prompt(rng, family, rng.choices(images, k=3))
+        requests = [submit(core, first, [rng.randrange(3, 50) for _ in range(count)]) for count in (1, 5, 9)]
+        run(core, *requests)
+        run(core, later := submit(core, first, [7, 8, 9]))
+        for request in (*requests, later):
+            check_logprobs(family, models[A], request, first.images)
+        assert later.num_cached_tokens > max(reference.start for reference in first.references)
+    assert core.counters.prefill_chunks > 0
+    assert core.counters.encoded_images == len(images)
+
+
+def test_equal_prompts_with_different_images_share_nothing_after_the_first_difference(world):
+    family, _, models = world
+    core = build_core(models[A], A)
+    same_shape: dict[tuple[int, ...], list[bytes]] = {}
+    for number in range(40):
+        image = process(family, data := b"image %d" % number)
+        same_shape.setdefault(image.grid, []).append(data)
+    left, right = next(images for images in same_shape.values() if len(images) > 1)[:2]
+    upload(core, family, [left, right])
+    prompts = [Prompt(Random(0), family, [data]) for data in (left, right)]
+    assert prompts[0].ids == prompts[1].ids
+    requests = []
+    for prompt in prompts:
+        requests += run(core, submit(core, prompt, [5] * 20))
+    assert requests[1].num_cached_tokens <= prompts[1].references[0].start
+    assert requests[0].logprobs != requests[1].logprobs
+    for request, prompt in zip(requests, prompts):
+        check_logprobs(family, models[A], request, prompt.images)
+    (without,) = run(core, core.create_request([*prompts[0].ids, *[5] * 20], SamplingParams(max_tokens=2)))
+    assert without.num_cached_tokens <= prompts[0].references[0].start
+
+
+def publish(directory: Path, source: Path, version: PolicyVersion, tower_of: Path | None = None) -> Path:
+    """Publish the weights of `source`, with the vision tower of another model if one is given."""
+    tensors = load_file(source / "model.safetensors")
+    if tower_of is not None:
+        names = ("vision_model", "connector", "visual")
+        tower = load_file(tower_of / "model.safetensors")
+        tensors |= {name: value for name, value in tower.items() if any(part in name for part in names)}
+    return publish_weights(directory, tensors, version, base_model=source)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_weights_are_swapped_in_flight(world, mode, tmp_path):
+    family, _, models = world
+    published = publish(tmp_path / "b", models[B], B)
+    core = build_core(models[A], A, **SETTINGS)
+    upload(core, family, [b"one", b"two"])
+    prompt = Prompt(Random(1), family, [b"one", b"two"])
+    request = submit(core, prompt, max_tokens=12)
+    core.enqueue(request)
+    while len(request.logprobs) < 4:
+        core.step()
+    core.swap_weights(stage_weights(published, core.model.module), mode)
+    run(core)
+    assert [version for version, _ in request.version_starts] == [A, B]
+    if mode == "recompute":
+        check_logprobs(family, published, request, prompt.images, start=4)
+        assert core.counters.encoded_images == 4
+    else:
+        assert core.counters.encoded_images == 2
+    (fresh,) = run(core, submit(core, prompt))
+    check_logprobs(family, published, fresh, prompt.images)
+    assert core.counters.encoded_images == 4
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, tmp_path):
+    family, _, models = world
+    core = build_core(models[A], A, max_running_requests=16)
+    upload(core, family, [b"one"])
+    prompt = Prompt(Random(2), family, [b"one"])
+    for version in (A, B):
+        if version == B:
+            published = publish(tmp_path / "b", models[B], B, models[A] if frozen else None)
+            core.swap_weights(stage_weights(published, core.model.module))
+        requests = run(core, *(submit(core, prompt) for _ in range(16)))
+        check_logprobs(family, published if version == B else models[A], requests[3], prompt.images)
+    assert core.counters.encoded_images == (1 if frozen else 2)
+
+
+def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world):
+    family, _, models = world
+    core = build_core(models[A], A, image_cache_mib=1, **SETTINGS)
+    prompt = Prompt(Random(3), family, [b"one"])
+    hash = prompt.references[0].hash
+    with pytest.raises(ImageMissing, match=hash):
+        submit(core, prompt)
+    upload(core, family, [b"one"])
+    request = submit(core, prompt, [5] * 30)
+    size = process(family, b"one").num_bytes
+    for number in range(2 * (1 << 20) // size):  # fills the cache with other images
+        image = process(family, b"one")
+        arrays = {**image.arrays}
+        core.get_uploaded_images().add(ProcessedImage(f"{number}", family, arrays, image.grid, image.num_tokens))
+    with pytest.raises(ImageMissing, match=hash):
+        submit(core, prompt)
+    run(core, request)
+    check_logprobs(family, models[A], request, prompt.images)
+
+
+def test_wrong_images_are_refused_when_they_arrive(world):
+    family, _, models = world
+    core = build_core(models[A], A)
+    image = process(family, b"one")
+    uploaded = core.get_uploaded_images()
+    wrong = [
+        ProcessedImage(image.hash, "other", image.arrays, image.grid, image.num_tokens),
+        ProcessedImage(image.hash, family, {}, image.grid, image.num_tokens),
+        ProcessedImage(image.hash, family, image.arrays, image.grid, image.num_tokens + 1),
+        ProcessedImage(
+            image.hash,
+            family,
+            {**image.arrays, "pixel_values": image.arrays["pixel_values"][:, :1]},
+            image.grid,
+            image.num_tokens,
+        ),
+    ]
+    for item in wrong:
+        with pytest.raises(RequestInvalid):
+            uploaded.add(item)
+    uploaded.add(image)
+    prompt = Prompt(Random(4), family, [b"one"])
+    (reference,) = prompt.references
+    for bad in (reference._replace(stop=999), reference._replace(stop=reference.start), reference._replace(start=-1)):
+        with pytest.raises(RequestInvalid):
+            core.create_request(prompt.ids, SamplingParams(), images=[bad])
+    with pytest.raises(RequestInvalid, match="image tokens"):
+        core.create_request(
+            [IMAGE, *prompt.ids[1:]],
+            SamplingParams(),
+            images=[ImageReference(image.hash, 0, 1)]
+            if image.num_tokens > 1
+            else [ImageReference(image.hash, len(prompt.ids) - 1, len(prompt.ids))],
+        )
+
+
+def test_a_text_model_refuses_images(tmp_path):
+    core = build_core(write_llama(tmp_path / "llama"))
+    with pytest.raises(RequestInvalid, match="text only"):
+        core.create_request([1, 2, 3], SamplingParams(), images=[ImageReference("00", 0, 1)])
+
+
+def test_batch_invariant_mode_reads_images(world):
+    family, _, models = world
+    core = build_core(models[A], A, batch_invariant=True, max_num_batched_tokens=16)
+    upload(core, family, [b"one", b"two"])
+    prompts = [Prompt(Random(seed), family, [b"one", b"two"]) for seed in range(2)]
+    alone = run(
+        core,
+        core.create_request(
+            prompts[0].ids, SamplingParams(seed=1, logit_bias=NO_MARKERS), images=prompts[0].references
+        ),
+    )[0]
+    core.pool.reset_prefix_cache([])
+    requests = [
+        core.create_request(p.ids, SamplingParams(seed=1, logit_bias=NO_MARKERS), images=p.references) for p in prompts
+    ]
+    together = run(core, *requests)[0]
+    assert alone.logprobs == together.logprobs
+    check_logprobs(family, models[A], alone, prompts[0].images)
+
+
+def test_an_image_is_uploaded_once_and_asked_for_if_it_is_missing(world):
+    family, _, models = world
+    prompt = Prompt(Random(5), family, [b"one"])
+    (reference,) = prompt.references
+    image = process(family, b"one")
+    body = {"token_ids": prompt.ids, "images": [reference._asdict()], "sampling_params": {"n": 2, "max_tokens": 2}}
+    with run_server(build_core(models[A], A)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        missing = http.post("/inference/v1/generate", json=body)
+        assert missing.status_code == 409
+        assert missing.json()["error"]["type"] == "ImageMissing"
+        assert image.hash in missing.json()["error"]["message"]
+        wrong_path = http.put("/inference/v1/images/00", content=image.encode())
+        assert (wrong_path.status_code, wrong_path.json()["error"]["type"]) == (400, "RequestInvalid")
+        assert http.put(f"/inference/v1/images/{image.hash}", content=b"nonsense").status_code == 400
+        assert http.put(f"/inference/v1/images/{image.hash}", content=image.encode()).status_code == 200
+        assert len(http.post("/inference/v1/generate", json=body).json()["choices"]) == 2
+        assert "ramify_encoded_images_total 1" in http.get("/metrics").text
