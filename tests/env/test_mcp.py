@@ -1,5 +1,6 @@
 """Tools of real MCP servers: one is a child process, the other listens on a port."""
 
+import base64
 import subprocess
 import sys
 import textwrap
@@ -13,9 +14,10 @@ from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
 from tests.env.chat_server import serving
 from tests.env.helpers import make_context, run
+from tests.images.samples import make_media
 
 SERVER = textwrap.dedent('''
-    import os, sys
+    import base64, os, sys
     from mcp.server.mcpserver import Image, MCPServer
 
     server = MCPServer("test")
@@ -33,7 +35,7 @@ SERVER = textwrap.dedent('''
     @server.tool()
     def look() -> Image:
         """Show an image."""
-        return Image(data=b"png", format="png")
+        return Image(data=base64.b64decode("PIXEL"), format="png")
 
     @server.tool()
     def die() -> str:
@@ -46,7 +48,7 @@ SERVER = textwrap.dedent('''
 
     if __name__ == "__main__":
         server.run()
-''')
+''').replace("PIXEL", base64.b64encode(make_media(4, 4).data).decode())
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ async def call_all_tools(server: McpServerConfig) -> int:
         assert answer.text.startswith("error: ")
         answer = await tools.call(ToolCall("4", "look", ""), context)
         assert answer.content == (MediaPart(context.trace.graph.media[0].hash),)
-        assert context.trace.graph.media[0].data == b"png"
+        assert context.trace.graph.media[0] == make_media(4, 4)
         return int((await tools.call(ToolCall("5", "process", "{}"), context)).text)
 
 

@@ -48,6 +48,7 @@ def test_builtin_names():
             "wikispeedia",
             "wordle",
             "arithmetic",
+            "color-codeword",
             "dataset",
             "general-agent",
             "harbor",

@@ -12,6 +12,7 @@ from ramify.env import Tool, ToolSet, tool
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import Media, MediaPart, TextPart, ToolCall
 from tests.env.helpers import make_context, run
+from tests.images.samples import make_media
 
 
 class Place(BaseModel):
@@ -160,7 +161,7 @@ def test_results_become_text():
 
 
 def test_image_is_added_to_the_media_of_the_trace():
-    image = Media.from_bytes(b"png", "image/png")
+    image = make_media(8, 8)
 
     def look():
         return ["here:", image]
@@ -168,6 +169,15 @@ def test_image_is_added_to_the_media_of_the_trace():
     context = make_context()
     assert run(Tool.wrap(look).call(context, {})) == (TextPart("here:"), MediaPart(image.hash))
     assert context.trace.graph.media == [image]
+
+
+def test_bad_image_is_an_error_that_the_model_reads():
+    def look():
+        return Media.from_bytes(b"<svg></svg>", "image/svg+xml")
+
+    context = make_context()
+    assert "ImageInvalid: image: expected a complete png" in run(Tool.wrap(look).call(context, {}))
+    assert context.trace.graph.media == []
 
 
 def test_any_python_parameter_name_is_allowed():

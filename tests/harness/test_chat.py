@@ -8,6 +8,7 @@ import pytest
 import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.trace import Media, TextPart
+from tests.images.samples import make_media
 from tests.rollout.helpers import (
     TASK,
     OneTask,
@@ -237,12 +238,15 @@ def test_turn_is_0_if_the_user_starts_the_conversation():
 
 
 def test_image_of_a_tool_is_described_to_a_text_only_model():
+    picture = make_media(40, 30, "JPEG")
+
     class Painter(OneTask):
         @rf.tool
         def paint(self) -> list[TextPart | Media]:
             """Paint something."""
-            return [TextPart("here: "), Media.from_bytes(b"not really a picture", "image/jpeg")]
+            return [TextPart("here: "), picture]
 
     trace = run_one(load_env(Painter), [tool_call("paint"), "nice"])
     assert error_names(trace) == []
-    assert ("tool", "here: [an image: image/jpeg, 20 bytes; you cannot see images]") in list_messages(trace)
+    description = f"[an image: image/jpeg, 40 x 30 pixels, {len(picture.data)} bytes; you cannot see images]"
+    assert ("tool", f"here: {description}") in list_messages(trace)

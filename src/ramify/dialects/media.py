@@ -1,19 +1,32 @@
 """Conversion of images between data URLs and the media of a trace.
 
-An image that a client gives by URL is not downloaded: its media entry holds the URL, as `text/uri-list`.
+An image that a client gives by URL is not downloaded: its media entry holds the URL, as `text/uri-list`. Files are read
+only for environments, never for a client.
 """
 
 import base64
 import binascii
+from pathlib import Path
+from urllib.parse import unquote
 
 from ramify.errors import ImageInvalid
+from ramify.images import read_image_header
+from ramify.images.decode import MAX_BYTES
+from ramify.images.image_header import MIME_TYPES
 from ramify.trace import Media
 
 URI_LIST_MIME = "text/uri-list"
+FILE_SCHEME = "file://"
 
 
-def media_from_url(url: str) -> Media:
-    """Return the image of a data URL, or an entry that holds any other URL."""
+def media_from_url(url: str, *, read_files: bool = False) -> Media:
+    """Return the image of a data URL, or an entry that holds any other URL.
+
+    With `read_files`, which only environments may set, a file such as `file:///data/cat.png` is read. Raises
+    ImageInvalid.
+    """
+    if read_files and url.startswith(FILE_SCHEME):
+        return _read_file(Path(unquote(url.removeprefix(FILE_SCHEME))))
     if not url.startswith("data:"):
         return Media.from_bytes(url.encode(), URI_LIST_MIME)
     head, comma, data = url.partition(",")
@@ -26,9 +39,25 @@ def media_from_url(url: str) -> Media:
 def media_from_base64(data: str, mime: str) -> Media:
     """Return the image of a base64 text."""
     try:
-        return Media.from_bytes(base64.b64decode(data, validate=True), mime)
+        decoded = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageInvalid(f"image: not valid base64: {error}") from error
+    return _build_media(decoded, mime)
+
+
+def _read_file(path: Path) -> Media:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ImageInvalid(f"image: {path} has more than {MAX_BYTES} bytes; make it smaller")
+        return _build_media(path.read_bytes(), "application/octet-stream")
+    except OSError as error:
+        raise ImageInvalid(f"image: {path} cannot be read: {error.strerror}") from error
+
+
+def _build_media(data: bytes, mime: str) -> Media:
+    """Return an entry whose type is that of the data, whatever the sender says."""
+    header = read_image_header(data)
+    return Media.from_bytes(data, mime if header is None else MIME_TYPES[header.format])
 
 
 def media_to_url(media: Media) -> str:

@@ -22,10 +22,11 @@ TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "reasoning_te
 
 @dataclass(slots=True)
 class MessageParser:
-    """Collects the messages of a body and their media."""
+    """Collects the messages of a body and their media; with `read_files` also from files, for environments."""
 
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
+    read_files: bool = False
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""
@@ -56,7 +57,8 @@ class MessageParser:
             return TextPart(str(entry.get("text") or entry.get("refusal") or ""))
         if kind in ("image_url", "input_image"):
             image_url = entry["image_url"]
-            return self.add_media(media_from_url(image_url if isinstance(image_url, str) else image_url["url"]))
+            url = image_url if isinstance(image_url, str) else image_url["url"]
+            return self.add_media(media_from_url(url, read_files=self.read_files))
         raise RequestInvalid(f"content: parts of type {kind!r} are not supported; send text or images")
 
     def add_media(self, media: Media) -> MediaPart:

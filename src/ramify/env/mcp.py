@@ -6,7 +6,6 @@ connection, waits and closes it. The library is the extra `mcp` and is imported 
 """
 
 import asyncio
-import base64
 import contextlib
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pydantic import Field, model_validator
 
 from ramify.config import Config
+from ramify.dialects.media import media_from_base64
 from ramify.env.context import RolloutContext
 from ramify.env.tools import Tool, ToolContent, to_content
 from ramify.errors import ConfigInvalid, SandboxError
@@ -174,6 +174,6 @@ def _to_content_part(block: Any) -> str | Media:
         case "text":
             return block.text
         case "image":
-            return Media.from_bytes(base64.b64decode(block.data), block.mime_type)
+            return media_from_base64(block.data, block.mime_type)
         case _:
             return block.model_dump_json(exclude_none=True)

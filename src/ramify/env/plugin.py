@@ -45,6 +45,7 @@ PLUGIN_KINDS = {
         {
             "alphabet-sort": "ramify.tasksets.alphabet_sort:AlphabetSort",
             "arithmetic": "ramify.tasksets.arithmetic:Arithmetic",
+            "color-codeword": "ramify.tasksets.color_codeword:ColorCodeword",
             "dataset": "ramify.tasksets.dataset:Dataset",
             "general-agent": "ramify.tasksets.general_agent:GeneralAgent",
             "harbor": "ramify.tasksets.harbor:Harbor",

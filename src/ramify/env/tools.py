@@ -24,6 +24,7 @@ from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.images import check_image
 from ramify.names import find_duplicates, find_similar
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 
@@ -146,6 +147,7 @@ def _to_part(item: Any, context: RolloutContext) -> TextPart | MediaPart:
     if isinstance(item, TextPart | MediaPart):
         return item
     if isinstance(item, Media):
+        check_image(item.data)
         context.trace.add_media(item)
         return MediaPart(item.hash)
     return TextPart(item if isinstance(item, str) else to_json(item, fallback=str).decode())

@@ -15,7 +15,7 @@ ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]:
     """Return the initial messages of a task, and their images by hash. Raises EnvironmentFault for an invalid one."""
     messages = [] if task.system is None else [Message("system", task.system)]
-    parser = MessageParser()
+    parser = MessageParser(read_files=True)
     if isinstance(task.prompt, str):
         messages.append(Message("user", task.prompt))
     for index, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
@@ -28,8 +28,17 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
 
 
 def join_prompt_text(task: Task) -> str:
-    """Return the initial messages of a task as one text, for a program that takes one."""
-    return "\n\n".join(message.text for message in build_initial_messages(task)[0])
+    """Return the initial messages of a task as one text, for a program that takes one.
+
+    Raises EnvironmentFault if they have images, which the program would not see.
+    """
+    messages, media = build_initial_messages(task)
+    if media:
+        raise EnvironmentFault(
+            f"task {task.identity} has images in its prompt, and a program gets its prompt as text: write them to "
+            "files in `setup`, or use the harness `chat`"
+        )
+    return "\n\n".join(message.text for message in messages)
 
 
 def get_user_prompt_texts(task: Task) -> list[str]:
