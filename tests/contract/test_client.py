@@ -44,6 +44,20 @@ def test_sampled_logprobs_equal_scored_logprobs(run):
     run(check)
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_in_order_and_have_its_logprobs(run):
+    async def check(client):
+        logprobs, top = await client.score_top(PROMPT, 5)
+        scored = await client.score(PROMPT)
+        assert logprobs[1:] == pytest.approx(scored[1:], abs=2e-4)
+        assert top.shape == (len(PROMPT), 5)
+        assert (np.diff(top["logprob"][1:], axis=1) <= 0).all()
+        for token, logprob, row in zip(PROMPT[1:], logprobs[1:], top[1:]):
+            expected = row["logprob"][row["token"] == token]
+            assert expected == pytest.approx(logprob, abs=2e-4) if len(expected) else logprob <= row["logprob"][-1]
+
+    run(check)
+
+
 def test_a_second_turn_reuses_the_prefix_of_the_first(run):
     async def check(client):
         first = await client.generate(PROMPT * 20, ClientSampling(max_tokens=4, ignore_eos=True), session="b")

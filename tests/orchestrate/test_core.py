@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ramify.env import plugin
 from ramify.envserver.messages import GroupScores
-from ramify.errors import ConfigInvalid, Failure, RequestInvalid, TransitionRefused
+from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, RequestInvalid, TransitionRefused
 from ramify.orchestrate import connected_source
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
@@ -26,6 +26,7 @@ from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import Curriculum, PoolsConfig, PoolsCurriculum, ShuffleConfig, ShuffleCurriculum
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.reference_scores import NodeScore
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.source_mix import SourceMix
 from ramify.orchestrate.task_cache import TaskCache
@@ -34,6 +35,7 @@ from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
+from ramify.trace.annotation import TOP_DTYPE
 from tests.orchestrate.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -282,7 +284,7 @@ async def sample_group(core: OrchestratorCore, number: int) -> None:
 
 def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
     world, opd = World(size=2, batch=1), plugin.build_plugin("algorithm", {"id": "opd"})
-    scores = {(f"0.{attempt}", 1): np.array([-0.25, -1.5 - attempt], np.float32) for attempt in range(2)}
+    scores = {(f"0.{attempt}", 1): NodeScore(np.array([-0.25, -1.5 - attempt], np.float32)) for attempt in range(2)}
 
     async def before():
         core = await open_core(ledger, world, algorithm=opd)
@@ -302,6 +304,56 @@ def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
     assert sorted(forest.targets.ref_logprob.tolist()) == [-2.5, -1.5, -0.25, -0.25]
     assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 4, "kl": 0}
     assert ledger.get_reference_scores(0) is None  # the batch has them
+
+
+def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart(ledger, tmp_path):
+    """They are written before the group counts as scored, and no byte of them is in the database."""
+    world, opd = World(size=2, batch=1), plugin.build_plugin("algorithm", {"id": "opd", "top_k": 3})
+    top = np.zeros((2, 3), TOP_DTYPE)
+    top["token"], top["logprob"] = [[7, 8, 9], [1, 2, 3]], [[-0.5, -1.5, -2.5], [-0.25, -2.0, -3.0]]
+    scores = {(f"0.{attempt}", 1): NodeScore(np.array([-0.5, -1.5], np.float32), top) for attempt in range(2)}
+
+    async def score(number: int, **scores) -> OrchestratorCore:
+        core = await open_core(ledger, world, algorithm=opd)
+        await core.issue_groups()
+        await sample_group(core, number)
+        await core.score_group(number, **scores)
+        return core
+
+    async def form_batch():
+        core = await open_core(ledger, world, algorithm=opd)
+        (batch,) = await core.form_batches()
+        return core, batch
+
+    asyncio.run(score(0, reference_scores=scores))
+    assert len(ledger.get_reference_scores(0)) < 100
+    core, batch = asyncio.run(form_batch())
+    restarted = asyncio.run(open_core(ledger, world, algorithm=opd))
+    for forests in (core.get_forests(batch), restarted.get_forests(batch)):
+        (forest,) = forests
+        assert forest.targets.ref_top.tolist() == [*top.tolist(), *top.tolist()]
+    file = tmp_path / "top_logprobs" / "0.bin"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(BatchCorrupt, match=r"0\.bin: .* the checksum does not match"):
+        restarted.get_forests(batch)
+    file.unlink()
+    with pytest.raises(BatchCorrupt, match="cannot be read"):
+        restarted.get_forests(batch)
+
+
+def test_dropped_group_leaves_no_file_of_likeliest_tokens(ledger, tmp_path):
+    opd, bad = plugin.build_plugin("algorithm", {"id": "opd", "top_k": 1}), np.zeros((2, 1), TOP_DTYPE)
+    scores = {(f"0.{attempt}", 1): NodeScore(np.full(2, np.nan, np.float32), bad) for attempt in range(2)}
+
+    async def main():
+        core = await open_core(ledger, World(size=2, batch=1), algorithm=opd)
+        await core.issue_groups()
+        await sample_group(core, 0)
+        assert (await core.score_group(0, reference_scores=scores)).batch_group is None
+
+    asyncio.run(main())
+    assert list((tmp_path / "top_logprobs").iterdir()) == []
 
 
 def test_group_without_its_scores_is_dropped(ledger):

@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from ramify.client import InferenceClient
-from ramify.orchestrate.algorithms import AlgorithmConfig
-from ramify.orchestrate.algorithms.opd import Opd
-from ramify.orchestrate.reference_scores import decode_scores, encode_scores, plan_requests, score_annotations
+from ramify.errors import RamifyError
+from ramify.orchestrate.algorithms.opd import Opd, OpdConfig
+from ramify.orchestrate.reference_scores import (
+    NodeScore,
+    decode_scores,
+    encode_scores,
+    plan_requests,
+    score_annotations,
+)
 from ramify.trace import Message, Trace
 from tests.infer.llama import VOCAB, build_core, reference, write_llama
 from tests.infer.serving import run_server
 
 REPLY = 160
-OPD = Opd(AlgorithmConfig())
+OPD = Opd(OpdConfig())
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def test_a_tree_is_scored_with_at_most_a_tenth_more_tokens_than_it_has(served, b
             with torch.no_grad():
                 logprobs = model(path[None]).logits[0].log_softmax(-1)
             expected = logprobs[:-1].gather(1, path[1:, None])[-REPLY:, 0]
-            assert scores[trace.id, node] == pytest.approx(expected.numpy(), abs=1e-3)
+            assert scores[trace.id, node].logprobs == pytest.approx(expected.numpy(), abs=1e-3)
 
 
 def test_requests_that_share_a_scored_prefix_are_sent_one_after_the_other():
@@ -98,7 +104,38 @@ def test_requests_that_share_a_scored_prefix_are_sent_one_after_the_other():
 
 
 def test_scores_survive_their_encoding():
-    scores = {("a", 3): np.array([-0.5, -1.25], np.float32), ("b", 1): np.array([], np.float32)}
+    scores = {("a", 3): NodeScore(np.array([-0.5, -1.25], np.float32)), ("b", 1): NodeScore(np.array([], np.float32))}
     decoded = decode_scores(encode_scores(scores))
     assert decoded.keys() == scores.keys()
-    assert all(np.array_equal(decoded[key], scores[key]) for key in scores)
+    assert all(np.array_equal(decoded[key].logprobs, scores[key].logprobs) for key in scores)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, VOCAB])
+def test_the_engine_returns_the_likeliest_tokens_of_every_position(served, top_k):
+    url, _, model = served
+    (trace,) = build_forked_trace(Random(11))
+    annotations = Opd(OpdConfig(top_k=top_k)).annotate([trace])
+
+    async def score():
+        async with InferenceClient(url) as client:
+            return await score_annotations(client, [trace], annotations, session="top", timeout=60)
+
+    scores = asyncio.run(score())
+    for node in trace.sampled_nodes:
+        path = torch.tensor(trace.graph.path_tokens(node))
+        with torch.no_grad():
+            logprobs = model(path[None]).logits[0].log_softmax(-1)[-REPLY - 1 : -1]
+        top = scores[trace.id, node].top
+        assert top.shape == (REPLY, top_k)
+        assert top["logprob"] == pytest.approx(logprobs.topk(top_k).values.numpy(), abs=1e-3)
+        own = logprobs.gather(1, torch.from_numpy(top["token"].astype(np.int64)))
+        assert top["logprob"] == pytest.approx(own.numpy(), abs=1e-3)
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused_by_name(served):
+    async def score():
+        async with InferenceClient(served[0]) as client:
+            await client.score_top([4, 5, 6], VOCAB + 1)
+
+    with pytest.raises(RamifyError, match=r"top_k|prompt_logprobs"):
+        asyncio.run(score())

@@ -59,7 +59,7 @@ def test_a_decoded_batch_equals_the_encoded_one_and_its_arrays_are_views(seed):
         for name, column in get_columns(expected).items():
             assert get_columns(actual)[name].dtype == column.dtype
             np.testing.assert_array_equal(get_columns(actual)[name], column)
-            if len(column):
+            if column.size:
                 assert np.shares_memory(get_columns(actual)[name], buffer)
         for name in ("traces", "envs", "versions", "media", "flat_tokens", "dropped"):
             assert getattr(actual, name) == getattr(expected, name)

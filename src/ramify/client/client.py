@@ -31,6 +31,7 @@ from ramify.client.http_client import (
 from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused
+from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 from ramify.wire.lifecycle import AsyncService
 
@@ -144,6 +145,23 @@ class InferenceClient(AsyncService):
         """
         return await self._send_with_retries(
             session, timeout, lambda adapter: adapter.score(token_ids, cache_salt, start=start), may_resend=True
+        )
+
+    async def score_top(
+        self,
+        token_ids: Sequence[int],
+        top_k: int,
+        *,
+        session: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        start: int = 0,
+    ) -> tuple[NDArray[np.float32], StructuredArray]:
+        """Return what `score` returns, and the `top_k` likeliest tokens of each position [tokens, top_k].
+
+        They are records of `token` and `logprob`, the likeliest first.
+        """
+        return await self._send_with_retries(
+            session, timeout, lambda adapter: adapter.score_top(token_ids, top_k, start=start), may_resend=True
         )
 
     async def _send_with_retries(

@@ -28,10 +28,12 @@ from ramify.client.generate_api import (
     get_sampled_tokens,
     parse_finish_reason,
     parse_prompt_logprobs,
+    parse_top_logprobs,
 )
 from ramify.client.http_client import HttpClient, read_body, send_request
 from ramify.errors import ImageMissing
 from ramify.trace import VersionRun
+from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 
 MAX_UPLOADS = 3  # of the images of one request; a server may drop an image while others are uploaded
@@ -113,10 +115,24 @@ class EngineAdapter(ABC):
         Tokens before `start` are NaN, and so is the first. An engine that knows `start` does not compute a cached
         prefix before it again.
         """
+        response = await self._send_prompt(token_ids, cache_salt, start=start, num_logprobs=1)
+        return parse_prompt_logprobs(response, token_ids, self.url, start=start)
+
+    async def score_top(
+        self, token_ids: Sequence[int], top_k: int, cache_salt: str | None = None, *, start: int = 0
+    ) -> tuple[NDArray[np.float32], StructuredArray]:
+        """Return what `score` returns, and the `top_k` likeliest tokens of each position [tokens, top_k]."""
+        response = await self._send_prompt(token_ids, cache_salt, start=start, num_logprobs=max(2, top_k))
+        logprobs = parse_prompt_logprobs(response, token_ids, self.url, start=start)
+        return logprobs, parse_top_logprobs(response, self.url, start=start, top_k=top_k)
+
+    async def _send_prompt(
+        self, token_ids: Sequence[int], cache_salt: str | None, *, start: int, num_logprobs: int
+    ) -> GenerateResponse:
         sampling = ClientSampling(temperature=0.0, max_tokens=1, ignore_eos=True)  # one token must be sampled too
         body = self._build_body(GenerateRequest(token_ids, sampling, cache_salt=cache_salt))
-        body["sampling_params"] |= {"prompt_logprobs": 1, **self._build_logprobs_start(start)}
-        return parse_prompt_logprobs(await self._send_generate(body), token_ids, self.url, start=start)
+        body["sampling_params"] |= {"prompt_logprobs": num_logprobs, **self._build_logprobs_start(start)}
+        return await self._send_generate(body)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; running requests are kept (`keep`) or end with the finish reason `abort`."""

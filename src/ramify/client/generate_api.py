@@ -16,6 +16,8 @@ from ramify.client.completion import ClientSampling, FinishReason
 from ramify.errors import ProviderError, TokensRequired
 from ramify.images import ProcessedImage
 from ramify.trace import Usage
+from ramify.trace.annotation import TOP_DTYPE
+from ramify.trace.columns import StructuredArray
 
 GENERATE_PATH = "/inference/v1/generate"
 IMAGES_PATH = "/inference/v1/images"
@@ -181,3 +183,17 @@ def parse_prompt_logprobs(
     except (KeyError, TypeError, ValueError) as error:
         raise ProviderError(f"{server} returned prompt logprobs without the prompt's own tokens: {error!r}") from error
     return np.array([*[np.nan] * first, *logprobs], np.float32)
+
+
+def parse_top_logprobs(response: GenerateResponse, server: str, *, start: int, top_k: int) -> StructuredArray:
+    """Return the `top_k` likeliest tokens at each position [tokens, top_k], as TOP_DTYPE; none before `start`."""
+    tables = response.prompt_logprobs or []
+    top = np.full((len(tables), top_k), np.array((-1, -np.inf), TOP_DTYPE))
+    try:
+        for row, table in zip(top[max(1, start) :], tables[max(1, start) :]):
+            pairs = sorted(((float(entry["logprob"]), int(id)) for id, entry in (table or {}).items()), reverse=True)
+            row["logprob"], row["token"] = zip(*pairs[:top_k])
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"returned fewer than {top_k} likeliest tokens of a prompt's position"
+        raise ProviderError(f"{server} {problem} ({error}); lower top_k") from error
+    return top

@@ -5,7 +5,7 @@ stored traces, identically for any number of ranks, unless they are still in mem
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -13,11 +13,13 @@ import numpy as np
 
 from ramify.errors import BatchCorrupt
 from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization, NormalizationType, normalize_forests
+from ramify.orchestrate.top_logprobs import NodeTops
 from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.batch import Batch, PackSpec, count_entries, pack_forests, split_across_ranks
 
 ReadTraces = Callable[[str], Sequence[Trace]]  # returns the traces of a rollout, given its id
+ReadTops = Callable[[int], NodeTops]  # returns the likeliest tokens of a group, given its number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +73,19 @@ def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | Non
     return groups, content.seq_len
 
 
-def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[Forest]:
-    """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed."""
+def rebuild_forests(
+    stored_batch: BatchRecord, read_traces: ReadTraces, read_tops: ReadTops | None = None
+) -> list[Forest]:
+    """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed.
+
+    `read_tops` is required for a batch that uses the likeliest tokens of a teacher.
+    """
     groups, seq_len = decode_batch(stored_batch)
     forests: list[Forest] = []
     for group in groups:
         traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
+        if read_tops is not None and any(annotation.top_k for annotation in group.annotations):
+            group = _add_tops(group, read_tops(group.number))
         forests.append(group.build_forest(traces, seq_len))
     forests = normalize_groups(groups, forests)
     counts = count_entries(forests)
@@ -85,6 +94,16 @@ def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[
             f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
         )
     return forests
+
+
+def _add_tops(group: BatchGroup, tops: NodeTops) -> BatchGroup:
+    annotations = tuple(
+        replace(annotation, ref_top=top[:, : annotation.top_k])
+        if annotation.top_k and (top := tops.get((annotation.trace_id, annotation.node))) is not None
+        else annotation
+        for annotation in group.annotations
+    )
+    return replace(group, annotations=annotations)
 
 
 def normalize_groups(groups: Sequence[BatchGroup], forests: Sequence[Forest]) -> list[Forest]:
@@ -118,6 +137,7 @@ class _StoredAnnotation(msgspec.Struct, array_like=True):
     ref_kl: float | bytes
     ref_logprobs: float | bytes | None
     kl: float | bytes = 0.0  # batches of earlier versions have none
+    top_k: int = 0  # the likeliest tokens themselves are in a file of the group
 
 
 class _StoredGroup(msgspec.Struct, array_like=True):
@@ -143,6 +163,7 @@ def _encode_group(group: BatchGroup) -> _StoredGroup:
             annotation.node,
             annotation.span,
             *(_encode_value(getattr(annotation, name)) for name in _ANNOTATION_VALUES),
+            top_k=annotation.top_k,
         )
         for annotation in group.annotations
     ]
@@ -160,6 +181,7 @@ def _decode_group(stored_group: _StoredGroup) -> BatchGroup:
             stored.node,
             stored.span,
             *(_decode_value(getattr(stored, name)) for name in _ANNOTATION_VALUES),
+            top_k=stored.top_k,
         )
         for stored in stored_group.annotations
     )

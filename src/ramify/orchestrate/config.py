@@ -101,6 +101,11 @@ class TrainSourceConfig(ServedSourceConfig):
         return self.teacher if self.algorithm["id"] == "sft" else None
 
     @property
+    def top_k(self) -> int:
+        """The number of likeliest tokens that the score model returns at each position."""
+        return self.algorithm.get("top_k", 0) if self.algorithm["id"] == "opd" else 0
+
+    @property
     def score_model(self) -> str | None:
         """The model that scores the rollouts; None if none does."""
         if self.algorithm["id"] == "sft":

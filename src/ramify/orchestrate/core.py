@@ -13,6 +13,7 @@ calls that number groups or batches. A call that has started should not be cance
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from ramify.errors import ConfigInvalid, Failure, TransitionRefused
@@ -30,6 +31,12 @@ from ramify.orchestrate.patience import PatienceCounter
 from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.source_mix import SourceMix
+from ramify.orchestrate.top_logprobs import (
+    has_top_logprobs,
+    read_top_logprobs,
+    remove_top_logprobs,
+    write_top_logprobs,
+)
 from ramify.store import RolloutRecord
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
@@ -186,6 +193,7 @@ class OrchestratorCore:
         async with self._lock_group(group_number) as tracker:
             if tracker is None or group_number in self._scored_groups:
                 return None
+            await self._write_tops(group_number, reference_scores)
             group, states = self._groups[group_number], dict[str, Any]()
             algorithm_state = self._algorithm_states.get(group.source, {})
             scored = score_complete_group(
@@ -250,7 +258,9 @@ class OrchestratorCore:
 
     def get_forests(self, batch: BatchRecord) -> list[Forest]:
         """Return the forests of a batch, from memory or rebuilt from the stored traces."""
-        return self._forests_by_step.get(batch.step) or rebuild_forests(batch, self.ledger.store.read_traces)
+        return self._forests_by_step.get(batch.step) or rebuild_forests(
+            batch, self.ledger.store.read_traces, lambda number: read_top_logprobs(self.ledger.store.path, number)
+        )
 
     async def acknowledge_step(self, step: int) -> None:
         """Record that the trainer has finished a step."""
@@ -336,6 +346,9 @@ class OrchestratorCore:
         if group.state is GroupState.SCORED:
             stored = self.ledger.get_reference_scores(group.number)
             reference_scores = decode_scores(stored) if stored is not None else None
+            if reference_scores and has_top_logprobs(self.ledger.store.path, group.number):
+                tops = read_top_logprobs(self.ledger.store.path, group.number)
+                reference_scores = {key: replace(score, top=tops.get(key)) for key, score in reference_scores.items()}
             algorithm_state = self.ledger.get_algorithm_state(group.number)
             scored = score_complete_group(
                 tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
@@ -361,11 +374,18 @@ class OrchestratorCore:
             await self._drop_locked_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
         return tracker.progress
 
+    async def _write_tops(self, group_number: int, reference_scores: NodeScores | None) -> None:
+        """Write the likeliest tokens of a group, so that they are on disk before the group is scored."""
+        tops = {key: score.top for key, score in (reference_scores or {}).items() if score.top is not None}
+        if tops:
+            await asyncio.to_thread(write_top_logprobs, self.ledger.store.path, group_number, tops)
+
     async def _drop_locked_group(
         self, group_number: int, reason: DropReason, detail: str, states: Mapping[str, Any] | None = None
     ) -> None:
         """Drop a group whose lock is held."""
         await self.ledger.drop_group(group_number, reason, detail, states=states)
+        remove_top_logprobs(self.ledger.store.path, group_number)
         self.patience.record_dropped(reason)
         self.admission.drop_group(group_number)
         self.attempt_queue.remove_group(group_number)

@@ -20,12 +20,19 @@ PROBE_TEXT = "The 13 quick foxes jump.\n\tdef f(x): return {x: 'naïve', 2**10} 
 
 
 async def connect_model(
-    name: str, config: NamedModelConfig, model_dir: Path, stack: AsyncExitStack, *, timeout: float, scores: bool
+    name: str,
+    config: NamedModelConfig,
+    model_dir: Path,
+    stack: AsyncExitStack,
+    *,
+    timeout: float,
+    scores: bool,
+    top_k: int = 0,
 ) -> InferenceClient:
     """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
 
-    With `scores`, they must return logprobs of prompts too. Raises ProviderError if no server answers within `timeout`
-    seconds, TokensRequired or TokenizerMismatch.
+    With `scores`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. Raises
+    ProviderError if no server answers within `timeout` seconds, TokensRequired or TokenizerMismatch.
     """
     client = InferenceClient(config.base_url, ClientConfig(server_wait_timeout=timeout))
     try:
@@ -34,7 +41,9 @@ async def connect_model(
         for url in config.base_url:
             await check_tokenizer(url, tokenizer)
         token_ids = tokenizer.encode(PROBE_TEXT).ids.tolist()
-        if scores:
+        if scores and top_k:
+            await client.score_top(token_ids, top_k, timeout=PROBE_TIMEOUT, start=1)
+        elif scores:
             await client.score(token_ids, timeout=PROBE_TIMEOUT, start=1)
     except RamifyError as error:
         problem = f"models.{name}: {error.message}"

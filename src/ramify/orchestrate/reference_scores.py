@@ -20,12 +20,22 @@ from ramify.errors import BatchCorrupt
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.store.ledger import GroupRecord
 from ramify.trace import Annotation, Trace
-from ramify.trace.columns import Float32Array, Int32Array
+from ramify.trace.columns import Float32Array, Int32Array, StructuredArray
 
 MAX_CONCURRENT_REQUESTS = 64
 
 NodeKey = tuple[str, int]  # trace id and node
-NodeScores = dict[NodeKey, Float32Array]  # logprobs of the annotated tokens of each node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeScore:
+    """The logprobs of the annotated tokens of a node, and the likeliest tokens at each [tokens, k] if they are used."""
+
+    logprobs: Float32Array
+    top: StructuredArray | None = None
+
+
+NodeScores = dict[NodeKey, NodeScore]
 
 
 class ScoreClient(Protocol):
@@ -35,6 +45,18 @@ class ScoreClient(Protocol):
         self, token_ids: Sequence[int], *, session: str | None = None, timeout: float = 600.0, start: int = 0
     ) -> Float32Array:
         """Return the logprob of every token from `start` on."""
+        ...
+
+    async def score_top(
+        self,
+        token_ids: Sequence[int],
+        top_k: int,
+        *,
+        session: str | None = None,
+        timeout: float = 600.0,
+        start: int = 0,
+    ) -> tuple[Float32Array, StructuredArray]:
+        """Return the logprob of every token from `start` on, and the `top_k` likeliest tokens at its position."""
         ...
 
 
@@ -131,24 +153,30 @@ async def score_annotations(
     requests, scores = plan_requests(traces, annotations), NodeScores()
     limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-    async def send(request: ScoreRequest) -> Float32Array:
+    top_k = max((annotation.top_k for annotation in annotations), default=0)
+
+    async def send(request: ScoreRequest) -> tuple[Float32Array, StructuredArray | None]:
+        token_ids = request.token_ids.tolist()
         async with limit:
-            return await client.score(request.token_ids.tolist(), session=session, timeout=timeout, start=request.start)
+            if top_k:
+                return await client.score_top(token_ids, top_k, session=session, timeout=timeout, start=request.start)
+            return await client.score(token_ids, session=session, timeout=timeout, start=request.start), None
 
     for wave in sorted({request.wave for request in requests}):
         in_wave = [request for request in requests if request.wave == wave]
         tasks = [asyncio.create_task(send(request)) for request in in_wave]
         try:
-            for request, logprobs in zip(in_wave, await asyncio.gather(*tasks), strict=True):
-                scores |= {key: logprobs[begin:stop] for key, (begin, stop) in request.spans.items()}
+            for request, (logprobs, top) in zip(in_wave, await asyncio.gather(*tasks), strict=True):
+                for key, (begin, stop) in request.spans.items():
+                    scores[key] = NodeScore(logprobs[begin:stop], None if top is None else top[begin:stop])
         finally:
             await cancel_all(tasks)
     return scores
 
 
 def encode_scores(scores: NodeScores) -> bytes:
-    """Return the scores as the ledger stores them."""
-    rows = [(trace_id, node, np.asarray(values, "<f4").tobytes()) for (trace_id, node), values in scores.items()]
+    """Return the scores as the ledger stores them, without the likeliest tokens."""
+    rows = [(trace_id, node, np.asarray(score.logprobs, "<f4").tobytes()) for (trace_id, node), score in scores.items()]
     return msgspec.msgpack.encode(rows)
 
 
@@ -156,6 +184,6 @@ def decode_scores(data: bytes) -> NodeScores:
     """Return the scores that `encode_scores` encoded. Raises BatchCorrupt."""
     try:
         rows = msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]])
-        return {(trace_id, node): np.frombuffer(values, "<f4") for trace_id, node, values in rows}
+        return {(trace_id, node): NodeScore(np.frombuffer(values, "<f4")) for trace_id, node, values in rows}
     except (msgspec.MsgspecError, ValueError) as error:
         raise BatchCorrupt(f"stored reference scores cannot be read: {error}") from error

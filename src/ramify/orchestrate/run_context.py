@@ -148,7 +148,10 @@ class RunContext:
         scorers: dict[str, ScoreModel] = {}
         for name in dict.fromkeys([*score_names.values(), *sampler_names]):
             model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
-            client = await connect_model(name, models[name], model_dir, stack, timeout=timeout, scores=is_scorer)
+            top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
+            client = await connect_model(
+                name, models[name], model_dir, stack, timeout=timeout, scores=is_scorer, top_k=top_k
+            )
             scorers[name] = ScoreModel(name, client, timeout)
         return {source: scorers[name] for source, name in score_names.items()}
 

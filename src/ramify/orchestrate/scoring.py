@@ -127,12 +127,13 @@ def _score_rewarded_group(
 
 
 def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, trainer_scores: bool) -> Annotation:
-    logprobs = reference_scores.get((annotation.trace_id, annotation.node))
+    score = reference_scores.get((annotation.trace_id, annotation.node))
     if trainer_scores and annotation.needs_reference:
         return replace(annotation, ref_logprobs=START_LOGPROB)
-    if logprobs is None or annotation.ref_logprobs is not None:
+    if score is None or annotation.ref_logprobs is not None:
         return annotation
-    return replace(annotation, ref_logprobs=logprobs)
+    top = score.top if annotation.top_k else None
+    return replace(annotation, ref_logprobs=score.logprobs, ref_top=None if top is None else top[:, : annotation.top_k])
 
 
 def _build_attempt_notes(

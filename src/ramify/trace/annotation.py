@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ramify.trace.columns import Float32Array
+from ramify.trace.columns import Float32Array, StructuredArray
 from ramify.trace.trace import Trace
 
 TokenWeight = float | Float32Array
+
+# One of the likeliest tokens at a position, and its logprob; the token -1 fills rows with fewer of them.
+TOP_DTYPE = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -28,6 +31,8 @@ class Annotation:
       reference, and as a penalty (the k3 estimator).
     - `ref_logprobs`: the logprobs of the tokens under the reference model. The orchestrator adds those that are missing
       where `ref_kl` or `kl` is not zero.
+    - `top_k`: the number of likeliest tokens of the reference that `ref_kl` uses. 0: only the sampled token.
+    - `ref_top`: these tokens with their logprobs [tokens, top_k], as `TOP_DTYPE`; the orchestrator adds them too.
     """
 
     trace_id: str
@@ -39,6 +44,8 @@ class Annotation:
     ref_kl: TokenWeight = 0.0
     ref_logprobs: TokenWeight | None = None
     kl: TokenWeight = 0.0
+    top_k: int = 0
+    ref_top: StructuredArray | None = None
 
     @property
     def needs_reference(self) -> bool:

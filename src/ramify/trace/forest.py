@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.columns import Float32Array, Int32Array, StructuredArray, concat_ranges, concat_tables
 from ramify.trace.message import Media
 from ramify.trace.version import PolicyVersion
@@ -63,6 +64,7 @@ class Targets:
     ref_kl: Float32Array
     ref_logprob: Float32Array  # of the reference model; NaN if unknown, START_LOGPROB if the trainer computes it
     kl: Float32Array
+    ref_top: StructuredArray  # [targets, k], as TOP_DTYPE: the reference's likeliest tokens; k is 0 if ref_kl uses none
 
     def __len__(self) -> int:
         return len(self.token)
@@ -74,13 +76,26 @@ class Targets:
     @classmethod
     def concat(cls, parts: Sequence["Targets"]) -> "Targets":
         """Return the entries of all parts, in order."""
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _TARGET_COLUMNS))
+        columns = {name: [getattr(part, name) for part in parts] for name in _TARGET_COLUMNS}
+        top_k = max(part.ref_top.shape[1] for part in parts)
+        columns["ref_top"] = [widen_top(part.ref_top, top_k) for part in parts]
+        return cls(*(np.concatenate(arrays) for arrays in columns.values()))
 
     @classmethod
     def empty(cls) -> "Targets":
         """Return targets without entries."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-        return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats, floats)
+        top = np.empty((0, 0), TOP_DTYPE)
+        return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats, floats, top)
+
+
+def widen_top(top: StructuredArray, top_k: int) -> StructuredArray:
+    """Return rows of likeliest tokens with `top_k` columns; the new ones hold no token."""
+    if top.shape[1] == top_k:
+        return top
+    widened = np.full((len(top), top_k), np.array((-1, -np.inf), TOP_DTYPE))
+    widened[:, : top.shape[1]] = top
+    return widened
 
 
 _TARGET_COLUMNS = tuple(column.name for column in fields(Targets))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TraceInvalid, ValueNotFinite
-from ramify.trace.annotation import AnnotatedTrace, Annotation
+from ramify.trace.annotation import TOP_DTYPE, AnnotatedTrace, Annotation
 from ramify.trace.columns import (
     NODE_DTYPE,
     VERSION_DTYPE,
@@ -61,6 +61,7 @@ def build_targets(
         ref_kl=_expand_per_token(annotations, "ref_kl", spans.lengths),
         ref_logprob=_expand_per_token(annotations, "ref_logprobs", spans.lengths),
         kl=_expand_per_token(annotations, "kl", spans.lengths),
+        ref_top=_expand_top(annotations, spans.lengths),
     )
     on_policy = (targets.rl != 0) | (targets.ref_kl != 0) | (targets.kl != 0)
     trained = on_policy | (targets.ce != 0)
@@ -313,6 +314,23 @@ def _expand_per_token(annotations: Sequence[Annotation], name: str, lengths: Int
     return np.concatenate(parts)
 
 
+def _expand_top(annotations: Sequence[Annotation], lengths: Int32Array) -> StructuredArray:
+    """Return the reference's likeliest tokens [targets, k], k being the largest `top_k`."""
+    top_k = max((annotation.top_k for annotation in annotations), default=0)
+    top = np.full((int(lengths.sum()), top_k), np.array((-1, -np.inf), TOP_DTYPE))
+    stops = np.cumsum(lengths).tolist()
+    for annotation, stop, length in zip(annotations, stops, lengths.tolist(), strict=True):
+        if annotation.ref_top is None or not annotation.top_k:
+            continue
+        if annotation.ref_top.shape != (length, annotation.top_k):
+            raise TraceInvalid(
+                f"ref_top of node {annotation.node} of trace {annotation.trace_id!r} has shape "
+                f"{annotation.ref_top.shape}: expected {(length, annotation.top_k)}"
+            )
+        top[stop - length : stop, : annotation.top_k] = annotation.ref_top
+    return top
+
+
 def _reject_untrainable(
     concatenated: _ConcatenatedTraces,
     annotated_traces: Sequence[AnnotatedTrace],
@@ -327,6 +345,7 @@ def _reject_untrainable(
     has_reference = (targets.ref_kl != 0) | (targets.kl != 0)
     not_trainable = concatenated.nodes["trainable"][spans.node_indices] == 0
     tempered = np.array([annotated.temperature != 1 for annotated in annotated_traces], bool)[spans.trace_indices]
+    uses_top = np.array([annotation.top_k > 0 for annotation in annotations], bool)
     finite = np.isfinite(targets.advantage)
     for name in LOSS_COMPONENTS:
         finite &= np.isfinite(getattr(targets, name))
@@ -336,6 +355,9 @@ def _reject_untrainable(
         ),
         "has a ref_kl or kl weight but no finite reference logprob": (
             lambda: has_reference & ~(np.isfinite(targets.ref_logprob) | (targets.ref_logprob == START_LOGPROB))
+        ),
+        "has a ref_kl weight with top_k but not the likeliest tokens of the reference": lambda: (
+            (targets.ref_kl != 0) & uses_top[targets.call] & ~np.isfinite(targets.ref_top["logprob"]).any(1)
         ),
         "has an advantage or weight that is not finite": lambda: ~finite,
     }

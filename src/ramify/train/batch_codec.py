@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ramify.errors import BatchCorrupt, TraceCorrupt
 from ramify.trace import DroppedTargets, Forest, Media, MediaSpan, PolicyVersion, Targets
+from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.codec import ALIGNMENT, align_up, byte_view, split_body
 from ramify.trace.forest import CALL_DTYPE, SEGMENT_DTYPE
 from ramify.train.batch import Batch
@@ -26,7 +27,9 @@ from ramify.train.batch import Batch
 MAGIC = b"RMFB"
 _PREAMBLE = struct.Struct("<4sII4x")
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
-_TARGET_DTYPES = {column.name: _INT if index < 5 else _FLOAT for index, column in enumerate(fields(Targets))}
+_TOP_COLUMN = "ref_top"  # the only one with two dimensions
+_TARGET_NAMES = [column.name for column in fields(Targets) if column.name != _TOP_COLUMN]
+_TARGET_DTYPES = {name: _INT if index < 5 else _FLOAT for index, name in enumerate(_TARGET_NAMES)}
 
 
 class _PackHeader(msgspec.Struct, array_like=True):
@@ -44,6 +47,7 @@ class _PackHeader(msgspec.Struct, array_like=True):
     flat_tokens: int
     too_long: tuple[tuple[str, int], ...]
     cut_tokens: int
+    top_k: int = 0
 
 
 class _BatchHeader(msgspec.Struct, array_like=True):
@@ -74,11 +78,13 @@ def encode_batch(batch: Batch) -> bytes:
                 flat_tokens=pack.flat_tokens,
                 too_long=pack.dropped.overlong_calls,
                 cut_tokens=pack.dropped.num_truncated_tokens,
+                top_k=pack.targets.ref_top.shape[1] if pack.targets.ref_top.size else 0,
             )
         )
         columns += [pack.token_ids, pack.position_ids, pack.subtree_end]
         columns += [getattr(pack.targets, name) for name in _TARGET_DTYPES]
         columns += [pack.calls, pack.segments]
+        columns += [pack.targets.ref_top] if pack.targets.ref_top.size else []
     header = msgspec.msgpack.encode(_BatchHeader(batch.step, dict(batch.entry_counts), headers))
     parts = [part for data in (header, *map(byte_view, columns)) for part in (data, bytes(-len(data) % ALIGNMENT))]
     crc = 0
@@ -115,17 +121,22 @@ def _list_columns(header: _PackHeader) -> list[tuple[np.dtype[Any], tuple[int, .
         *((dtype, (header.num_targets,)) for dtype in _TARGET_DTYPES.values()),
         (CALL_DTYPE, (header.num_sequences,)),
         (SEGMENT_DTYPE, (header.num_segments,)),
+        *([(TOP_DTYPE, (header.num_targets, header.top_k))] if header.top_k else []),
     ]
 
 
 def _decode_forest(header: _PackHeader, columns: Iterator[npt.NDArray[Any]]) -> Forest:
+    token_ids, position_ids, subtree_end = islice(columns, 3)
+    target_columns = list(islice(columns, len(_TARGET_DTYPES)))
+    calls, segments = islice(columns, 2)
+    ref_top = next(columns) if header.top_k else np.empty((header.num_targets, 0), TOP_DTYPE)
     return Forest(
-        token_ids=next(columns),
-        position_ids=next(columns),
-        subtree_end=next(columns),
-        targets=Targets(*islice(columns, len(_TARGET_DTYPES))),
-        calls=next(columns),
-        segments=next(columns),
+        token_ids=token_ids,
+        position_ids=position_ids,
+        subtree_end=subtree_end,
+        targets=Targets(*target_columns, ref_top=ref_top),
+        calls=calls,
+        segments=segments,
         traces=header.traces,
         envs=header.envs,
         versions=tuple(PolicyVersion(*version) for version in header.versions),

@@ -26,16 +26,31 @@ def compute_logprobs(
 
     Gradients flow through the logprob only.
     """
-    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature)
+    no_ids = target_ids.new_empty(len(target_ids), 0)
+    return compute_top_logprobs(hidden, weight, bias, target_ids, temperature, no_ids)[:2]
+
+
+def compute_top_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: Tensor, top_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `compute_logprobs` returns, and the logprobs of the tokens `top_ids` [rows, k] with gradients."""
+    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids)
     return result
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, inv_temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_ids: Tensor,
+        inv_temperature: Tensor,
+        top_ids: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
         reduce_logits = _compile_for_device(_compute_logprob_entropy_lse, hidden.device.type)
         kept_logits: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
         for rows in _split_rows(len(hidden), len(weight), hidden):
@@ -43,14 +58,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
                 logits, target_ids[rows], inv_temperature[rows]
             )
+            if top_ids.shape[1]:
+                top_logits = logits.gather(1, top_ids[rows]).float() * inv_temperature[rows, None]
+                top_logprob[rows] = top_logits - logsumexp[rows, None]
             kept_logits.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, target_ids, inv_temperature, logsumexp, *kept_logits)
+        ctx.save_for_backward(hidden, weight, bias, target_ids, inv_temperature, top_ids, logsumexp, *kept_logits)
         ctx.mark_non_differentiable(entropy)
-        return logprob, entropy
+        return logprob, entropy, top_logprob
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target_ids, inv_temperature, logsumexp, *kept_logits = ctx.saved_tensors
+        hidden, weight, bias, target_ids, inv_temperature, top_ids, logsumexp, *kept_logits = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         chunks = _split_rows(len(hidden), len(weight), hidden)
         single_chunk = hidden.is_cuda and len(chunks) == 1  # one product needs no float32 accumulator
@@ -63,6 +81,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_logits = compute_gradient(
                 logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows]
             )
+            if top_ids.shape[1]:
+                d_logits += _compute_top_gradient(
+                    logits, top_ids[rows], inv_temperature[rows], logsumexp[rows], grads[2][rows]
+                )
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if needs_weight_grad:
                 d_weight = _accumulate_matmul(d_weight, d_logits.t(), hidden[rows])
@@ -72,6 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
+            None,
             None,
             None,
         )
@@ -94,6 +117,15 @@ def _compute_logits_gradient(
     gradient = -(logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp() * weight
     token_ids = torch.arange(logits.shape[1], device=logits.device)
     return torch.where(token_ids == target_ids[:, None], gradient + weight, gradient).to(logits.dtype)
+
+
+def _compute_top_gradient(
+    logits: Tensor, top_ids: Tensor, inv_temperature: Tensor, logsumexp: Tensor, grad: Tensor
+) -> Tensor:
+    """Return Σ over the k tokens of (1 at the token − probability) · grad / temperature."""
+    weights = grad * inv_temperature[:, None]
+    probability = (logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp()
+    return (-probability * weights.sum(1, keepdim=True)).scatter_add_(1, top_ids, weights).to(logits.dtype)
 
 
 @cache

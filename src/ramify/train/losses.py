@@ -33,6 +33,8 @@ class Entries:
     - `advantage`: the advantage of each entry.
     - `reference_logprob`: under the reference model; NaN where it is unknown.
     - `sequence_index`: the model call that each entry belongs to, from 0 to `num_sequences` - 1.
+    - `top_logprob`, `reference_top_logprob`: under the trained policy and the reference model, the logprobs of the
+      likeliest tokens of the reference [entries, k]; -inf where an entry has fewer. None unless `ref_kl` uses them.
     """
 
     logprob: Tensor
@@ -41,6 +43,8 @@ class Entries:
     reference_logprob: Tensor
     sequence_index: Tensor
     num_sequences: int
+    top_logprob: Tensor | None = None
+    reference_top_logprob: Tensor | None = None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -66,6 +70,8 @@ class LossTerm(NamedTuple):
 
 LossFunction = Callable[[Entries], LossTerm]
 
+MIN_REST = 1e-6  # smallest probability of all tokens but the likeliest ones; below it, float32 has rounding errors only
+
 
 def ce(entries: Entries) -> LossTerm:
     """Cross entropy, the loss of supervised training: −log π."""
@@ -73,10 +79,31 @@ def ce(entries: Entries) -> LossTerm:
 
 
 def ref_kl(entries: Entries, *, tau: float = 1e-3) -> LossTerm:
-    """Reverse KL to the reference model, estimated on sampled tokens: −sg(log π_ref − log π)·ρ + τ·(log ρ)²."""
+    """Reverse KL to the reference model, estimated on sampled tokens: −sg(log π_ref − log π)·ρ + τ·(log ρ)².
+
+    Entries with the likeliest tokens of the reference have the KL over these and the rest instead.
+    """
     log_ratio = entries.log_ratio
     gap = (entries.reference_logprob - entries.logprob).detach()
-    return LossTerm(-gap * log_ratio.exp() + tau * log_ratio**2)
+    loss = -gap * log_ratio.exp() + tau * log_ratio**2
+    if entries.top_logprob is None or entries.reference_top_logprob is None:
+        return LossTerm(loss)
+    has_top = entries.reference_top_logprob.isfinite().any(1)
+    return LossTerm(compute_top_kl(entries.top_logprob, entries.reference_top_logprob).where(has_top, loss))
+
+
+def compute_top_kl(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
+    """Return Σ π·(log π − log π_ref) over the given tokens [entries, k] and, as one more outcome, all other tokens.
+
+    Outcomes that are merged differ less than they do one by one, so this is a lower bound of the KL. It is equal to the
+    KL if the tokens are the whole vocabulary. A logprob of -inf under the reference means that there is no token.
+    """
+    present = reference_logprob.isfinite()
+    probability = logprob.exp() * present
+    reference = reference_logprob.masked_fill(~present, 0.0)
+    reference_probability = reference.exp() * present
+    rest, reference_rest = ((1 - p.sum(1)).clamp(min=MIN_REST) for p in (probability, reference_probability))
+    return (probability * (logprob - reference)).sum(1) + rest * (rest.log() - reference_rest.log())
 
 
 def kl(entries: Entries) -> LossTerm:

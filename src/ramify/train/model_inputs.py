@@ -24,6 +24,7 @@ from ramify.train.losses import Entries
 from ramify.train.step_images import StepImages
 
 CPU = torch.device("cpu")
+TOP_COMPONENT = "ref_kl"  # the component that may use the likeliest tokens of the reference
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +35,17 @@ class HeadInputs:
     target_ids: Tensor  # [pairs] the token to predict
     temperature: Tensor  # [pairs]
     pair_index: Tensor  # [entries] the pair that scores each entry
+    top_ids: Tensor  # [pairs, k] the reference's likeliest tokens; 0 where there is none
+    reference_top_logprob: Tensor  # [entries, k] their logprobs; -inf where there is none
     component_entries: dict[str, Tensor]  # component: indices of its entries
     component_weights: dict[str, Tensor]  # component: their weights
     all_entries: Entries  # without `logprob`, which is empty
 
-    def select_entries(self, component: str, logprob: Tensor) -> Entries:
-        """Return the entries of a component, given the logprob of every entry."""
+    def select_entries(self, component: str, logprob: Tensor, top_logprob: Tensor | None = None) -> Entries:
+        """Return the entries of a component, given the logprob of every entry and of its likeliest tokens."""
         index, entries = self.component_entries[component], self.all_entries
+        if component != TOP_COMPONENT or top_logprob is None or not top_logprob.shape[1]:
+            top_logprob = None
         return Entries(
             logprob[index],
             entries.sampler_logprob[index],
@@ -48,6 +53,8 @@ class HeadInputs:
             entries.reference_logprob[index],
             entries.sequence_index[index],
             entries.num_sequences,
+            None if top_logprob is None else top_logprob[index],
+            None if top_logprob is None else self.reference_top_logprob[index],
         )
 
 
@@ -138,16 +145,22 @@ def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: t
         targets.ref_logprob,
         targets.call.astype(np.int64),
         pair_index,
+        _pad_pairs(_list_top_ids(forest, len(hidden_index), pair_index), multiple),
+        np.ascontiguousarray(targets.ref_top["logprob"]),
         *component_entries.values(),
         *(getattr(targets, name)[index] for name, index in component_entries.items()),
     ]
     tensors = iter(copy_to_device(columns, device))
-    hidden, target, temperatures, sampler, advantage, reference, sequence, pairs = islice(tensors, 8)
+    hidden, target, temperatures, sampler, advantage, reference, sequence, pairs, top_ids, top_logprob = islice(
+        tensors, 10
+    )
     return HeadInputs(
         hidden_index=hidden,
         target_ids=target,
         temperature=temperatures,
         pair_index=pairs,
+        top_ids=top_ids,
+        reference_top_logprob=top_logprob,
         component_entries=dict(zip(component_entries, tensors)),
         component_weights=dict(zip(component_entries, tensors)),
         all_entries=Entries(torch.empty(0), sampler, advantage, reference, sequence, len(forest.calls)),
@@ -166,12 +179,22 @@ def _list_scored_pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return hidden_index[codes // count], target_ids[codes // count], temperatures[codes % count], pair_index
 
 
+def _list_top_ids(forest: Forest, num_pairs: int, pair_index: np.ndarray) -> np.ndarray:
+    """Return the reference's likeliest tokens of each pair [pairs, k]; entries of a pair have the same context."""
+    top = forest.targets.ref_top
+    top_ids = np.zeros((num_pairs, top.shape[1]), np.int64)
+    if top_ids.size:
+        top_ids[pair_index] = np.maximum(top["token"], 0)
+    return top_ids
+
+
 def _pad_pairs(column: np.ndarray, multiple: int) -> np.ndarray:
     """Pad a column of pairs to a multiple, with pairs that no entry points to.
 
     At least one pair remains, so that a pack without targets takes part in every collective of the backward pass.
     """
-    return np.concatenate([column, np.ones(-len(column) % multiple if len(column) else multiple, column.dtype)])
+    num_padding = -len(column) % multiple if len(column) else multiple
+    return np.concatenate([column, np.ones((num_padding, *column.shape[1:]), column.dtype)])
 
 
 def _build_chain_grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import START_REFERENCE_COUNT
-from ramify.train.lm_head import compute_logprobs
+from ramify.train.lm_head import compute_top_logprobs
 from ramify.train.lora import disable_adapters
 from ramify.train.losses import LossFunction, ce, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
@@ -72,11 +72,11 @@ class PolicyModel(nn.Module):
         """Compute the pack's share of the loss of its batch, which has `entry_counts` entries of each component."""
         if entry_counts.get(START_REFERENCE_COUNT):  # in every pack: ranks run the same collectives
             self._add_start_logprobs(inputs)
-        logprob, entropy = self.compute_logprobs(inputs)
+        logprob, entropy, top_logprob = self._run_model(inputs)
         losses: dict[str, Tensor] = {}
         masked: Tensor | None = None
         for component, weights in inputs.head_inputs.component_weights.items():
-            term = self.losses[component](inputs.head_inputs.select_entries(component, logprob))
+            term = self.losses[component](inputs.head_inputs.select_entries(component, logprob, top_logprob))
             losses[component] = (weights * term.loss).sum() / entry_counts[component]
             masked = term.masked if component == "rl" else masked
         loss = sum(losses.values(), start=torch.zeros((), device=logprob.device)) if losses else 0.0 * logprob.sum()
@@ -96,6 +96,10 @@ class PolicyModel(nn.Module):
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the logprob and the entropy of every entry; for a pack without entries, those of its padding pairs."""
+        return self._run_model(inputs)[:2]
+
+    def _run_model(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logprob, entropy, and the logprobs of the reference's likeliest tokens [entries, k]."""
         limit = self.max_positions
         if limit is not None and (position := inputs.forest.position_ids.max(initial=0)) >= limit:
             problem = f"position {position} exceeds the longrope limit of {limit}"
@@ -112,11 +116,18 @@ class PolicyModel(nn.Module):
         head_inputs = inputs.head_inputs  # built here, while the device runs the layers
         hidden = decoder_output.last_hidden_state.flatten(0, 1).index_select(0, head_inputs.hidden_index)
         head = self.model.get_output_embeddings()
-        logprob, entropy = compute_logprobs(
-            hidden, head.weight, getattr(head, "bias", None), head_inputs.target_ids, head_inputs.temperature
+        logprob, entropy, top_logprob = compute_top_logprobs(
+            hidden,
+            head.weight,
+            getattr(head, "bias", None),
+            head_inputs.target_ids,
+            head_inputs.temperature,
+            head_inputs.top_ids,
         )
         pair_index = head_inputs.pair_index
-        return (logprob[pair_index], entropy[pair_index]) if len(pair_index) else (logprob, entropy)
+        if not len(pair_index):
+            return logprob, entropy, top_logprob
+        return logprob[pair_index], entropy[pair_index], top_logprob[pair_index]
 
 
 def load_policy(
