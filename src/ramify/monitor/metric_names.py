@@ -60,6 +60,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "staleness/max": "maximum staleness of the groups of the batch",
         "rollouts_per_s": "rollouts per second, over the last minute",
         "tokens_per_s": "sampled tokens per second, over the last minute",
+        "time/unix": "Unix time at which the batch was formed",
         "time/train": "seconds from serving a batch to its acknowledgement",
         "time/swap": "seconds to update the engines' weights",
     },

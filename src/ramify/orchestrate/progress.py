@@ -135,6 +135,7 @@ class RunProgress:
             self._last_trainable_counts = (totals.num_trainable_rollouts, totals.num_rollouts)
         values["rollouts_per_s"], values["tokens_per_s"] = self.get_throughput()
         values["rollouts"] = totals.num_rollouts / max(1, len(staleness_by_step))
+        values["time/unix"] = time.time()
         for step, staleness in staleness_by_step.items():
             metrics = dict(values)
             if staleness:
