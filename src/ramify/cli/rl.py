@@ -1,9 +1,11 @@
 """`ramify rl @ config.toml`: train a model with RL, with all processes of the run; rerun to resume."""
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from urllib.parse import quote
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
@@ -19,6 +21,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
   --fresh       start over; the old run directory is renamed
   --accept-changes  resume although an environment has changed; the change is recorded
   --dry-run     check the configuration, print the plan, and exit
+  --view        show the run on a local page while it runs, as `ramify view` does
 
 Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
 with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped with a checkpoint, 130 interrupted.
@@ -26,18 +29,19 @@ with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped 
 All keys:
 """
 
-COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
+COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run", "--view")
 
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, and print its plan or run it."""
-    (fresh, accept, dry), rest = pop_flags(argv, COMMAND_FLAGS)
+    (fresh, accept, dry, view), rest = pop_flags(argv, COMMAND_FLAGS)
     args = expand_arguments(rest)
     config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
     with add_origins(RunConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)
-        return _train(config, argv, fresh=fresh, accept=accept)
+        with _serve_page(config) if view else contextlib.nullcontext():
+            return _train(config, argv, fresh=fresh, accept=accept)
 
 
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
@@ -49,6 +53,17 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     check_start(config, fresh=fresh, accept_changes=accept)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
     return 0
+
+
+@contextlib.contextmanager
+def _serve_page(config: RunConfig) -> Generator[None]:
+    """Serve the page of the run's folder, and open it in a browser."""
+    from ramify.view.serving import open_browser, serve_in_thread  # loaded here, not for help
+
+    with serve_in_thread(config.path.parent) as address:
+        print(f"the run is shown at {address}", flush=True)
+        open_browser(f"{address}/#/run/{quote(config.path.name)}")
+        yield
 
 
 def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool) -> int:

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,30 +14,43 @@ DEFAULT_PORT = 7420
 
 def run(argv: Sequence[str]) -> int:
     """Serve the page until interrupted, or write a file."""
-    options = _build_parser().parse_args(argv)
+    parser = _build_parser()
+    options = parser.parse_args(argv)
+    if options.rollout and not options.export:
+        parser.error("--rollout chooses what is exported; give --export FILE too")
+    if options.export:
+        return _export(Path(options.outputs), Path(options.export), options.rollout)
     asyncio.run(_serve(options))
+    return 0
+
+
+def _export(outputs: Path, file: Path, rollouts: Sequence[str]) -> int:
+    """Write one run to a file. `outputs` is its directory, or its name in ./outputs."""
+    from ramify.cli.run_lookup import find_run  # loaded here, not for help
+    from ramify.view.export import export_run, find_only_run
+    from ramify.view.queries import RunQueries
+
+    with contextlib.closing(RunQueries(outputs if outputs.is_dir() else find_run(str(outputs)))) as queries:
+        count = export_run(queries, find_only_run(queries), file, rollouts)
+    print(f"wrote {file}, with {count} rollout{'' if count == 1 else 's'}")
     return 0
 
 
 async def _serve(options: argparse.Namespace) -> None:
     """Serve the page until SIGINT or SIGTERM."""
-    from ramify.view.access import is_loopback, make_token  # loaded here, not for help
-    from ramify.view.queries import RunQueries
-    from ramify.view.server import build_app
-    from ramify.wire.http_server import HttpServer
+    from ramify.view.serving import open_browser, serve_page  # loaded here, not for help
 
-    token = None if is_loopback(options.host) else make_token()
-    queries, stop = RunQueries(Path(options.outputs)), asyncio.Event()
-    app = build_app(queries, token=token, hosts=tuple(options.allow_host))
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with contextlib.closing(queries):
-        async with HttpServer(app, options.host, options.port, name="--port") as server:
-            address = server.address + (f"/?token={token}" if token else "")
-            print(f"the runs in {options.outputs} are shown at {address}; stop with Ctrl-C", flush=True)
-            if options.open:
-                webbrowser.open(address)
-            await stop.wait()
+
+    def announce(address: str) -> None:
+        print(f"the runs in {options.outputs} are shown at {address}; stop with Ctrl-C", flush=True)
+        if options.open:
+            open_browser(address)
+
+    folder, hosts = Path(options.outputs), options.allow_host
+    await serve_page(folder, stop, announce, host=options.host, port=options.port, allowed_hosts=hosts)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -56,6 +68,10 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="host name under which a proxy serves the page",
+    )
+    parser.add_argument("--export", metavar="FILE", help="write the run OUTPUTS as one HTML file, and exit")
+    parser.add_argument(
+        "--rollout", action="append", default=[], metavar="ID", help="rollout in the file (the worst and the best)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     return parser

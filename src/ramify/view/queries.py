@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores
 from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
@@ -142,6 +142,21 @@ class RunQueries:
             _add_training(store, selected)
         facets = index.get_facets()
         return {"total": total, "rows": selected, "indexed": fraction, "page_size": PAGE_SIZE, "facets": facets}
+
+    def get_row(self, run: str, id: str) -> dict[str, Any]:
+        """Return the row of one rollout in the list."""
+        path = self.folder.find_run(run)
+        rows = self._indexes.get(path).select_ids([id])
+        if not rows:
+            raise ConfigInvalid(f"{path} has no rollout {id!r}")
+        with open_last_commit(path) as store:
+            _add_training(store, rows)
+        return rows[0]
+
+    def wait_for_index(self, run: str, timeout: float) -> None:
+        """Wait until all rollouts of a run are indexed. Raises DeadlineExceeded."""
+        if self._indexes.get(self.folder.find_run(run)).refresh(wait=timeout) < 1.0:
+            raise DeadlineExceeded(f"the rollouts of {run} were not indexed within {timeout:g} s")
 
     def get_excerpts(self, run: str, ids: Sequence[str]) -> dict[str, str]:
         """Return the beginning of the last reply of each rollout."""

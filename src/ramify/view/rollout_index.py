@@ -128,6 +128,13 @@ class RolloutIndex:
             page = connection.execute(query, (*values, limit, offset)).fetchall()
         return total, [dict(zip(ROW_COLUMNS, row)) for row in page]
 
+    def select_ids(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows of these rollouts."""
+        columns, marks = ", ".join(ROW_COLUMNS), ", ".join("?" * len(ids))
+        with self._connect() as connection:
+            rows = connection.execute(f"SELECT {columns} FROM rows WHERE id IN ({marks})", ids).fetchall()
+        return [dict(zip(ROW_COLUMNS, row)) for row in rows]
+
     def get_facets(self) -> Mapping[str, Mapping[str, int]]:
         """Return the number of rollouts of each source, stop reason and error."""
         with self._connect() as connection:

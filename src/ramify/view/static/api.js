@@ -13,12 +13,8 @@ export class RequestError extends Error {
 }
 
 export async function get(path, params = {}) {
+  if (answers) return findAnswer(path, params);
   const entries = listParams(params);
-  if (answers) {
-    const answer = answers.get(JSON.stringify([path, [...entries].sort()]));
-    if (answer === undefined) throw new RequestError("not in this file", "This file holds a part of a run; open the run itself with ramify view.");
-    return answer;
-  }
   const query = new URLSearchParams(entries).toString();
   let response;
   try {
@@ -30,6 +26,15 @@ export async function get(path, params = {}) {
   const body = isJson ? await response.json() : await response.text();
   if (!response.ok) throw new RequestError(body.name ?? `status ${response.status}`, body.message ?? String(body));
   return body;
+}
+
+// A file has one answer with all metrics, and one for the tokens of each message.
+function findAnswer(path, params) {
+  if (path === "tokens" && params.node.length > 1) return params.node.flatMap((node) => findAnswer(path, { ...params, node: [node] }));
+  const entries = listParams(path === "metrics" ? { run: params.run } : params);
+  const answer = answers.get(JSON.stringify([path, entries.sort()]));
+  if (answer === undefined) throw new RequestError("not in this file", "This file holds a part of a run; open the run itself with ramify view.");
+  return answer;
 }
 
 export function fileAddress(path, params) {

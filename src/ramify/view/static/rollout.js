@@ -221,7 +221,7 @@ function drawMessage(run, rollout, trace, node, tree, selected, select) {
       { class: "message-body" },
       node.reasoning ? h("details", { class: "reasoning", open: true }, h("summary", {}, "Reasoning"), renderText(node.reasoning)) : null,
       text,
-      node.chars > node.text.length ? moreButton(run, rollout, trace, node, text) : null,
+      node.chars > node.text.length ? (isExport ? h("p", { class: "muted" }, `${formatCount(node.chars - node.text.length)} more characters are not in this file.`) : moreButton(run, rollout, trace, node, text)) : null,
       (node.media ?? []).map((media) => drawMedia(run, rollout, media)),
       (node.calls ?? []).map((call) => h("div", { class: "call" }, h("span", { class: "call-name" }, `→ ${call.name}`), codeBlock(prettyJson(call.arguments) ?? call.arguments))),
       !node.chars && !node.calls && !node.media && !node.reasoning ? h("span", { class: "muted" }, "empty") : null,

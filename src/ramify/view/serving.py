@@ -1,0 +1,70 @@
+"""Serves the page: in the event loop of a command, or in a thread beside a run."""
+
+import asyncio
+import contextlib
+import threading
+import webbrowser
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from ramify.view.access import is_loopback, make_token
+from ramify.view.queries import RunQueries
+from ramify.view.server import build_app
+from ramify.wire.http_server import HttpServer
+
+START_TIMEOUT = 20.0  # seconds, for the thread
+STOP_TIMEOUT = 10.0
+
+
+async def serve_page(
+    folder: Path,
+    stop: asyncio.Event,
+    on_address: Callable[[str], None],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allowed_hosts: Sequence[str] = (),
+) -> None:
+    """Serve the runs in a folder until `stop` is set; `on_address` gets the address, with the token if one is needed.
+
+    Raises PortTaken if the port is in use, and ConfigInvalid if the host is no address of this machine.
+    """
+    token = None if is_loopback(host) else make_token()
+    with contextlib.closing(RunQueries(folder)) as queries:
+        app = build_app(queries, token=token, hosts=tuple(allowed_hosts))
+        async with HttpServer(app, host, port, name="--port") as server:
+            on_address(server.address + (f"/?token={token}" if token else ""))
+            await stop.wait()
+
+
+@contextlib.contextmanager
+def serve_in_thread(folder: Path) -> Generator[str]:
+    """Serve the runs in a folder at a free port of the loopback address while the block runs; yield the address."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        await serve_page(folder, stop, lambda address: started.set_result((address, loop, stop)))
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name="view", daemon=True)
+    thread.start()
+    address, loop, stop = started.result(START_TIMEOUT)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(STOP_TIMEOUT)
+
+
+def open_browser(address: str) -> None:
+    """Open the address in a browser, without waiting for it."""
+    threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
