@@ -467,6 +467,32 @@ def test_shared_prompt_is_computed_once(world):
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
 
 
+@pytest.mark.parametrize("budget", [16, 256])
+def test_recompute_computes_each_shared_block_once(world, budget):
+    """Two groups of eight requests with common prompts."""
+    published, _, _ = world
+    core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=budget)
+    prompts = [[(step * index) % VOCAB for index in range(length)] for step, length in ((3, 41), (5, 30))]
+    requests = [build_request(core, prompt, seed=seed, max_tokens=24) for prompt in prompts for seed in range(8)]
+    for request in requests:
+        core.enqueue(request)
+    while min(len(request.logprobs) for request in requests) < 6:
+        core.step()
+    core.finish_launched_step()
+    lengths = [len(request.token_ids) for request in requests]
+    core.swap_weights(stage_weights(published[B], core.model.module), "recompute")
+    computed, duplicates = core.counters.computed_tokens, core.counters.duplicate_blocks
+    while any(len(request.token_ids) == length for request, length in zip(requests, lengths)):
+        core.step()
+    core.finish_launched_step()
+    decoded = sum(len(request.token_ids) - length - 1 for request, length in zip(requests, lengths))
+    shareable = [request.token_ids[: (length - 1) // 4 * 4] for request, length in zip(requests, lengths)]
+    blocks = {tuple(tokens[:stop]) for tokens in shareable for stop in range(4, len(tokens) + 1, 4)}
+    once = 4 * len(blocks) + sum(length - len(tokens) for length, tokens in zip(lengths, shareable))
+    assert core.counters.computed_tokens - computed == once + decoded
+    assert core.counters.duplicate_blocks == duplicates  # some requests sampled the same tokens before the swap
+
+
 def test_blocks_of_one_token(world, core):
     small = build_core(world[0][A], A, kv_cache_tokens=512, block_size=1)
     inputs = [(range(3, 12), 1), (range(3, 9), 2)]

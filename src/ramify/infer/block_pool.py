@@ -117,11 +117,12 @@ class BlockPool:
                 block = request.blocks[index]
                 block.parent, block.token_key = node, key
                 node.children[key] = node = block
-            elif self.states is not None and request.num_computed_tokens <= index * size:
-                self._replace_block(request, index, cached)
-                node = cached
             else:
-                node = None
+                self.counters.duplicate_blocks += 1
+                is_uncomputed = request.num_computed_tokens <= index * size
+                node = cached if self.states is not None and is_uncomputed else None
+                if node is not None:
+                    self._replace_block(request, index, node)
         has_new_blocks = num_tokens // size > request.num_shared_blocks
         if self.states is not None and node is not None and has_new_blocks and num_tokens % size == 0:
             self.due_snapshots[node] = request
@@ -140,12 +141,14 @@ class BlockPool:
         """Return where a chunk ends that may have the tokens up to `stop`.
 
         If there are recurrent layers, it ends where a snapshot may be needed: where other requests have forked, and
-        at the last full block before the last token; otherwise, if the request goes on, at the end of a block.
+        at the last full block before the last token, of the prompt and of all tokens; otherwise, if the request goes
+        on, at the end of a block.
         """
         if self.states is None:
             return stop
         size, start, length = self.block_size, request.num_computed_tokens, len(request.token_ids)
-        for boundary in (request.fork_boundary, (length - 1) // size * size):
+        last_blocks = ((count - 1) // size * size for count in (len(request.prompt_token_ids), length))
+        for boundary in (request.fork_boundary, *last_blocks):
             if start < boundary:
                 stop = min(stop, boundary)
         aligned = stop // size * size

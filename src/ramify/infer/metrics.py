@@ -23,6 +23,7 @@ class EngineCounters:
     encoded_images: int = 0  # images that the vision tower encoded
     prefill_chunks: int = 0  # chunks that did not finish their prefill
     mixed_steps: int = 0  # prefill and decoding in one forward
+    duplicate_blocks: int = 0  # full blocks that were computed although they were cached
     snapshots: int = 0  # of recurrent states
     snapshot_hits: int = 0  # requests that continued from a snapshot
     snapshot_evictions: int = 0  # snapshots that another one replaced
