@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
+from ramify.fencing.token import FencingToken
 from ramify.launch.completion import FINISHED_KEY
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
-from tests.store.test_ledger import issue_and_score, record_batch, run_all, train
+from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
 
 
 def save_checkpoint(run: Path, step: int) -> Path:
     """Write a checkpoint of one small file."""
-    directory = get_step_directory(run / "checkpoints", step)
+    directory = get_step_directory(run / "checkpoints", step, FencingToken())
     directory.mkdir(parents=True)
     (directory / "__0_0.distcp").write_bytes(bytes(range(200)))
     files = checksum_files([directory / "__0_0.distcp"])
@@ -33,7 +34,7 @@ def run(tmp_path) -> Path:
             issue_and_score(ledger, step)
             record_batch(ledger, step, step)
             train(ledger, step)
-        run_all(ledger.commit_version(4))
+        run_all(ledger.commit_version(make_commit(ledger, 4)))
         store.set_fact(FINISHED_KEY, 4)
     save_checkpoint(tmp_path / "run", 2)
     (save_checkpoint(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
@@ -45,8 +46,11 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
     out = capsys.readouterr().out
     assert "resumes from step 2" in out
     assert "steps 2 to 3 are trained again" in out
-    assert "rolled_back_1.step_000004" in out
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["rolled_back_1.step_000004", "step_000002"]
+    assert "rolled_back_1.step_000004-0" in out
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "rolled_back_1.step_000004-0",
+        "step_000002-0",
+    ]
     with RunStore.open(run) as store:
         ledger = Ledger.open(store)
         assert ledger.progress() == LedgerProgress(committed=2, acknowledged=2, incarnation=1)
@@ -62,7 +66,7 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
     ("step", "code", "reason"),
     [
         ("4", 1, "__0_0.distcp is damaged"),
-        ("3", 1, "step_000003 does not exist; checkpoints of the run: 2, 4, 6"),
+        ("3", 1, "has no checkpoint of step 3; checkpoints of the run: 2, 4, 6"),
         ("6", 2, "history ends at step 4"),
     ],
 )

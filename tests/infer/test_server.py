@@ -188,6 +188,26 @@ PROGRAM_HEADERS = [
 ]
 
 
+def test_weights_of_a_replaced_trainer_are_refused(tmp_path, model):
+    versions = {
+        number: publish_as(tmp_path / f"{number}", model, PolicyVersion("llama", number, 1)) for number in (1, 2)
+    }
+    with run_server(build_core(model)) as (url, engine), httpx.Client(base_url=url, timeout=30) as http:
+
+        def update(number, run):
+            body = {"path": str(versions[number]), "run": run}
+            response = http.post("/update_weights", json=body)
+            return response.status_code, engine.core.version.incarnation
+
+        assert update(1, "a") == (200, 1)
+        assert update(2, "a") == (200, 2)
+        assert update(1, "a") == (409, 2)
+        assert update(2, "a") == (200, 2)
+        assert update(1, "b") == (200, 1)  # another run begins with its first trainer
+        assert update(2, "") == (200, 2)
+        assert update(1, "") == (200, 1)  # by hand
+
+
 @pytest.mark.parametrize("headers", WEB_PAGE_HEADERS, ids=str)
 def test_web_page_cannot_control_the_engine(http, server, model, headers):
     swaps = server[1].core.counters.swaps

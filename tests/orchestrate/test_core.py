@@ -33,7 +33,7 @@ from ramify.orchestrate.task_cache import TaskCache
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import Ledger
+from ramify.store.ledger import CommitRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.annotation import TOP_DTYPE
 from tests.orchestrate.rollouts import rollout
@@ -93,6 +93,11 @@ async def open_core(ledger: Ledger, world: World, **more) -> OrchestratorCore:
     return await OrchestratorCore.open(ledger, mix, sources(world, **more), rules, shape, world.steps)
 
 
+def make_commit(core: OrchestratorCore, version: int) -> CommitRecord:
+    incarnation = core.ledger_progress.incarnation
+    return CommitRecord(version, incarnation, f"step_{version:06}-{incarnation}", "digest")
+
+
 async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
     """Drive the core like env servers, a trainer and engines do."""
     await core.restart_trainer()
@@ -121,18 +126,18 @@ async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
             if progress is GroupProgress.COMPLETE:
                 await core.score_group(number)
         await core.form_batches()
-        if rng.random() < 0.5 and (batch := await core.serve_batch(version)):
+        if rng.random() < 0.5 and (batch := await core.serve_batch(version, core.ledger_progress.incarnation)):
             rebuilt = rebuild_forests(batch, core.ledger.store.read_traces)
             assert [forest.token_ids.tolist() for forest in core.get_forests(batch)] == [
                 forest.token_ids.tolist() for forest in rebuilt
             ]
-            await core.acknowledge_step(version)
+            await core.acknowledge_step(version, core.ledger_progress.incarnation)
             version += 1
             if rng.random() < world.trainer_kill_rate:
                 version = (await core.restart_trainer()).committed
                 continue
             if version % 2 == 0 or version == world.steps:
-                await core.commit_version(version)
+                await core.commit_version(make_commit(core, version))
             core.record_applied_version(core.ledger_progress.incarnation, version)
     await core.drop_open_groups()
 

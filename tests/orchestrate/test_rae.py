@@ -17,7 +17,7 @@ from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
 from tests.orchestrate.rollouts import rollout
-from tests.orchestrate.test_core import MEMORY, Killed, KilledLedger, World, open_core
+from tests.orchestrate.test_core import MEMORY, Killed, KilledLedger, World, make_commit, open_core
 
 RAE = plugin.build_plugin("algorithm", {"id": "rae", "decay": 0.8})
 STEPS = 4 if os.environ.get("RAMIFY_FULL") else 2
@@ -54,9 +54,9 @@ async def drive(ledger: Ledger) -> None:
         for number in core.get_groups_to_score():
             await core.score_group(number)
         await core.form_batches()
-        assert await core.serve_batch(step) is not None
-        await core.acknowledge_step(step)
-        await core.commit_version(step + 1)
+        assert await core.serve_batch(step, core.ledger_progress.incarnation) is not None
+        await core.acknowledge_step(step, core.ledger_progress.incarnation)
+        await core.commit_version(make_commit(core, step + 1))
         core.record_applied_version(core.ledger_progress.incarnation, step + 1)
 
 

@@ -25,7 +25,7 @@ class FakeEngines:
         self.called = asyncio.Event()
         self.may_finish.set()
 
-    async def update_weights(self, path: Path, version: PolicyVersion) -> list[WeightUpdateAck]:
+    async def update_weights(self, path: Path, version: PolicyVersion, *, run: str = "") -> list[WeightUpdateAck]:
         self.updates.append(version.step)
         self.called.set()
         await self.may_finish.wait()

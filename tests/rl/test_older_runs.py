@@ -52,5 +52,6 @@ def test_older_run_is_read_and_audited(run_successfully, run, steps, groups):
 def test_older_run_that_was_killed_is_resumed(home, run_successfully):
     result = run_command("rl", "@", "killed.toml", "--max_steps", "10", cwd=home)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (home / "outputs" / "killed" / "checkpoints" / "step_000010").is_dir()
+    checkpoints = home / "outputs" / "killed" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir())[-1] == "step_000010-1"  # of the second trainer
     assert "10 steps: no problems" in run_successfully("why", "--audit", "outputs/killed")

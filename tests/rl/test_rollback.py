@@ -13,7 +13,7 @@ STEPS = ["--checkpoint.interval", "2", "--max_steps"]
 def test_damaged_checkpoint_is_refused_until_a_rollback(tmp_path):
     home = write_config(tmp_path, steps=4, off_policy=1)
     assert run_command("rl", "@", "rl.toml", *STEPS, "4", cwd=home).returncode == 0
-    weights = home / "outputs/run/checkpoints/step_000004/__0_0.distcp"
+    weights = home / "outputs/run/checkpoints/step_000004-0/__0_0.distcp"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)

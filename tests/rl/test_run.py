@@ -63,7 +63,7 @@ def find_processes(parent: int) -> dict[str, list[psutil.Process]]:
 
 def read_committed_step(home: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
-        return max((int(path.name[5:]) for path in (home / "outputs/run/checkpoints").glob("step_*")), default=0)
+        return max((int(path.name[5:11]) for path in (home / "outputs/run/checkpoints").glob("step_*")), default=0)
     return 0
 
 

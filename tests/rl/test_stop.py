@@ -30,7 +30,7 @@ def test_stopped_run_saves_a_checkpoint_and_resumes_from_it(tmp_path):
             run.kill()
             run.wait()
     assert not shared.exists()
-    stopped_at = max(int(step.name[5:]) for step in path.glob("checkpoints/step_*"))  # saved because of the stop
+    stopped_at = max(int(step.name[5:11]) for step in path.glob("checkpoints/step_*"))  # saved because of the stop
     result = run_command("rl", "@", "rl.toml", *SHM, "--max_steps", str(stopped_at + 1), cwd=home)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not shared.exists()

@@ -5,15 +5,16 @@ import math
 import shutil
 import sqlite3
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ramify.errors import ConfigInvalid, TransitionRefused
+from ramify.errors import ConfigInvalid, ProcessReplaced, TransitionRefused
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import TRANSITIONS, DropReason, GroupState, check_transition
-from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
 from tests.store.rollouts import rollout
 
@@ -60,7 +61,13 @@ def record_batch(ledger, step, *groups):
 
 
 def train(ledger, step):
-    run_all(ledger.record_served(step), ledger.acknowledge_step(step))
+    incarnation = ledger.progress().incarnation
+    run_all(ledger.record_served(step, incarnation=incarnation), ledger.acknowledge_step(step, incarnation=incarnation))
+
+
+def make_commit(ledger, version):
+    incarnation = ledger.progress().incarnation
+    return CommitRecord(version, incarnation, f"step_{version:06}-{incarnation}", "digest")
 
 
 def states(ledger):
@@ -89,7 +96,7 @@ def test_a_group_passes_through_all_states_until_its_step_is_committed(ledger):
     train(ledger, 0)
     assert states(ledger) == ["batched"]
     assert ledger.progress() == LedgerProgress(committed=0, acknowledged=1)
-    run_all(ledger.commit_version(1))
+    run_all(ledger.commit_version(make_commit(ledger, 1)))
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1)
     assert ledger.get_group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.TRAINED] * 2
@@ -111,7 +118,7 @@ def test_dropping_the_last_running_attempt_completes_its_group(ledger):
     run_all(ledger.record_scored(0))
     record_batch(ledger, 0, 0)
     train(ledger, 0)
-    run_all(ledger.commit_version(1))
+    run_all(ledger.commit_version(make_commit(ledger, 1)))
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.DROPPED, GroupState.TRAINED]
     assert audit(ledger) == []
 
@@ -142,11 +149,11 @@ ILLEGAL_CHANGES = {
         BatchRecord(3, (0,), b"", {})
     ),
     "group 1 is batched and cannot become batched": lambda ledger: ledger.record_batch(BatchRecord(1, (1,), b"", {})),
-    "batch 1 cannot be served: it was never recorded": lambda ledger: ledger.record_served(1),
+    "batch 1 cannot be served: it was never recorded": lambda ledger: ledger.record_served(1, incarnation=0),
     "step 0 cannot be acknowledged: its batch was not served to this trainer": lambda ledger: ledger.acknowledge_step(
-        0
+        0, incarnation=0
     ),
-    "version 1 cannot be committed: expected 0 to 0": lambda ledger: ledger.commit_version(1),
+    "version 1 cannot be committed: expected 0 to 0": lambda ledger: ledger.commit_version(make_commit(ledger, 1)),
 }
 
 
@@ -167,14 +174,14 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
         issue_and_score(ledger, 2 * step + 1)
         record_batch(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
-    run_all(ledger.commit_version(1))
+    run_all(ledger.commit_version(make_commit(ledger, 1)))
     assert run_all(ledger.begin_incarnation()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
     with pytest.raises(TransitionRefused, match="already committed"):
-        run_all(ledger.record_served(0))
+        run_all(ledger.record_served(0, incarnation=1))
     train(ledger, 1)
     train(ledger, 2)
-    run_all(ledger.commit_version(3))
+    run_all(ledger.commit_version(make_commit(ledger, 3)))
     assert [(incarnation, step) for incarnation, step, _ in ledger.served_batches()] == [
         (0, 0),
         (0, 1),
@@ -185,15 +192,68 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
     assert audit(ledger) == []
 
 
+def test_replaced_trainer_changes_nothing(ledger):
+    issue_and_score(ledger, 0)
+    record_batch(ledger, 0, 0)
+    train(ledger, 0)
+    commit = make_commit(ledger, 1)
+    run_all(ledger.begin_incarnation())
+    before = ledger.groups(), ledger.served_batches(), ledger.progress(), ledger.commits()
+    for change in (
+        lambda: ledger.record_served(0, incarnation=0),
+        lambda: ledger.acknowledge_step(0, incarnation=0),
+        lambda: ledger.commit_version(commit),
+    ):
+        with pytest.raises(ProcessReplaced, match="trainer 0 may not act, because the newest is trainer 1"):
+            run_all(change())
+    assert (ledger.groups(), ledger.served_batches(), ledger.progress(), ledger.commits()) == before
+
+
+def test_commit_names_its_checkpoint_once(ledger):
+    for step in range(2):
+        issue_and_score(ledger, step)
+        record_batch(ledger, step, step)
+        train(ledger, step)
+    commit = make_commit(ledger, 2)
+    run_all(ledger.commit_version(commit))
+    run_all(ledger.commit_version(commit))  # the reply to the first request was lost
+    assert ledger.commits() == [commit] == [ledger.get_commit(2)]
+    with pytest.raises(TransitionRefused, match="committed by trainer 0 with checkpoint step_000002-0"):
+        run_all(ledger.commit_version(replace(commit, directory="step_000002-7")))
+    assert audit(ledger) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("UPDATE commits SET incarnation = 5", "version 1 was committed by trainer 5, which never received the batch"),
+        ("DELETE FROM commits", "the history ends at version 2, but the last commit is that of version 0"),
+        (
+            "UPDATE commits SET incarnation = 1 WHERE version = 1",
+            "version 2 was committed by trainer 0 after trainer 1 had committed version 1",
+        ),
+    ],
+)
+def test_audit_finds_commits_of_two_copies(ledger, change, problem):
+    for step in range(2):
+        issue_and_score(ledger, step)
+        record_batch(ledger, step, step)
+        train(ledger, step)
+        run_all(ledger.commit_version(make_commit(ledger, step + 1)))
+    assert audit(ledger) == []
+    ledger.store.submit_change(lambda connection: connection.execute(change)).result(10)
+    assert any(problem in line for line in audit(ledger))
+
+
 def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     for step in range(3):
         issue_and_score(ledger, step)
         record_batch(ledger, step, step)
         train(ledger, step)
-    run_all(ledger.commit_version(3))
+    run_all(ledger.commit_version(make_commit(ledger, 3)))
     with pytest.raises(TransitionRefused, match="cannot end at version 4: expected 0 to 3"):
-        run_all(ledger.roll_back(4))
-    run_all(ledger.roll_back(1))
+        run_all(ledger.roll_back(4, "step_000004"))
+    run_all(ledger.roll_back(1, "step_000001"))
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert states(ledger) == ["trained", "batched", "batched"]
     assert [attempt.state for attempt in ledger.attempts(2)] == [GroupState.BATCHED] * 2
@@ -201,7 +261,7 @@ def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     assert [batch.step for batch in ledger.batches(1)] == [1, 2]
     for step in (1, 2):
         train(ledger, step)
-    run_all(ledger.commit_version(3))
+    run_all(ledger.commit_version(make_commit(ledger, 3)))
     assert states(ledger) == ["trained"] * 3
     assert audit(ledger) == []
 
@@ -289,9 +349,9 @@ def finished_run():
             record_batch(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            run_all(ledger.commit_version(1), ledger.begin_incarnation())
+            run_all(ledger.commit_version(make_commit(ledger, 1)), ledger.begin_incarnation())
             train(ledger, 1)
-            run_all(ledger.commit_version(2))
+            run_all(ledger.commit_version(make_commit(ledger, 2)))
             assert audit(ledger) == []
         yield Path(folder)
 

@@ -22,6 +22,7 @@ from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
 from tests.store.rollouts import rollout
+from tests.store.test_ledger import make_commit
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 WAL = "run.sqlite-wal"
@@ -155,10 +156,10 @@ class Run(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         step = self.model.acknowledged
-        self.run(lambda ledger: ledger.record_served(step))
+        self.run(lambda ledger: ledger.record_served(step, incarnation=self.model.incarnation))
         expected = self.copy_model()
         expected.acknowledged += 1
-        self.run(lambda ledger: ledger.acknowledge_step(step), expected)
+        self.run(lambda ledger: ledger.acknowledge_step(step, incarnation=self.model.incarnation), expected)
 
     @precondition(lambda self: self.model.committed < self.model.acknowledged)
     @rule(data=st.data())
@@ -169,7 +170,7 @@ class Run(RuleBasedStateMachine):
         for groups in expected.batches[:version]:
             for number in groups:
                 expected.move(number, "trained")
-        self.run(lambda ledger: ledger.commit_version(version), expected)
+        self.run(lambda ledger: ledger.commit_version(make_commit(ledger, version)), expected)
 
     @rule()
     def kill_trainer(self) -> None:
@@ -215,9 +216,9 @@ class Run(RuleBasedStateMachine):
         if scored:
             asyncio.run(self.ledger.record_batch(BatchRecord(len(self.model.batches), scored, b"", {})))
         for batch in self.ledger.batches(self.model.acknowledged):
-            asyncio.run(self.ledger.record_served(batch.step))
-            asyncio.run(self.ledger.acknowledge_step(batch.step))
-        asyncio.run(self.ledger.commit_version(len(self.ledger.batches())))
+            asyncio.run(self.ledger.record_served(batch.step, incarnation=self.model.incarnation))
+            asyncio.run(self.ledger.acknowledge_step(batch.step, incarnation=self.model.incarnation))
+        asyncio.run(self.ledger.commit_version(make_commit(self.ledger, len(self.ledger.batches()))))
         assert audit(self.ledger) == []
         trained = [number for batch in self.ledger.batches() for number in batch.group_numbers]
         dropped = [group.number for group in self.ledger.groups() if group.state is GroupState.DROPPED]

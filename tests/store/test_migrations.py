@@ -109,3 +109,15 @@ def test_a_run_without_a_version_gets_one_when_it_is_opened_for_writing(tmp_path
     RunStore.open(tmp_path / "run").close()
     assert read_version(connect(file)) == len(MIGRATIONS)
     check_version(file, connect(file))
+
+
+def test_training_run_from_before_commits_gets_the_commit_of_its_checkpoint(tmp_path):
+    connection = connect(tmp_path / "older.sqlite")
+    connection.execute("CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL)")
+    connection.execute("INSERT INTO marks VALUES ('committed', 8), ('incarnation', 3)")
+    connection.execute("CREATE TABLE served (incarnation INTEGER, step INTEGER, members BLOB)")
+    connection.execute("INSERT INTO served VALUES (3, 7, x'')")
+    connection.execute("PRAGMA user_version = 1")
+    migrate(connection)
+    assert connection.execute("SELECT * FROM commits").fetchall() == [(8, 3, "step_000008", "")]
+    assert connection.execute("SELECT value FROM marks WHERE name = 'registered'").fetchall() == [(1,)]

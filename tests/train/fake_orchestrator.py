@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from ramify.errors import PeerLost, PeerRefused, PortTaken
+from ramify.errors import PeerLost, PortTaken, ProcessReplaced
 from ramify.launch.ports import PortReservation
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
 from ramify.train.batch_codec import encode_batch
@@ -33,6 +33,7 @@ class FakeOrchestrator:
         self.batches = batches
         self.address = address or PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"]  # free from now on
         self.committed, self.incarnation = 0, -1
+        self.checkpoint = ("", "")  # directory and digest of the last commit
         self.pack_spec, self.world_size = PackSpec(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)
         self.trained: dict[tuple[int, int], float] = {}  # (incarnation, step): loss
@@ -77,7 +78,7 @@ class FakeOrchestrator:
         async def handle(incoming: IncomingRequest) -> WireMessage:
             request = incoming.decode(REQUEST_TYPES[name])
             if name != "hello" and request.incarnation != self.incarnation:
-                raise PeerRefused(f"trainer {request.incarnation} was replaced by {self.incarnation}")
+                raise ProcessReplaced(f"trainer {request.incarnation} was replaced by {self.incarnation}")
             if name != "hello" and not self.world_size:
                 raise PeerLost("the orchestrator was restarted: register again")
             with self.changed:
@@ -91,7 +92,15 @@ class FakeOrchestrator:
         if request.incarnation is None:
             self.incarnation += 1
         self.world_size, self.pack_spec = request.world_size, request.pack_spec
-        return WireMessage.encode(RegisterReply(committed=self.committed, incarnation=self.incarnation, policy="p"))
+        return WireMessage.encode(
+            RegisterReply(
+                committed=self.committed,
+                checkpoint=self.checkpoint[0],
+                digest=self.checkpoint[1],
+                incarnation=self.incarnation,
+                policy="p",
+            )
+        )
 
     def _batch(self, request: BatchRequest) -> WireMessage:
         if request.step >= len(self.batches):
@@ -110,6 +119,6 @@ class FakeOrchestrator:
         return WireMessage.encode(self.needed)
 
     def _checkpoint(self, request: CheckpointRequest) -> WireMessage:
-        self.committed = request.step
+        self.committed, self.checkpoint = request.step, (request.directory, request.digest)
         self.commits.append(request.step)
         return WireMessage.encode(None)

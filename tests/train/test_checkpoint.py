@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ramify.errors import CheckpointRefused, StorageFull
+from ramify.fencing.token import FencingToken
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
+from ramify.train.checkpoint_manifest import compute_manifest_digest, list_checkpoints
 from ramify.train.config import TrainerConfig
 from tests.train.batches import random_batches
 from tests.train.models import SINGLE_RANK
@@ -55,7 +57,7 @@ def test_incomplete_checkpoints_are_ignored_and_old_ones_are_removed(model, tmp_
     (checkpoints.path_for(8) / "checkpoint.json").unlink()  # as after an incomplete copy
     (tmp_path / "checkpoints" / ".step_000010.partial").mkdir()
     assert checkpoints.list_steps() == [2, 4, 6]
-    checkpoints.remove_all_but_last(2)
+    checkpoints.remove_before(6, keep_last=2)
     assert checkpoints.list_steps() == [4, 6]
     checkpoints.remove_after(4)
     assert checkpoints.list_steps() == [4]
@@ -96,4 +98,44 @@ def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, sma
     checkpoints.load(trainer, 1)
     assert all(torch.equal(master, saved_weights[name]) for name, master in copy_weights(trainer).items())
     filler_file.unlink()
-    checkpoints.remove_all_but_last(1)
+    checkpoints.remove_before(1, keep_last=1)
+
+
+def test_copy_of_a_trainer_neither_uses_nor_removes_checkpoints_of_a_newer_one(model, tmp_path):
+    trainer = make_trainer(model)
+    old, new = (CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(0, number)) for number in (1, 2))
+    old.save(trainer, 2)
+    assert old.save(trainer, 4) != new.save(trainer, 4)
+    (tmp_path / ".step_000006-2.partial").mkdir()
+    new.save(trainer, 6)
+    (tmp_path / ".step_000008-2.partial").mkdir()
+    old.remove_after(0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step_000008-2.partial",
+        "step_000004-2",
+        "step_000006-2",
+    ]
+
+
+def test_committed_checkpoint_is_kept_although_a_replaced_trainer_saved_later_ones(model, tmp_path):
+    trainer = make_trainer(model)
+    old, new = (CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(0, number)) for number in (1, 2))
+    for checkpoints, step in ((old, 2), (new, 4), (old, 6), (old, 8)):
+        checkpoints.save(trainer, step)
+    new.remove_before(4, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000004-2", "step_000006-1", "step_000008-1"]
+    new.remove_after(4)  # what the next trainer does first
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000004-2"]
+
+
+def test_only_the_committed_checkpoint_is_loaded(model, tmp_path):
+    trainer = make_trainer(model)
+    committed, other = (
+        CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(0, number)).save(trainer, 2, {"by": number})
+        for number in (1, 2)
+    )
+    digest = compute_manifest_digest(committed)
+    checkpoints = CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(1, 0))
+    assert checkpoints.load(trainer, 2, name=committed.name, digest=digest) == {"by": 1}
+    with pytest.raises(CheckpointRefused, match="step_000002-2 is not the checkpoint that was committed"):
+        checkpoints.load(trainer, 2, name=other.name, digest=digest)

@@ -180,11 +180,11 @@ def test_a_trainer_whose_committed_checkpoint_is_damaged_fails_and_removes_nothi
     with FakeOrchestrator(random_batches(4)) as orchestrator:
         assert main(arguments(model, tmp_path, "--address", orchestrator.address)) == 0
         assert orchestrator.commits == [2, 4]
-        flip_bit(directory / "step_000004" / "__0_0.distcp", 9000)
+        flip_bit(directory / "step_000004-0" / "__0_0.distcp", 9000)
         assert main(arguments(model, tmp_path, "--address", orchestrator.address)) == 1
         assert orchestrator.committed == 4
     assert "CheckpointRefused" in capsys.readouterr().err
-    assert sorted(path.name for path in directory.iterdir()) == ["step_000002", "step_000004"]
+    assert sorted(path.name for path in directory.iterdir()) == ["step_000002-0", "step_000004-0"]
 
 
 def train(world: Path, name: str, epochs: int):

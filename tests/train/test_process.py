@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ramify.cli import main
-from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused
+from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused, ProcessReplaced
 from ramify.model import Manifest
 from ramify.trace import PolicyVersion
 from ramify.train import remote_batch_source
@@ -61,8 +61,8 @@ def test_a_killed_trainer_restarts_at_the_commit_and_ends_with_the_same_weights(
     assert [version for version, _ in calm.published] == [("p", 0, step) for step in range(STEPS + 1)]
     assert len(list((tmp_path / "calm").glob("trainer/weights/*"))) == 1  # no engine needs the others
     assert [path.name for path in sorted((tmp_path / "calm").glob("trainer/checkpoints/*"))] == [
-        "step_000008",
-        "step_000009",
+        "step_000008-0",
+        "step_000009-0",
     ]
 
     rng = Random(3)
@@ -222,10 +222,10 @@ def test_calls_may_be_repeated_and_a_replaced_trainer_is_refused():
             first, repeated = (old.get_batch(0) for _ in range(2))
             assert encode_batch(first) == encode_batch(repeated)
             assert old.get_batch(2) is None
-            old.commit_checkpoint(1)
-            old.commit_checkpoint(1)
+            old.commit_checkpoint(1, "step_000001-0", "digest")
+            old.commit_checkpoint(1, "step_000001-0", "digest")
             assert new.register(0, 1, PackSpec(pack_tokens=128), None).committed == 1
-            with pytest.raises(PeerRefused, match="replaced by 1"):
+            with pytest.raises(ProcessReplaced, match="replaced by 1"):
                 old.get_batch(1)
             stopped.set()
             assert old.get_batch(1) is None  # a stopped trainer does not wait

@@ -18,17 +18,18 @@ def run(argv: Sequence[str]) -> int:
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.store import RunStore, wrap_storage_errors
-    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
+    from ramify.train.checkpoint_manifest import list_completed_steps, verify_checkpoint
 
     path = find_run(options.run)
-    checkpoint_dir = get_step_directory(path / "checkpoints", options.step)
-    if not checkpoint_dir.is_dir():
-        steps = ", ".join(map(str, list_completed_steps(path / "checkpoints")))
-        raise CheckpointRefused(f"{checkpoint_dir} does not exist; checkpoints of the run: {steps or 'none'}")
+    steps = list_completed_steps(path / "checkpoints")
+    if options.step not in steps:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise CheckpointRefused(f"{path} has no checkpoint of step {options.step}; checkpoints of the run: {existing}")
     with RunStore.open(path) as store:
+        checkpoint_dir = _find_checkpoint(store, options.step)
         if verify_checkpoint(checkpoint_dir).files is None:
             raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
-        committed = _roll_back_ledger(store, options.step)
+        committed = _roll_back_ledger(store, options.step, checkpoint_dir)
         with wrap_storage_errors(path):
             renamed = _rename_newer(path / "checkpoints", options.step)
     print(f"{path} resumes from step {options.step}; rerun the command that started it")
@@ -39,7 +40,16 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _roll_back_ledger(store: "RunStore", step: int) -> int:
+def _find_checkpoint(store: "RunStore", step: int) -> Path:
+    """Return the checkpoint of a step that was committed; in an SFT run, which has no commits, the one of the step."""
+    from ramify.store.ledger import Ledger
+    from ramify.train.checkpoint_manifest import find_committed_checkpoint
+
+    commit = Ledger.open(store).get_commit(step)
+    return find_committed_checkpoint(store.path / "checkpoints", step, commit.directory if commit is not None else "")
+
+
+def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
     from ramify.errors import ConfigInvalid
     from ramify.launch.completion import FINISHED_KEY
@@ -51,7 +61,7 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
     if 0 < committed < step:
         raise ConfigInvalid(f"{store.path}: the history ends at step {committed}; give that step or an earlier one")
     if committed > step:
-        asyncio.run(ledger.roll_back(step))
+        asyncio.run(ledger.roll_back(step, checkpoint.name))
         RunLog(store).log_event("rolled_back", committed=committed, step=step)
         if (store.get_fact(FINISHED_KEY) or 0) > step:
             store.set_fact(FINISHED_KEY, None)
@@ -60,11 +70,13 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
 
 def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps
+    from ramify.train.checkpoint_manifest import list_checkpoints, parse_checkpoint_name
 
     renamed: list[Path] = []
-    for newer_step in (completed for completed in list_completed_steps(directory) if completed > step):
-        checkpoint, number = get_step_directory(directory, newer_step), 1
+    for checkpoint in list_checkpoints(directory):
+        name, number = parse_checkpoint_name(checkpoint.name), 1
+        if name is None or name[0] <= step:
+            continue
         while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
             number += 1
         renamed.append(checkpoint.rename(target))

@@ -202,12 +202,12 @@ def _print_audit(path: Path) -> int:
 
 def _audit_checkpoints(path: Path) -> list[str]:
     """Return a line for every damaged checkpoint; those without checksums cannot be checked."""
-    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
+    from ramify.train.checkpoint_manifest import list_checkpoints, verify_checkpoint
 
     problems: list[str] = []
-    for step in list_completed_steps(path / "checkpoints"):
+    for checkpoint in list_checkpoints(path / "checkpoints"):
         try:
-            verify_checkpoint(get_step_directory(path / "checkpoints", step))
+            verify_checkpoint(checkpoint)
         except CheckpointRefused as error:
             problems.append(error.message)
     return problems

@@ -238,14 +238,14 @@ class InferenceClient(AsyncService):
         await self._call_all("resume", lambda adapter: adapter.resume())
 
     async def update_weights(
-        self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute"
+        self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute", *, run: str = ""
     ) -> list[WeightUpdateAck]:
         """Load published weights on all servers; requests in flight continue with them.
 
         Return one acknowledgement per server that applied them. A server that fails is ejected until it has the new
         weights. If all fail, the first failure is raised and the target stays the old version.
         """
-        update = WeightUpdate(directory, version, kv_mode)
+        update = WeightUpdate(directory, version, kv_mode, run)
 
         seconds_by_url = await self._call_all(
             f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)

@@ -57,6 +57,8 @@ class WeightUpdate:
     directory: Path
     version: PolicyVersion
     kv_mode: KVMode = "recompute"
+    run: str = ""
+    """Identifies the run: an engine refuses weights of a trainer that was replaced by another of the same run."""
 
 
 class UnknownWeights(Exception):

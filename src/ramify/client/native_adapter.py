@@ -15,7 +15,7 @@ class NativeAdapter(EngineAdapter):
 
     async def update(self, update: WeightUpdate, *, paused: bool) -> float:
         """Load published weights; the server swaps them between two engine steps."""
-        body = {"path": str(update.directory), "kv": update.kv_mode}
+        body = {"path": str(update.directory), "kv": update.kv_mode, "run": update.run}
         data = await send_request(self._http, "POST", "/update_weights", body)
         response = decode_json(data, dict[str, Any], self.url)
         self.version = PolicyVersion(**response["version"])

@@ -11,6 +11,7 @@ from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
     ImageMissing,
+    ProcessReplaced,
     QueueFull,
     RamifyError,
     RequestInvalid,
@@ -26,6 +27,7 @@ HTTP_STATUS: dict[type[RamifyError], int] = {
     TemplateRefused: 400,
     ImageMissing: 409,
     WeightsRefused: 409,
+    ProcessReplaced: 409,
     QueueFull: 503,
     DeadlineExceeded: 504,
 }

@@ -75,5 +75,5 @@ async def update_weights(http: HttpRequest, engine: Engine) -> Response:
     body = decode_body(await http.body(), UpdateWeightsBody)
     if body.kv != "recompute" and body.kv != "keep":
         raise RequestInvalid(f"kv: expected recompute or keep, got {body.kv!r}")
-    new_version = await engine.update_weights(Path(body.path), body.kv)
+    new_version = await engine.update_weights(Path(body.path), body.kv, run=body.run)
     return JSONResponse({"version": new_version._asdict(), "seconds": engine.swap_seconds})

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ramify.errors import DeadlineExceeded, ProviderError
+from ramify.fencing.token import FencingToken, TokenGate
 from ramify.images import ProcessedImage
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
@@ -109,6 +110,7 @@ class Engine:
         self._closing = False
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._staging_lock = threading.Lock()
+        self._updating_run, self._token_gate = "", TokenGate("trainer")  # of the run that updates the weights
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
 
     @classmethod
@@ -211,8 +213,13 @@ class Engine:
 
         await self._run_command(clear_paused)
 
-    async def update_weights(self, directory: Path, kv_mode: KVSwapMode = "recompute") -> PolicyVersion:
-        """Verify published weights while the engine runs, then swap them in between two steps."""
+    async def update_weights(
+        self, directory: Path, kv_mode: KVSwapMode = "recompute", *, run: str = ""
+    ) -> PolicyVersion:
+        """Verify published weights while the engine runs, then swap them in between two steps.
+
+        Raises ProcessReplaced if weights of a newer trainer of the same run were applied before.
+        """
 
         def stage() -> Any:
             with self._staging_lock:
@@ -226,11 +233,19 @@ class Engine:
 
         def swap() -> None:
             start = time.perf_counter()
+            self._check_trainer(run, staged.version)
             self.core.swap_weights(staged, kv_mode)
             self.swap_seconds = time.perf_counter() - start
 
         await self._run_command(swap)
         return staged.version
+
+    def _check_trainer(self, run: str, version: PolicyVersion) -> None:
+        """Raise ProcessReplaced if the trainer of these weights was replaced; call it in the engine's thread."""
+        if run != self._updating_run:  # tokens of different runs say nothing about each other
+            self._updating_run, self._token_gate = run, TokenGate("trainer")
+        if run:
+            self._token_gate.check(FencingToken.from_number(version.incarnation))
 
     def format_metrics(self) -> str:
         """Return counters and gauges in the Prometheus text format."""

@@ -255,10 +255,14 @@ class PauseBody(msgspec.Struct):
 
 
 class UpdateWeightsBody(msgspec.Struct):
-    """`POST /update_weights`: a published directory, and whether running requests keep their keys and values."""
+    """`POST /update_weights`: a published directory, and whether running requests keep their keys and values.
+
+    `run` identifies the run whose trainer published them: weights of an older trainer of the same run are refused.
+    """
 
     path: str
     kv: str = "recompute"
+    run: str = ""
 
 
 def _parse_token_id(key: str) -> int:

@@ -39,7 +39,7 @@ from ramify.orchestrate.top_logprobs import (
 )
 from ramify.store import RolloutRecord
 from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.trace import Forest, Trace
 
 ALGORITHM_STATE_PREFIX = "algorithm/"  # of the ledger keys for the state of each source's algorithm
@@ -249,11 +249,14 @@ class OrchestratorCore:
                 batches.append(batch)
         return batches
 
-    async def serve_batch(self, step: int) -> BatchRecord | None:
-        """Return the batch of a step for the trainer and record that it was served; None if it is not formed yet."""
+    async def serve_batch(self, step: int, incarnation: int) -> BatchRecord | None:
+        """Return the batch of a step for a trainer and record that it was served; None if it is not formed yet.
+
+        This, `acknowledge_step` and `commit_version` raise ProcessReplaced for a trainer that was replaced.
+        """
         batch = self.ledger.get_batch(step)
         if batch is not None:
-            await self.ledger.record_served(step)
+            await self.ledger.record_served(step, incarnation=incarnation)
         return batch
 
     def get_forests(self, batch: BatchRecord) -> list[Forest]:
@@ -262,9 +265,9 @@ class OrchestratorCore:
             batch, self.ledger.store.read_traces, lambda number: read_top_logprobs(self.ledger.store.path, number)
         )
 
-    async def acknowledge_step(self, step: int) -> None:
+    async def acknowledge_step(self, step: int, incarnation: int) -> None:
         """Record that the trainer has finished a step."""
-        await self.ledger.acknowledge_step(step)
+        await self.ledger.acknowledge_step(step, incarnation=incarnation)
         self._forests_by_step.pop(step, None)
         self.ledger_progress = self.ledger.progress()
 
@@ -273,10 +276,19 @@ class OrchestratorCore:
         if incarnation == self.ledger_progress.incarnation:
             self.admission.apply_version(version)
 
-    async def commit_version(self, version: int) -> None:
-        """Record that the trainer has saved a checkpoint of this version."""
-        await self.ledger.commit_version(version)
+    async def commit_version(self, commit: CommitRecord) -> None:
+        """Record that the trainer has saved a checkpoint of a version."""
+        await self.ledger.commit_version(commit)
         self.ledger_progress = self.ledger.progress()
+
+    async def register_trainer(self) -> bool:
+        """Register a new trainer; return whether it replaces another one, and so starts at the committed version."""
+        if is_replacement := bool(self.ledger_progress.registered):
+            await self.restart_trainer()
+        else:
+            await self.ledger.record_first_trainer()
+            self.ledger_progress = self.ledger.progress()
+        return is_replacement
 
     async def restart_trainer(self) -> LedgerProgress:
         """Start a new incarnation at the committed version; the trainer gets all later batches again, unchanged."""

@@ -8,6 +8,7 @@ engines <-------------------------- WeightUpdater <-------------------+         
 import asyncio
 import functools
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -40,6 +41,7 @@ from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 
+RUN_ID_KEY = "run_id"  # of the fact
 READER_TIMEOUT = 30.0  # seconds to wait for commands that read the run (`why`, `show`, `export`)
 
 LogMetrics = Callable[[int, Mapping[str, float]], None]
@@ -105,7 +107,7 @@ class RunContext:
         max_active = config.orchestrator.admission_limits.slots * max_group_size
         max_limit = config.orchestrator.max_concurrency or max_active
         self.limiter = ConcurrencyLimiter(min(max_limit, config.orchestrator.batch_size), max_limit)
-        self.weight_updater = WeightUpdater(self.client, self._on_weights_applied)
+        self.weight_updater = WeightUpdater(self.client, self._on_weights_applied, run=self._get_run_id())
         self.dispatcher = AttemptDispatcher(
             self.core,
             train,
@@ -154,6 +156,13 @@ class RunContext:
             )
             scorers[name] = ScoreModel(name, client, timeout)
         return {source: scorers[name] for source, name in score_names.items()}
+
+    def _get_run_id(self) -> str:
+        """Return the id that distinguishes this run from all others, whatever their directories are called."""
+        if (run_id := self.store.get_fact(RUN_ID_KEY)) is None:
+            run_id = uuid.uuid4().hex
+            self.store.set_fact(RUN_ID_KEY, run_id)
+        return run_id
 
     def _write_start_snapshot(self) -> None:
         """Write a snapshot with the state `starting`, because the status server starts after all connections."""

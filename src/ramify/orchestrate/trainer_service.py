@@ -9,11 +9,13 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ramify.errors import PeerLost, PeerRefused
+from ramify.errors import PeerLost
+from ramify.fencing.token import FencingToken, check_token
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.store.ledger_tables import CommitRecord
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
 from ramify.train.batch_codec import encode_batch
@@ -87,14 +89,21 @@ class TrainerService:
         request = message.decode(RegisterRequest)
         if request.incarnation is not None:
             self._check_incarnation(request.incarnation)
-        elif self.has_trainer or self._core.ledger.served_batches():  # of this process or an earlier one
-            await self._core.restart_trainer()
+        elif await self._core.register_trainer():
             self._on_trainer_replaced()
             await self.notify_waiters()
         self.has_trainer, self._encoded_shares = True, {}
         self._pack_spec, self._num_ranks = request.pack_spec, request.world_size
         committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
-        reply = RegisterReply(committed=committed, incarnation=incarnation, policy=self._policy, steps=self._max_steps)
+        commit = self._core.ledger.get_commit(committed)
+        reply = RegisterReply(
+            committed=committed,
+            checkpoint=commit.directory if commit is not None else "",
+            digest=commit.digest if commit is not None else "",
+            incarnation=incarnation,
+            policy=self._policy,
+            steps=self._max_steps,
+        )
         return WireMessage.encode(reply)
 
     async def handle_batch(self, message: IncomingRequest) -> WireMessage:
@@ -111,7 +120,7 @@ class TrainerService:
         if self.is_stopping or self._is_past_last_step(request.step):
             return WireMessage.encode(None)
         if request.step not in self._encoded_shares:
-            batch = await self._core.serve_batch(request.step)
+            batch = await self._core.serve_batch(request.step, request.incarnation)
             assert batch is not None  # `_can_answer` implies that it is formed
             shares = split_by_rank(batch, self._core.get_forests(batch), self._pack_spec, self._num_ranks)
             self._encoded_shares[request.step] = [encode_batch(share) for share in shares]
@@ -124,7 +133,7 @@ class TrainerService:
         """Acknowledge a step and record its metrics; the reply says whether the run stops."""
         request = message.decode(TrainedRequest)
         self._check_registered(request.incarnation)
-        await self._core.acknowledge_step(request.step)
+        await self._core.acknowledge_step(request.step, request.incarnation)
         metrics = dict(request.metrics)
         if (served_at := self._served_at.pop(request.step, None)) is not None:
             metrics["time/train"] = time.monotonic() - served_at
@@ -143,7 +152,8 @@ class TrainerService:
         """Commit the version of a saved checkpoint."""
         request = message.decode(CheckpointRequest)
         self._check_registered(request.incarnation)
-        await self._core.commit_version(request.step)
+        commit = CommitRecord(request.step, request.incarnation, request.directory, request.digest)
+        await self._core.commit_version(commit)
         self._progress.record_metrics(request.step, {"committed": float(request.step)})
         self.checkpoint_committed.set()
         return WireMessage.encode(None)
@@ -158,14 +168,11 @@ class TrainerService:
         return self._core.admission.is_finished and step >= self._core.admission.next_step
 
     def _check_incarnation(self, incarnation: int) -> None:
-        current = self._core.ledger_progress.incarnation
-        if incarnation != current:
-            raise PeerRefused(
-                f"trainer incarnation {incarnation} was replaced by incarnation {current}; this trainer must exit"
-            )
+        newest = FencingToken.from_number(self._core.ledger_progress.incarnation)
+        check_token("trainer", FencingToken.from_number(incarnation), newest)
 
     def _check_registered(self, incarnation: int) -> None:
-        """Raise PeerRefused if the trainer was replaced, PeerLost if it has not registered with this process."""
+        """Raise ProcessReplaced if the trainer was replaced, PeerLost if it has not registered with this process."""
         self._check_incarnation(incarnation)
         if not self.has_trainer:
             raise PeerLost("the orchestrator was restarted; send hello before other requests")

@@ -26,8 +26,11 @@ class WeightUpdater:
         waiting_since: monotonic time since which an update is pending; None without one.
     """
 
-    def __init__(self, client: InferenceClient, on_applied: Callable[[PolicyVersion, float], None]) -> None:
-        self._client, self._on_applied = client, on_applied
+    def __init__(
+        self, client: InferenceClient, on_applied: Callable[[PolicyVersion, float], None], *, run: str = ""
+    ) -> None:
+        """Prepare the updates of a run; `run` identifies it to the engines, which refuse its replaced trainers."""
+        self._client, self._on_applied, self._run = client, on_applied, run
         self.served_version: PolicyVersion | None = None
         self._pending_update: tuple[PolicyVersion, Path] | None = None
         self._applying_version: PolicyVersion | None = None
@@ -98,7 +101,7 @@ class WeightUpdater:
         """Update the engines; return whether they serve the version now."""
         self._applying_version = version
         try:
-            replies = await self._client.update_weights(path, version)
+            replies = await self._client.update_weights(path, version, run=self._run)
         except RamifyError as error:
             if self._pending_update is None:
                 return False  # the update was discarded

@@ -7,9 +7,10 @@ in the list of batches that were served to trainers. The audit compares them.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from ramify.fencing.token import FencingToken
 from ramify.store.group_state import TRANSITIONS, GroupState
 from ramify.store.ledger import Ledger
-from ramify.store.ledger_tables import GroupRecord
+from ramify.store.ledger_tables import CommitRecord, GroupRecord
 
 
 def audit(ledger: Ledger, *, finished: bool = True) -> list[str]:
@@ -22,6 +23,7 @@ def audit(ledger: Ledger, *, finished: bool = True) -> list[str]:
         *_check_groups(ledger, groups, finished),
         *_check_batches(ledger, groups),
         *_check_served(ledger),
+        *_check_commits(ledger),
         *_check_attempts(ledger, groups),
         *_check_epochs(ledger, groups),
     ]
@@ -77,6 +79,23 @@ def _check_served(ledger: Ledger) -> Iterator[str]:
     for step in range(ledger.progress().committed):
         if step not in served_steps:
             yield f"step {step} is committed, but its batch was served to no trainer"
+
+
+def _check_commits(ledger: Ledger) -> Iterator[str]:
+    """Check that each committed step was trained by the trainer that committed it, and that no older one came later."""
+    served = {(incarnation, step) for incarnation, step, _ in ledger.served_batches()}
+    previous = CommitRecord(0, 0, "")
+    for commit in ledger.commits():
+        by = f"version {commit.version} was committed by trainer {FencingToken.from_number(commit.incarnation)}"
+        if commit.incarnation < previous.incarnation:
+            newer = FencingToken.from_number(previous.incarnation)
+            yield f"{by} after trainer {newer} had committed version {previous.version}"
+        for step in range(previous.version, commit.version) if commit.digest else ():
+            if (commit.incarnation, step) not in served:
+                yield f"{by}, which never received the batch of step {step}"
+        previous = commit
+    if previous.version != (committed := ledger.progress().committed):
+        yield f"the history ends at version {committed}, but the last commit is that of version {previous.version}"
 
 
 def _check_attempts(ledger: Ledger, groups: list[GroupRecord]) -> Iterator[str]:

@@ -14,8 +14,16 @@ from typing import Any, Self
 import msgspec
 
 from ramify.errors import ConfigInvalid, TransitionRefused
+from ramify.fencing.token import FencingToken, check_token
 from ramify.store.group_state import DropReason, GroupState, check_transition
-from ramify.store.ledger_tables import LEDGER_TABLES, AttemptRecord, BatchRecord, GroupRecord, LedgerProgress
+from ramify.store.ledger_tables import (
+    LEDGER_TABLES,
+    AttemptRecord,
+    BatchRecord,
+    CommitRecord,
+    GroupRecord,
+    LedgerProgress,
+)
 from ramify.store.rollout_table import RolloutRecord
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, EpisodeData, RunStore, TableChange
 from ramify.trace import Trace
@@ -182,59 +190,71 @@ class Ledger:
 
         await self._submit_change(apply)
 
-    async def record_served(self, step: int) -> None:
-        """Record that the trainer of this incarnation is about to receive the batch of `step`."""
+    async def record_served(self, step: int, *, incarnation: int) -> None:
+        """Record that the trainer of `incarnation` is about to receive the batch of `step`.
+
+        This and the other methods that take an incarnation raise ProcessReplaced if it is not the newest one.
+        """
 
         def apply(connection: sqlite3.Connection) -> None:
+            _check_trainer(connection, incarnation)
             row = connection.execute("SELECT members FROM batches WHERE step = ?", (step,)).fetchone()
             if row is None:
                 raise TransitionRefused(f"batch {step} cannot be served: it was never recorded")
             if step < _get_progress(connection, "committed"):
                 raise TransitionRefused(f"batch {step} cannot be served: its step is already committed")
-            values = (_get_progress(connection, "incarnation"), step, row[0])
-            connection.execute("INSERT OR IGNORE INTO served VALUES (?, ?, ?)", values)
+            connection.execute("INSERT OR IGNORE INTO served VALUES (?, ?, ?)", (incarnation, step, row[0]))
 
         await self._submit_change(apply)
 
-    async def acknowledge_step(self, step: int) -> None:
+    async def acknowledge_step(self, step: int, *, incarnation: int) -> None:
         """Record that the trainer has finished a step. Only `commit_version` makes it part of the history."""
 
         def apply(connection: sqlite3.Connection) -> None:
-            key = (_get_progress(connection, "incarnation"), step)
-            if not connection.execute("SELECT 1 FROM served WHERE incarnation = ? AND step = ?", key).fetchone():
+            _check_trainer(connection, incarnation)
+            query = "SELECT 1 FROM served WHERE incarnation = ? AND step = ?"
+            if not connection.execute(query, (incarnation, step)).fetchone():
                 raise TransitionRefused(f"step {step} cannot be acknowledged: its batch was not served to this trainer")
             _set_progress(connection, "acknowledged", max(step + 1, _get_progress(connection, "acknowledged")))
 
         await self._submit_change(apply)
 
-    async def commit_version(self, version: int) -> None:
-        """Make the steps before `version` part of the history; call it once the version's checkpoint is durable."""
+    async def commit_version(self, commit: CommitRecord) -> None:
+        """Make the steps before a version part of the history; call it once the version's checkpoint is durable.
+
+        A commit may be repeated. Raises TransitionRefused if the version was committed with another checkpoint.
+        """
 
         def apply(connection: sqlite3.Connection) -> None:
+            _check_trainer(connection, commit.incarnation)
             committed, acknowledged = (_get_progress(connection, name) for name in ("committed", "acknowledged"))
-            if not committed <= version <= acknowledged:
+            if not committed <= commit.version <= acknowledged:
                 expected = f"expected {committed} to {acknowledged}"
-                raise TransitionRefused(f"version {version} cannot be committed: {expected}")
-            _move_steps(connection, GroupState.BATCHED, GroupState.TRAINED, "step < ?", version)
-            _set_progress(connection, "committed", version)
+                raise TransitionRefused(f"version {commit.version} cannot be committed: {expected}")
+            existing = _get_commit(connection, commit.version)
+            if existing is not None and existing != commit:
+                problem = f"it was committed by trainer {existing.incarnation} with checkpoint {existing.directory}"
+                raise TransitionRefused(f"version {commit.version} cannot be committed: {problem}")
+            _set_commit(connection, commit)
+            _move_steps(connection, GroupState.BATCHED, GroupState.TRAINED, "step < ?", commit.version)
+            _set_progress(connection, "committed", commit.version)
 
         await self._submit_change(apply)
+
+    async def record_first_trainer(self) -> None:
+        """Record that a trainer has registered: every later one begins a new incarnation."""
+        await self._submit_change(lambda connection: _set_progress(connection, "registered", 1))
 
     async def begin_incarnation(self) -> LedgerProgress:
         """Begin a new incarnation of the trainer, which repeats the steps after the last committed version."""
-
-        def apply(connection: sqlite3.Connection) -> None:
-            _set_progress(connection, "incarnation", _get_progress(connection, "incarnation") + 1)
-            _set_progress(connection, "acknowledged", _get_progress(connection, "committed"))
-
-        await self._submit_change(apply)
+        await self._submit_change(_begin_incarnation)
         return self.progress()
 
-    async def roll_back(self, version: int) -> None:
+    async def roll_back(self, version: int, directory: str) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.
 
-        Later batches stay as they were recorded and are served again, to a trainer with a new incarnation, so every
-        group still counts once.
+        `directory` is the version's checkpoint, for a version whose commit is not recorded. Later batches stay as they
+        were recorded and are served again, to a trainer with a new incarnation, so every group still counts once.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -242,9 +262,11 @@ class Ledger:
             if not 0 <= version <= committed:
                 raise TransitionRefused(f"the history cannot end at version {version}: expected 0 to {committed}")
             _move_steps(connection, GroupState.TRAINED, GroupState.BATCHED, "step >= ?", version)
+            connection.execute("DELETE FROM commits WHERE version > ?", (version,))
+            if version and _get_commit(connection, version) is None:
+                _set_commit(connection, CommitRecord(version, 0, directory))
             _set_progress(connection, "committed", version)
-            _set_progress(connection, "acknowledged", version)
-            _set_progress(connection, "incarnation", _get_progress(connection, "incarnation") + 1)
+            _begin_incarnation(connection)
 
         await self._submit_change(apply)
 
@@ -258,6 +280,15 @@ class Ledger:
         """Return how far the run is."""
         values: dict[str, int] = dict(self.store.select("SELECT name, value FROM marks"))
         return LedgerProgress(**values)
+
+    def commits(self) -> list[CommitRecord]:
+        """Return the commits that make up the history, oldest first."""
+        return [CommitRecord(*row) for row in self.store.select("SELECT * FROM commits ORDER BY version")]
+
+    def get_commit(self, version: int) -> CommitRecord | None:
+        """Return the commit of a version; None if the version was not committed."""
+        rows = self.store.select("SELECT * FROM commits WHERE version = ?", (version,))
+        return CommitRecord(*rows[0]) if rows else None
 
     def load_states(self, prefix: str = "") -> dict[str, Any]:
         """Return the states whose names begin with `prefix`, by their names without it."""
@@ -371,6 +402,28 @@ def _get_progress(connection: sqlite3.Connection, name: str) -> int:
 
 def _set_progress(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", (name, value))
+
+
+def _check_trainer(connection: sqlite3.Connection, incarnation: int) -> None:
+    """Raise ProcessReplaced if the trainer of `incarnation` was replaced."""
+    newest = FencingToken.from_number(_get_progress(connection, "incarnation"))
+    check_token("trainer", FencingToken.from_number(incarnation), newest)
+
+
+def _begin_incarnation(connection: sqlite3.Connection) -> None:
+    token = FencingToken.from_number(_get_progress(connection, "incarnation"))
+    _set_progress(connection, "incarnation", token.next_incarnation().number)
+    _set_progress(connection, "acknowledged", _get_progress(connection, "committed"))
+
+
+def _get_commit(connection: sqlite3.Connection, version: int) -> CommitRecord | None:
+    row = connection.execute("SELECT * FROM commits WHERE version = ?", (version,)).fetchone()
+    return CommitRecord(*row) if row else None
+
+
+def _set_commit(connection: sqlite3.Connection, commit: CommitRecord) -> None:
+    values = (commit.version, commit.incarnation, commit.directory, commit.digest)
+    connection.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", values)
 
 
 def _save_states(connection: sqlite3.Connection, states: Mapping[str, Any] | None) -> None:

@@ -32,6 +32,9 @@ LEDGER_TABLES = (
     """CREATE TABLE IF NOT EXISTS served (
         incarnation INTEGER NOT NULL, step INTEGER NOT NULL, members BLOB NOT NULL,
         PRIMARY KEY (incarnation, step)) WITHOUT ROWID""",
+    # Which checkpoint each commit made the end of the history: its directory below `checkpoints`, and a digest.
+    """CREATE TABLE IF NOT EXISTS commits (
+        version INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, directory TEXT NOT NULL, digest TEXT NOT NULL)""",
     "CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL)",
     "CREATE INDEX IF NOT EXISTS metrics_by_name ON metrics (name, step)",
 )
@@ -112,13 +115,28 @@ class BatchRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """A commit: the trainer of `incarnation` made `version` the end of the history.
+
+    `directory` is the name of the checkpoint, `digest` the SHA-256 of its manifest; it is empty in runs from before
+    digests were stored.
+    """
+
+    version: int
+    incarnation: int
+    directory: str
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerProgress:
     """How far the run is. The field names are stored in the table `marks`.
 
     `committed` is the number of steps in the history, `acknowledged` the number of steps the trainer has finished, and
-    `incarnation` counts the starts of the trainer.
+    `incarnation` the number of the newest trainer's fencing token. `registered` is 1 once a trainer has registered.
     """
 
     committed: int = 0
     acknowledged: int = 0
     incarnation: int = 0
+    registered: int = 0

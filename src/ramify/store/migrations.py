@@ -18,7 +18,23 @@ def adopt_unversioned(_: sqlite3.Connection) -> None:
     """Accept a file without a version: its tables are those of version 1."""
 
 
-MIGRATIONS: Sequence[Migration] = (adopt_unversioned,)
+def add_commits(connection: sqlite3.Connection) -> None:
+    """Add the table of commits to a training run, with its last checkpoint, which had no incarnation in its name."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'marks'").fetchone():
+        return
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS commits (version INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, "
+        "directory TEXT NOT NULL, digest TEXT NOT NULL)"
+    )
+    marks: dict[str, int] = dict(connection.execute("SELECT name, value FROM marks"))
+    if committed := marks.get("committed", 0):
+        values = (committed, marks.get("incarnation", 0), f"step_{committed:06}", "")
+        connection.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", values)
+    if connection.execute("SELECT 1 FROM served").fetchone():
+        connection.execute("INSERT INTO marks VALUES ('registered', 1)")
+
+
+MIGRATIONS: Sequence[Migration] = (adopt_unversioned, add_commits)
 
 
 def check_version(path: Path, connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

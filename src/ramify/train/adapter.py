@@ -21,7 +21,7 @@ from ramify.model.weights import write_safetensors
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from ramify.train.checkpoint import ignore_single_process_warning
-from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
+from ramify.train.checkpoint_manifest import find_committed_checkpoint, list_completed_steps, verify_checkpoint
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import LoraConfig
 from ramify.train.lora import ADAPTER_NAME, build_peft_config
@@ -38,10 +38,12 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     """
     run = store.path
     model_name, lora = _read_config(run / "config.toml")
-    step = Ledger.open_readonly(store).progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
+    ledger = Ledger.open_readonly(store)
+    step = ledger.progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
     if not step:
         raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no adapter to export")
-    checkpoint = get_step_directory(run / "checkpoints", step)
+    commit = ledger.get_commit(step)
+    checkpoint = find_committed_checkpoint(run / "checkpoints", step, commit.directory if commit else "")
     directory = directory or run / f"adapter-{step:06}"
     if directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")

@@ -44,7 +44,7 @@ class BatchSource(Protocol):
         """Report that a version can be loaded; returns those that engines still need, None if unknown."""
         return None
 
-    def commit_checkpoint(self, step: int) -> None:
+    def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
         """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,15 +21,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
+from ramify.fencing.token import FencingToken
 from ramify.files import fsync_path, remove_directory
 from ramify.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
+    MANIFEST_FILE,
     CheckpointManifest,
     FileRecord,
     checksum_files,
+    compute_manifest_digest,
+    find_committed_checkpoint,
     find_intact_step,
     get_step_directory,
+    list_checkpoints,
     list_saved_steps,
+    parse_checkpoint_name,
     verify_checkpoint,
 )
 from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader
@@ -44,19 +50,28 @@ T = TypeVar("T")
 class CheckpointManager:
     """Saves, loads and removes the checkpoints of a run in `directory`.
 
-    All ranks save and load together; only the first rank renames and removes. `warn` receives lines for the log.
+    All ranks save and load together; only the first rank renames and removes. `token` is that of the trainer, which
+    other copies of it do not have: it is part of the names of its checkpoints, and checkpoints with a higher one are
+    never removed. A run without a ledger has no token. `warn` receives lines for the log.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, *, warn: Callable[[str], None] = lambda line: None) -> None:
-        self.directory, self.ranks, self.warn = directory, ranks, warn
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Ranks,
+        *,
+        token: FencingToken | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.directory, self.ranks, self.token, self.warn = directory, ranks, token, warn
 
     def list_steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in rising order."""
         return list_saved_steps(self.directory)
 
     def path_for(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint."""
-        return get_step_directory(self.directory, step)
+        """Return the directory to which this trainer saves the checkpoint of a step."""
+        return get_step_directory(self.directory, step, self.token)
 
     def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
         """Save the trainer's state after `step` steps, and a note that `load` returns.
@@ -64,8 +79,8 @@ class CheckpointManager:
         Raises StorageFull or StorageFailed, with nothing changed.
         """
         path = self.path_for(step)
-        if self.ranks.broadcast(step in self.list_steps()):
-            return path
+        if self.ranks.broadcast((path / MANIFEST_FILE).exists()):
+            return path  # nobody else uses this name
         partial_path = path.with_name(f".{path.name}.partial")
         try:
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
@@ -99,14 +114,15 @@ class CheckpointManager:
             raise
         return path
 
-    def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
+    def load(self, trainer: Trainer, step: int, *, name: str = "", digest: str = "") -> dict[str, Any]:
         """Restore the trainer's state after `step` steps; returns the note.
 
-        Every file is verified before anything is read. Raises CheckpointRefused, on all ranks.
+        `name` and `digest` are those of the commit; without a name, the newest checkpoint of the step is loaded. Every
+        file is verified before anything is read. Raises CheckpointRefused, on all ranks.
         """
-        path, ranks = self.path_for(step), self.ranks
+        path, ranks = find_committed_checkpoint(self.directory, step, name), self.ranks
         manifest = self._read_or_suggest(
-            step, lambda: verify_checkpoint(path, rank=ranks.rank, world_size=ranks.world_size)
+            step, lambda: _verify_digest(path, digest, rank=ranks.rank, world_size=ranks.world_size)
         )
         if manifest.files is None:
             self.warn(f"{path} was written by a version that made no checksums: it is loaded without verification")
@@ -127,7 +143,8 @@ class CheckpointManager:
 
     def read_note(self, step: int) -> dict[str, Any]:
         """Return the note that was saved with the checkpoint of `step`. Raises CheckpointRefused."""
-        return self._read_or_suggest(step, lambda: CheckpointManifest.read(self.path_for(step))).note
+        path = find_committed_checkpoint(self.directory, step)
+        return self._read_or_suggest(step, lambda: CheckpointManifest.read(path)).note
 
     def _read_or_suggest(self, step: int, read: Callable[[], T]) -> T:
         """Return what `read` returns. If it raises CheckpointRefused on one rank, raise it on all, with advice."""
@@ -145,28 +162,50 @@ class CheckpointManager:
         if intact is None:
             return "no other checkpoint is intact: restore its files from a copy, or start a new run"
         command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {intact}"
-        return f"the newest intact checkpoint is {self.path_for(intact)}: '{command}' makes the run continue from there"
+        path = find_committed_checkpoint(self.directory, intact)
+        return f"the newest intact checkpoint is {path}: '{command}' makes the run continue from there"
 
     def remove_after(self, step: int) -> None:
         """Remove checkpoints of later steps, which never became part of the run's history, and unfinished ones."""
-        self._remove([later for later in self.list_steps() if later > step])
+        self._remove(lambda saved_step: saved_step > step)
         if self.ranks.is_first:
             self.remove_partial()
 
-    def remove_all_but_last(self, count: int) -> None:
-        """Remove all checkpoints but the newest `count`."""
-        self._remove(self.list_steps()[:-count])
+    def remove_before(self, step: int, *, keep_last: int) -> None:
+        """Remove checkpoints before that of `step`, which is committed; those of the last `keep_last` steps are kept.
+
+        Later steps do not count: a replaced trainer may have saved one.
+        """
+        kept_steps = [saved_step for saved_step in self.list_steps() if saved_step <= step][-keep_last:]
+        self._remove(lambda saved_step: saved_step < step and saved_step not in kept_steps)
 
     def remove_partial(self) -> None:
         """Remove what interrupted saves and removals left behind."""
         for path in self.directory.glob(".step_*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+            if self._may_remove(path.name.removeprefix(".").split(".gone")[0].removesuffix(".partial")):
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, steps: Sequence[int]) -> None:
-        self.ranks.barrier()  # every rank has listed the checkpoints
-        for step in steps if self.ranks.is_first else ():
-            remove_directory(self.path_for(step))
+    def _remove(self, is_obsolete: Callable[[int], bool]) -> None:
+        """Remove the checkpoints of obsolete steps, on the first rank."""
+        for path in list_checkpoints(self.directory) if self.ranks.is_first else ():
+            name = parse_checkpoint_name(path.name)
+            is_saved = (path / MANIFEST_FILE).exists()
+            if name is not None and is_saved and is_obsolete(name[0]) and self._may_remove(path.name):
+                remove_directory(path)
         self.ranks.barrier()
+
+    def _may_remove(self, name: str) -> bool:
+        """Return whether a checkpoint is this trainer's own or that of an earlier one; a newer one's is not touched."""
+        parsed = parse_checkpoint_name(name)
+        return self.token is None or parsed is None or parsed[1] <= self.token
+
+
+def _verify_digest(path: Path, digest: str, *, rank: int, world_size: int) -> CheckpointManifest:
+    """Verify a checkpoint, and that it is the one that was committed with this digest, if there is one."""
+    manifest = verify_checkpoint(path, rank=rank, world_size=world_size)
+    if digest and compute_manifest_digest(path) != digest:
+        raise CheckpointRefused(f"{path} is not the checkpoint that was committed: its manifest has another digest")
+    return manifest
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ as for published weights: it detects damage, not an attacker, who could write th
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import zlib
@@ -20,13 +21,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import CheckpointRefused
+from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_and_fsync
 
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
 PIECE_BYTES = 16 << 20  # covered by one checksum
 READ_BYTES = 1 << 20  # read at once
 MAX_THREADS = 8
-_STEP_PATTERN = re.compile(r"step_(\d{6,})")
+_NAME_PATTERN = re.compile(rf"step_(\d{{6,}})(?:-({TOKEN_PATTERN}))?")
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -106,19 +108,52 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
     return manifest
 
 
-def get_step_directory(directory: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint in the directory of all checkpoints."""
-    return directory / f"step_{step:06}"
+def compute_manifest_digest(directory: Path) -> str:
+    """Return the SHA-256 of a checkpoint's manifest, which a commit stores. Raises CheckpointRefused."""
+    path = directory / MANIFEST_FILE
+    with refuse_unreadable(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def get_step_directory(directory: Path, step: int, token: FencingToken | None = None) -> Path:
+    """Return the path of a step's checkpoint in the directory of all checkpoints.
+
+    `token` is that of the trainer that writes it; runs without a ledger, and old ones, have none in the name.
+    """
+    return directory / (f"step_{step:06}" if token is None else f"step_{step:06}-{token}")
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, FencingToken] | None:
+    """Return step and token of a checkpoint's directory; the token is 0 if the name has none. None for other names."""
+    match = _NAME_PATTERN.fullmatch(name)
+    return (int(match[1]), FencingToken.parse(match[2] or "0")) if match else None
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints that were completed, by step and token, even if files are missing now."""
+    names = {path: parse_checkpoint_name(path.name) for path in directory.glob("step_*")}
+    return [path for _, path in sorted((name, path) for path, name in names.items() if name is not None)]
+
+
+def find_checkpoint(directory: Path, step: int) -> Path | None:
+    """Return the checkpoint of a step, of the newest trainer if there are several; None if there is none."""
+    paths = [path for path in list_checkpoints(directory) if _get_step(path) == step]
+    return paths[-1] if paths else None
+
+
+def find_committed_checkpoint(directory: Path, step: int, name: str = "") -> Path:
+    """Return the checkpoint of a step: the one with the name that was committed, else the newest of the step."""
+    return directory / name if name else find_checkpoint(directory, step) or get_step_directory(directory, step)
 
 
 def list_saved_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints have a manifest, in rising order. They may be damaged."""
-    return _parse_steps(path.parent for path in directory.glob(f"step_*/{MANIFEST_FILE}"))
+    return sorted({_get_step(path) for path in list_checkpoints(directory) if (path / MANIFEST_FILE).exists()})
 
 
 def list_completed_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints were completed, in rising order, even if files are missing now."""
-    return _parse_steps(directory.glob("step_*"))
+    return sorted({_get_step(path) for path in list_checkpoints(directory)})
 
 
 def find_intact_step(directory: Path, before: int) -> int | None:
@@ -126,18 +161,19 @@ def find_intact_step(directory: Path, before: int) -> int | None:
 
     A checkpoint without checksums cannot be verified and does not count.
     """
-    for step in reversed([step for step in list_saved_steps(directory) if step < before]):
+    for path in reversed(list_checkpoints(directory)):
         try:
-            if verify_checkpoint(get_step_directory(directory, step)).files is not None:
-                return step
+            if _get_step(path) < before and verify_checkpoint(path).files is not None:
+                return _get_step(path)
         except CheckpointRefused:
             continue
     return None
 
 
-def _parse_steps(paths: Iterable[Path]) -> list[int]:
-    matches = (_STEP_PATTERN.fullmatch(path.name) for path in paths)
-    return sorted(int(match[1]) for match in matches if match)
+def _get_step(path: Path) -> int:
+    name = parse_checkpoint_name(path.name)
+    assert name is not None
+    return name[0]
 
 
 def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[tuple[Path, int, str]]:

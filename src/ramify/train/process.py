@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 
 from ramify.errors import ConfigInvalid, StorageFull
+from ramify.fencing.token import FencingToken
 from ramify.model.resolve import fetch_model
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchSource
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
+from ramify.train.checkpoint_manifest import compute_manifest_digest
 from ramify.train.distributed import Ranks
 from ramify.train.metrics import StepMetrics
 from ramify.train.process_config import TrainerProcessConfig
@@ -46,7 +48,6 @@ class TrainerProcess:
         self.config, self.batch_source, self.ranks = config, batch_source, ranks
         self.save_outputs, self.flat, self.log, self.should_stop = save_outputs, flat, log, should_stop
         self.model_path = fetch_model(config.model.name)
-        self.checkpoints = CheckpointManager(config.path / "checkpoints", ranks, warn=log)
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the number of steps in the history."""
@@ -67,12 +68,14 @@ class TrainerProcess:
             raise ConfigInvalid(f"{problem}, which the orchestrator did not send")
         trainer.optimizer.total_steps = registration.steps
         publisher = self._open_publisher(registration) if self.save_outputs else None
+        token = FencingToken.from_number(registration.incarnation)
+        checkpoints = CheckpointManager(config.path / "checkpoints", self.ranks, token=token, warn=self.log)
         incarnation, steps_done = registration.incarnation, registration.committed
         last_saved_step = steps_done
         if publisher is not None:
             if steps_done:
-                self.checkpoints.load(trainer, steps_done)
-            self.checkpoints.remove_after(steps_done)  # only after the committed one has been verified
+                checkpoints.load(trainer, steps_done, name=registration.checkpoint, digest=registration.digest)
+            checkpoints.remove_after(steps_done)  # only after the committed one has been verified
             self._publish(trainer, publisher, incarnation, steps_done)  # engines may serve a version that was lost
         while True:
             batch: Batch | None = None
@@ -89,9 +92,9 @@ class TrainerProcess:
             if publisher is not None:
                 self._publish(trainer, publisher, incarnation, steps_done)
                 if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
-                    last_saved_step = self._save(trainer, steps_done, last_saved_step)
+                    last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
         if publisher is not None and steps_done > last_saved_step:
-            last_saved_step = self._save(trainer, steps_done, last_saved_step)
+            last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
             if last_saved_step < steps_done:
                 problem = f"no disk space for the final checkpoint in {config.path}"
                 raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
@@ -119,6 +122,7 @@ class TrainerProcess:
             policy=registration.policy,
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
+            incarnation=registration.incarnation,
         )
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
@@ -141,15 +145,17 @@ class TrainerProcess:
             publisher.prune(needed)
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
-    def _save(self, trainer: Trainer, step: int, last_saved_step: int) -> int:
+    def _save(self, trainer: Trainer, checkpoints: CheckpointManager, step: int, last_saved_step: int) -> int:
         """Save and commit a checkpoint; returns the last saved step. If the disk is full, the run continues."""
         started = time.perf_counter()
         try:
-            self.checkpoints.save(trainer, step)
+            path = checkpoints.save(trainer, step)
         except StorageFull as error:
             self.log(f"{error.name}: {error.message}; training continues, the last saved step is {last_saved_step}")
             return last_saved_step
-        self.ranks.call_on_first(lambda: self.batch_source.commit_checkpoint(step))
-        self.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
+        self.ranks.call_on_first(
+            lambda: self.batch_source.commit_checkpoint(step, path.name, compute_manifest_digest(path))
+        )
+        checkpoints.remove_before(step, keep_last=self.config.checkpoint.keep_last)
         self.log(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
         return step

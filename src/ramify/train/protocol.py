@@ -22,6 +22,10 @@ class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     committed: int = 0
     """Steps in the history: load the checkpoint of this step and remove newer ones."""
+    checkpoint: str = ""
+    """The directory of that checkpoint, by name; empty before the first one."""
+    digest: str = ""
+    """The digest with which it was committed; empty if none was stored."""
     incarnation: int = 0
     policy: str = "policy"
     steps: int | None = None
@@ -59,3 +63,5 @@ class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
     """`checkpoint`: the checkpoint of `step` is complete; the reply comes once it is the end of the history."""
 
     step: int
+    directory: str
+    digest: str

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
 from ramify.model.weights import get_untied_tensors
@@ -25,7 +26,8 @@ from ramify.train.distributed import Ranks, gather_full_tensor
 from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
 from ramify.train.trainer import Trainer
 
-_VERSION_PATTERN = re.compile(r"(\d+)-(\d{6,})")  # incarnation and step
+_VERSION_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the trainer's token, and the step
+_PARTIAL_PATTERN = re.compile(rf"\.({TOKEN_PATTERN})-\d{{6,}}\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,26 @@ class PublishedWeights:
 class WeightPublisher:
     """Publishes the weights of a trainer below `directory`, in `dtype`, as versions of `policy`.
 
-    `base_model` is the model directory that the small files are copied from.
+    `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
+    versions of a later one, which has replaced it, are never removed.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, *, policy: str, base_model: Path, dtype: torch.dtype) -> None:
-        self.directory, self.ranks, self.policy = directory, ranks, policy
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Ranks,
+        *,
+        policy: str,
+        base_model: Path,
+        dtype: torch.dtype,
+        incarnation: int = 0,
+    ) -> None:
+        self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
         self.base_model, self.dtype = base_model, dtype
         for partial_path in directory.glob(".*") if ranks.is_first else ():
-            shutil.rmtree(partial_path, ignore_errors=True)
+            match = _PARTIAL_PATTERN.match(partial_path.name)
+            if match is None or FencingToken.parse(match[1]).number <= incarnation:
+                shutil.rmtree(partial_path, ignore_errors=True)
 
     def publish(self, trainer: Trainer, incarnation: int, step: int) -> PublishedWeights:
         """Write the weights after `step` steps. A collective: every rank must call it.
@@ -69,17 +83,18 @@ class WeightPublisher:
 
     def path_for(self, incarnation: int, step: int) -> Path:
         """Return the directory of a version."""
-        return self.directory / f"{incarnation}-{step:06}"
+        return self.directory / f"{FencingToken.from_number(incarnation)}-{step:06}"
 
     def list_versions(self) -> list[PolicyVersion]:
         """Return the published versions, oldest first."""
         matches = (_VERSION_PATTERN.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
-        return sorted(PolicyVersion(self.policy, int(match[1]), int(match[2])) for match in matches if match)
+        versions = [(FencingToken.parse(match[1]).number, int(match[2])) for match in matches if match]
+        return sorted(PolicyVersion(self.policy, incarnation, step) for incarnation, step in versions)
 
     def prune(self, needed: Collection[PolicyVersion]) -> None:
         """Remove all versions but the needed ones and the newest."""
         for version in self.list_versions()[:-1] if self.ranks.is_first else ():
-            if version not in needed:
+            if version not in needed and version.incarnation <= self.incarnation:
                 remove_directory(self.path_for(version.incarnation, version.step))
 
 

@@ -102,9 +102,10 @@ class RemoteBatchSource(BatchSource):
         self._last_published = PublishedRequest(**self._sender, version=version, path=str(path))
         return self._call_with_retries("published", self._last_published).decode(reply_type)
 
-    def commit_checkpoint(self, step: int) -> None:
+    def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
         """Report that the checkpoint of a step is complete."""
-        self._call_with_retries("checkpoint", CheckpointRequest(**self._sender, step=step))
+        request = CheckpointRequest(**self._sender, step=step, directory=directory, digest=digest)
+        self._call_with_retries("checkpoint", request)
 
     def close(self) -> None:
         """Close the connection and end its thread."""

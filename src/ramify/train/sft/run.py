@@ -267,7 +267,7 @@ class _SftRun:
                 raise
             self.display.print_line(f"{error.name}: {error.message}; training continues without this checkpoint")
             return
-        self.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
+        self.checkpoints.remove_before(self.steps_done, keep_last=self.config.checkpoint.keep_last)
 
 
 @contextlib.contextmanager
