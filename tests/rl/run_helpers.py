@@ -27,6 +27,9 @@ batch_size = 16
 group_size = 4
 max_staleness = {off_policy}
 
+[trainer]
+record_token_stats = true
+
 [trainer.optim]
 lr = 1e-4
 

@@ -8,10 +8,15 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import psutil
+import pytest
 
 import ramify as rf
 from ramify.cli import main
+from ramify.store import RunStore
+from ramify.store.ledger import Ledger
+from ramify.train.token_stats import read_token_stats
 from tests.rl.run_helpers import FULL, KILLS, TIMEOUT, command, metrics, run_command, write_config
 
 
@@ -20,6 +25,26 @@ def test_every_step_is_trained_and_has_metrics(finished):
     assert len(metrics(finished, "train/grad_norm")) == 3
     assert all(ratio > 1.5 for ratio in metrics(finished, "forest/token_ratio"))
     assert len(metrics(finished, "eval/held-out/avg")) == 2  # before the first step and at the end
+
+
+def test_trainer_logprobs_of_a_rollout_can_be_read_and_are_those_of_the_sampler(finished):
+    path, num_trained = finished / "outputs/run", 0
+    with RunStore.open(path, write=False) as store:
+        ledger = Ledger.open_readonly(store)
+        steps = {group.number: group.step for group in ledger.groups() if group.step is not None}
+        for attempt in ledger.attempts():
+            if attempt.group_number not in steps or attempt.rollout_id is None:
+                continue
+            (trace,) = store.read_traces(attempt.rollout_id)
+            (node,) = trace.sampled_nodes
+            start, stop = trace.nodes[node].sampled_span
+            stats = read_token_stats(path, steps[attempt.group_number])
+            logprobs, entropies = (values[start:stop] for values in stats.select_node(trace, node))
+            if not np.isnan(logprobs).all():  # a filter excluded the rollout
+                num_trained += 1
+                assert logprobs == pytest.approx(trace.nodes[node].logprobs, abs=1e-3)  # the run is on-policy
+                assert (entropies > -1e-4).all()
+    assert num_trained >= len(steps)
 
 
 def test_audit_finds_no_problem(finished):

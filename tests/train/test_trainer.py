@@ -233,7 +233,8 @@ def test_gradients_are_clipped_to_max_norm():
 
 def add_reference_logprobs(forest):
     """Return the forest with a reference logprob for every other entry."""
-    values = np.where(np.arange(len(forest.targets)) % 2, np.nan, -4.5).astype(np.float32)
+    index = np.arange(len(forest.targets))
+    values = np.where(index % 2, np.nan, -4.5 + 0.5 * (index % 9)).astype(np.float32)
     return replace(forest, targets=replace(forest.targets, ref_logprob=values))
 
 
@@ -242,6 +243,7 @@ def test_metrics_equal_a_count_token_by_token():
     packs = pack_forests([add_reference_logprobs(forest) for forest in build_forests()], 70)
     metrics = trainer.step(Batch.from_packs(4, packs)).to_dict()
     sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    weights: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for pack in packs:
         inputs = build_model_inputs(pack)
         with torch.no_grad():
@@ -260,12 +262,16 @@ def test_metrics_equal_a_count_token_by_token():
                     sums[suffix]["reference_kl"].append(float(logprob[t]) - reference)
                     sums[suffix]["reference_agreement"].append(min(1.0, math.exp(reference - float(logprob[t]))))
                     sums[suffix]["reference_cross_entropy"].append(-reference)
+                    weight = min(10.0, math.exp(reference - float(logprob[t])))
+                    weights[suffix].append((weight, -weight * reference))
     assert len(sums) == 1 + 2 * 4  # two envs, staleness 1 to 4
     for suffix, columns in sums.items():
         assert metrics[f"entries{suffix}"] == len(columns["entropy"])
         for name, values in columns.items():
             expected = max(values) if name == "max_log_ratio" else sum(values) / len(values)
             assert metrics[f"{name}{suffix}"] == pytest.approx(expected, rel=1e-4, abs=1e-6), (name, suffix)
+        total_weight, weighted_entropy = map(sum, zip(*weights[suffix]))
+        assert metrics[f"reference_entropy{suffix}"] == pytest.approx(weighted_entropy / total_weight, rel=1e-4)
         exact = float(np.quantile(columns["max_log_ratio"], 0.999, method="inverted_cdf"))
         assert exact * 0.999 <= metrics[f"p999_log_ratio{suffix}"] <= max(1.2 * exact, 2e-5), suffix
     flat_tokens = sum(forest.flat_tokens for forest in build_forests())

@@ -115,6 +115,8 @@ class TrainerConfig(Config):
     """Recompute activations in the backward pass: a third more work, a fraction of the memory."""
     freeze_vision: bool = False
     """Keep the vision tower of a vision-language model and its projection fixed: engines encode an image only once."""
+    record_token_stats: bool = False
+    """Store the logprob and the entropy of every trained token, in `token_stats/` of the run directory."""
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig()

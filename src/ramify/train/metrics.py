@@ -28,11 +28,14 @@ class MetricKey(NamedTuple):
 
 
 # A row of sums: entries, entries with a sampler logprob, Σ(ρ − log ρ − 1), Σ entropy, masked entries; entries with a
-# reference logprob, Σ(log π − log π_ref), Σ min(1, π_ref / π), Σ −log π_ref; then a histogram of |log ρ| between
-# LOG_RATIO_EDGES, since counts add up where quantiles do not; last, max |log ρ|.
+# reference logprob, Σ(log π − log π_ref), Σ min(1, π_ref / π), Σ −log π_ref, Σ w, Σ −w·log π_ref with the importance
+# weight w = min(π_ref / π, MAX_WEIGHT); then a histogram of |log ρ| between LOG_RATIO_EDGES, since counts add up where
+# quantiles do not; last, max |log ρ|.
 SAMPLER_COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked")
 REFERENCE_COLUMNS = ("referenced", "reference_kl", "reference_agreement", "reference_cross_entropy")
-SUM_COLUMNS = (*SAMPLER_COLUMNS, *REFERENCE_COLUMNS)
+WEIGHTED_COLUMNS = ("reference_weight", "reference_entropy")
+SUM_COLUMNS = (*SAMPLER_COLUMNS, *REFERENCE_COLUMNS, *WEIGHTED_COLUMNS)
+MAX_WEIGHT = 10.0
 LOG_RATIO_EDGES = 2.0 ** (np.arange(-64, 13) / 4)  # 1.5e-5 to 8, each a fifth above the one before
 NUM_COLUMNS = len(SUM_COLUMNS) + len(LOG_RATIO_EDGES) + 1 + 1
 QUANTILE = 0.999
@@ -158,7 +161,9 @@ def _sum_by_key(inputs: ModelInputs, output: PolicyOutput, key_index: np.ndarray
     distance = (output.logprob.to(dtype) - reference).nan_to_num(0.0)
     referenced = (~reference.isnan()).to(dtype)
     agreement = (-distance).exp().clamp(max=1.0) * referenced
-    columns += [referenced, distance, agreement, -reference.nan_to_num(0.0)]
+    cross_entropy = -reference.nan_to_num(0.0)
+    weight = (-distance).exp().clamp(max=MAX_WEIGHT) * referenced
+    columns += [referenced, distance, agreement, cross_entropy, weight, weight * cross_entropy]
     table[:, : len(SUM_COLUMNS)].index_add_(0, index, torch.stack(columns, 1))
     bins = torch.bucketize(log_ratio.abs(), edges.to(dtype))
     table[:, len(SUM_COLUMNS) : -1].index_put_((index, bins), sampled, accumulate=True)
@@ -242,7 +247,9 @@ def _compute_means(row: np.ndarray) -> dict[str, float]:
         means |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": float(row[-1])}
         means["p999_log_ratio"] = _compute_quantile(row[len(SUM_COLUMNS) : -1], float(row[-1]))
     if referenced:
-        means |= {name: value / referenced for name, value in zip(REFERENCE_COLUMNS[1:], reference_sums, strict=True)}
+        *sums, weight, weighted_sum = reference_sums
+        means |= {name: value / referenced for name, value in zip(REFERENCE_COLUMNS[1:], sums, strict=True)}
+        means["reference_entropy"] = weighted_sum / weight if weight else 0.0
     return means
 
 

@@ -24,6 +24,7 @@ from ramify.train.metrics import StepMetrics
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.train.protocol import RegisterReply
 from ramify.train.publisher import WeightPublisher
+from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 
 
@@ -61,6 +62,8 @@ class TrainerProcess:
             media=config.path / "media",
             log=self.log,
         )
+        if config.trainer.record_token_stats and self.save_outputs:
+            trainer.token_stats = TokenStatsWriter(config.path, self.ranks.rank, self.ranks.world_size)
         registration = self._register(trainer)
         schedule = config.trainer.optim.schedule.type
         if registration.steps is None and schedule != "constant":
@@ -84,6 +87,9 @@ class TrainerProcess:
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
             metrics = trainer.step(batch)
+            if trainer.token_stats is not None:
+                with self.ranks.raise_together():
+                    trainer.token_stats.write(metrics.step)
             if metrics.chain_cost is not None and steps_done == registration.committed:
                 sums, cost = metrics.sums, f"{metrics.chain_cost:.2f} times what a forest would compute"
                 self.log(f"chains: {sums.tokens} tokens computed for {sums.unique_tokens} unique ones, {cost}")

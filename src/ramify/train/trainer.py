@@ -27,6 +27,7 @@ from ramify.train.model_inputs import ModelInputs, bucket_length, build_model_in
 from ramify.train.optim import OptimizersContainer
 from ramify.train.policy import PolicyModel, PolicyOutput
 from ramify.train.step_images import LoadImage, StepImages
+from ramify.train.token_stats import TokenStatsWriter
 
 STEP_TIMEOUT = 3600.0  # seconds for a GPU to finish a step
 POLL_INTERVAL = 1e-4  # seconds between two checks of whether it has
@@ -36,8 +37,11 @@ class Trainer:
     """A policy with its master weights and its optimizer.
 
     `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
-    adds up the metric sums of all ranks; `load_image` returns the processed image of a media entry.
+    adds up the metric sums of all ranks; `load_image` returns the processed image of a media entry. `token_stats`, if
+    it is set, gets logprob and entropy of every trained token.
     """
+
+    token_stats: TokenStatsWriter | None = None
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class Trainer:
             output.loss.backward()
             self.master_weights.accumulate_gradients()
             accumulator.add(inputs, output, self.flops_model.count_flops(pack))
+            if self.token_stats is not None:
+                self.token_stats.add_pack(pack, output.logprob, output.entropy)
         if images is not None:
             images.backward()
             self.master_weights.accumulate_gradients()

@@ -1,0 +1,117 @@
+"""The trainer's logprob and entropy of every trained token, stored with the batch of its step, to be looked at later.
+
+Each rank writes one NumPy archive (`.npz`) per step, with a row per trained token. A token is identified by its trace,
+its node and its depth, the number of tokens before it on its path. A trainer that repeats a step replaces its files.
+"""
+
+import io
+import zipfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.errors import BatchCorrupt
+from ramify.files import write_atomically
+from ramify.store import wrap_storage_errors
+from ramify.trace import Forest, Trace
+from ramify.trace.columns import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKEN_STATS_DIR = "token_stats"  # in the run directory
+FILE_NAME = "step_{step:06}.rank_{rank}.npz"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStats:
+    """One row per trained token of a step, by column; `trace` is an index into `trace_ids`."""
+
+    trace_ids: npt.NDArray[np.str_]
+    trace: Int32Array
+    node: Int32Array
+    depth: Int32Array
+    logprob: Float32Array
+    entropy: npt.NDArray[np.float16]
+
+    def select_node(self, trace: Trace, node: int) -> tuple[Float32Array, Float32Array]:
+        """Return logprob and entropy of each token of a node; NaN for tokens that were not trained."""
+        graph = trace.graph
+        size = graph.token_stop(node) - graph.token_start(node)
+        logprobs, entropies = np.full((2, size), np.nan, np.float32)
+        rows = np.flatnonzero((self.trace_ids[self.trace] == trace.id) & (self.node == node))
+        offsets = self.depth[rows] - (len(graph.path_tokens(node)) - size)
+        logprobs[offsets], entropies[offsets] = self.logprob[rows], self.entropy[rows]
+        return logprobs, entropies
+
+
+class TokenStatsWriter:
+    """Collects the values of a step's packs, and writes them once the step is done."""
+
+    def __init__(self, run: Path, rank: int, world_size: int) -> None:
+        self._directory, self._rank, self._world_size = run / TOKEN_STATS_DIR, rank, world_size
+        self._packs: list[tuple[Forest, Tensor, Tensor]] = []
+
+    def add_pack(self, pack: Forest, logprob: "Tensor", entropy: "Tensor") -> None:
+        """Keep the values of a pack's entries, on the device until `write`."""
+        if len(pack.targets):
+            self._packs.append((pack, logprob, entropy))
+
+    def write(self, step: int) -> None:
+        """Write what was collected, and delete files of ranks that no longer exist. Raises StorageFull."""
+        stats = [_build_stats(*pack) for pack in self._packs]
+        self._packs.clear()
+        archive = io.BytesIO()
+        np.savez_compressed(archive, allow_pickle=False, **_concat_columns(stats))
+        with wrap_storage_errors(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._directory / FILE_NAME.format(step=step, rank=self._rank), archive.getvalue())
+            for path in self._directory.glob(FILE_NAME.format(step=step, rank="*")) if self._rank == 0 else ():
+                if int(path.stem.rpartition("_")[2]) >= self._world_size:
+                    path.unlink()
+
+
+def read_token_stats(run: Path, step: int) -> TokenStats:
+    """Return the values of all trained tokens of a step. Raises BatchCorrupt if they are missing or damaged."""
+    paths = sorted((run / TOKEN_STATS_DIR).glob(FILE_NAME.format(step=step, rank="*")))
+    if not paths:
+        raise BatchCorrupt(f"{run} has no token stats of step {step}; expected trainer.record_token_stats = true")
+    try:
+        parts: list[TokenStats] = []
+        for path in paths:
+            with np.load(path, allow_pickle=False) as archive:
+                parts.append(TokenStats(*(archive[column.name] for column in fields(TokenStats))))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise BatchCorrupt(f"the token stats of step {step} of {run} cannot be read: {error}") from error
+    return TokenStats(**_concat_columns(parts))
+
+
+def _build_stats(pack: Forest, logprob: "Tensor", entropy: "Tensor") -> TokenStats:
+    targets, segments = pack.targets, pack.segments
+    segment = np.searchsorted(segments["start"], targets.token_index, "right") - 1
+    return TokenStats(
+        np.array(pack.traces, np.str_),
+        pack.expand_call_column("trace"),
+        pack.expand_call_column("node"),
+        segments["depth"][segment] + targets.token_index - segments["start"][segment],
+        logprob.float().cpu().numpy(),
+        entropy.half().cpu().numpy(),
+    )
+
+
+def _concat_columns(parts: list[TokenStats]) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of all parts; traces are numbered across them."""
+    trace_ids, inverse = np.unique(
+        np.concatenate([np.empty(0, "<U1"), *(part.trace_ids for part in parts)]), return_inverse=True
+    )
+    offsets = np.cumsum([0, *(len(part.trace_ids) for part in parts)])
+    traces = [inverse[part.trace + offset] for part, offset in zip(parts, offsets.tolist())]
+    dtypes = {"node": np.int32, "depth": np.int32, "logprob": np.float32, "entropy": np.float16}
+    columns: dict[str, npt.NDArray[Any]] = {"trace_ids": trace_ids}
+    columns["trace"] = np.concatenate([np.empty(0, np.int32), *traces]).astype(np.int32)
+    for name, dtype in dtypes.items():
+        columns[name] = np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)]).astype(dtype)
+    return columns

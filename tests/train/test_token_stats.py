@@ -1,0 +1,66 @@
+"""Logprob and entropy of every trained token can be read for each rollout after the step."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import BatchCorrupt
+from ramify.trace import build_forest
+from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
+from ramify.train.token_stats import TokenStatsWriter, read_token_stats
+from tests.train.batches import build_attempt, build_group
+from tests.train.models import CONFIGS, build_model, build_policy
+
+ATTEMPTS = [*build_group(Random(0), 3, [-1, 0, 1, 1]), build_attempt(Random(1), "forked", [-1, 0, 0, 1, 1])]
+
+
+def train(path, world_size: int) -> None:
+    """Train one step whose packs are shared by several ranks, each with a writer of its own."""
+    packs = pack_forests([build_forest([a.sample() for a in group]) for group in (ATTEMPTS[:3], ATTEMPTS[3:])], 64)
+    assert len(packs) >= 2
+    for rank in range(world_size):
+        trainer = Trainer(build_policy(CONFIGS["llama"]), TrainerConfig())
+        trainer.token_stats = TokenStatsWriter(path, rank, world_size)
+        trainer.step(Batch.from_packs(7, packs[rank::world_size]))
+        trainer.token_stats.write(7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_trained_token_of_a_rollout_has_the_values_of_the_policy(tmp_path, world_size):
+    train(tmp_path, world_size)
+    stats = read_token_stats(tmp_path, 7)
+    model = build_model(CONFIGS["llama"], "eager")
+    num_tokens = 0
+    for attempt in ATTEMPTS:
+        trace = attempt.sample().trace
+        for note in attempt.notes:
+            ids = torch.tensor(trace.graph.path_tokens(note.node).astype(np.int64))
+            with torch.no_grad():
+                logprobs = (model(ids[None], use_cache=False).logits[0] / attempt.temperature).log_softmax(-1)
+            start, stop = attempt.nodes[note.node].sampled
+            positions = torch.arange(start, stop) + attempt.depth(note.node)
+            expected = logprobs[positions - 1, ids[positions]]
+            entropy = -(logprobs.exp() * logprobs).sum(-1)[positions - 1]
+            logprob, entropies = stats.select_node(trace, note.node)
+            assert logprob[start:stop] == pytest.approx(expected.numpy(), abs=1e-4)
+            assert entropies[start:stop] == pytest.approx(entropy.numpy(), rel=2e-3)
+            assert np.isnan(logprob[:start]).all() and len(logprob) == len(attempt.nodes[note.node].tokens)
+            num_tokens += stop - start
+    assert len(stats.logprob) == num_tokens
+
+
+def test_files_of_ranks_that_no_longer_exist_are_removed(tmp_path):
+    train(tmp_path, 2)
+    train(tmp_path, 1)
+    assert [file.name for file in (tmp_path / "token_stats").iterdir()] == ["step_000007.rank_0.npz"]
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(BatchCorrupt, match=r"no token stats of step 3; expected trainer\.record_token_stats = true"):
+        read_token_stats(tmp_path, 3)
+    (tmp_path / "token_stats").mkdir()
+    (tmp_path / "token_stats" / "step_000003.rank_0.npz").write_bytes(b"PK\x03\x04nothing")
+    with pytest.raises(BatchCorrupt, match="token stats of step 3"):
+        read_token_stats(tmp_path, 3)
