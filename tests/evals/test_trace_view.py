@@ -5,7 +5,9 @@ from rich.console import Console
 from ramify.cli.console import make_console
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.trace_view import render_trace_tree
-from ramify.trace import Message, ModelCall, ToolCall, Trace, Usage
+from ramify.images import ImageStore
+from ramify.trace import MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage
+from tests.images.samples import make_media
 
 
 def printed(trace: Trace, **options) -> str:
@@ -76,6 +78,19 @@ def test_square_brackets_are_not_markup():
     trace = Trace(id="t")
     trace.add_node(-1, Message("user", "guess [crane] and [/red]"), [1])
     assert "[crane] and [/red]" in printed(trace)
+
+
+def test_images_are_shown_by_format_and_size(tmp_path):
+    image = make_media(100, 100)
+    trace = Trace(id="t")
+    trace.add_media(image)
+    trace.add_node(-1, Message("user", (TextPart("What is "), MediaPart(image.hash), TextPart("?"))), [1])
+    label = f"[image 100×100 png {image.hash[:4]}]"
+    assert f"What is {label}?" in printed(trace)
+    store = ImageStore(tmp_path)
+    store.write(trace.detach_images())
+    assert f"What is {label}?" in printed(trace, images=store)
+    assert f"What is [image {image.hash[:4]}]?" in printed(trace)
 
 
 def test_long_lines_are_wrapped(capsys):

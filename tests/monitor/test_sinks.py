@@ -1,7 +1,9 @@
 """The sinks that come with Ramify, and what samples look like in them."""
 
+import base64
 import json
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,10 +11,16 @@ import numpy as np
 import pytest
 
 from ramify.errors import ConfigInvalid
+from ramify.images import ImageStore
 from ramify.monitor import build_samples, check_sinks_installed, open_monitor_sinks
 from ramify.orchestrate.config import RunConfig
-from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
+from ramify.trace import MediaPart, Message, TextPart, ToolCall, Trace
+from tests.images.samples import make_media
+from tests.monitor.wandb_file import read_history
 
+IMAGE = make_media(40, 30)
+BASE64 = base64.b64encode(IMAGE.data).decode()
+LABEL = f"[image 40×30 png {IMAGE.hash[:4]}]"
 LIBRARIES = Path(__file__).parent / "libraries"
 
 
@@ -23,8 +31,9 @@ def config(tmp_path, *sinks) -> RunConfig:
 
 def build_rollout() -> Trace:
     """A question about an image with two replies, one of them a tool call."""
-    trace = Trace(id="r1", rewards={"right": (0.5, 1.0)})
-    media = Media.from_bytes(b"x" * 2048, "image/png")
+    task = {"key": "trees-1", "prompt": f"data:image/png;base64,{BASE64}"}
+    trace = Trace(id="r1", rewards={"right": (0.5, 1.0)}, task=task)
+    media = IMAGE
     trace.add_media(media)
     tokens = np.arange(3, dtype=np.int32)
     question = Message(role="user", content=(TextPart(text="What is this? "), MediaPart(hash=media.hash)))
@@ -37,12 +46,44 @@ def build_rollout() -> Trace:
     return trace
 
 
-def test_a_sample_is_one_branch_that_shows_media_by_their_size():
+def test_a_sample_is_one_branch_that_shows_images_by_a_label():
     first, second = build_samples(build_rollout(), source="look", advantage=0.25)
-    question = ("user", "What is this? [image/png, 2,048 bytes]")
+    question = ("user", f"What is this? {LABEL}")
     assert first.messages == (question, ("assistant", '[tool call] zoom({"by": 2})'))
     assert second.messages == (question, ("assistant", "[reasoning] green a tree"))
-    assert second.row[:5] == ("look", "r1", 1, 0.5, 0.25)
+    assert second.row[:6] == ("look", "trees-1", "r1", 1, 0.5, 0.25)
+
+
+def test_the_label_of_an_image_in_a_stored_trace_comes_from_its_file(tmp_path):
+    trace, store = build_rollout(), ImageStore(tmp_path)
+    store.write(trace.detach_images())
+    assert build_samples(trace, source="look", images=store)[0].messages[0][1] == f"What is this? {LABEL}"
+    assert build_samples(trace, source="look")[0].messages[0][1] == f"What is this? [image {IMAGE.hash[:4]}]"
+
+
+def test_the_offline_file_of_wandb_has_samples_with_tasks_and_no_base64(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "run").mkdir()
+    lines = []
+    sinks = open_monitor_sinks(config(tmp_path, "wandb"), lines.append)
+    sinks.log_metrics(1, {"train/loss": 0.5})
+    sinks.log_samples(1, build_samples(build_rollout(), source="look", advantage=1.0))
+    sinks.close(timeout=60.0)
+    assert [line for line in lines if line.startswith("sink ")] == []
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    (table_file,) = (path for path in files if path.name.endswith(".table.json"))
+    table = json.loads(table_file.read_text())
+    assert table["columns"] == ["source", "task", "rollout", "branch", "reward", "advantage", "messages"]
+    assert [row[:4] for row in table["data"]] == [["look", "trees-1", "r1", 0], ["look", "trees-1", "r1", 1]]
+    assert all(LABEL in row[-1] for row in table["data"])
+    deadline = time.monotonic() + 30.0  # wandb's own process writes the history after `finish`
+    while not (rows := [row for row in read_history(tmp_path / "run") if "samples" in str(row)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "table-file" in json.dumps(rows)
+    assert not [path for path in files if BASE64[:60].encode() in path.read_bytes() or b"base64," in path.read_bytes()]
 
 
 def test_the_console_prints_the_step_and_the_samples(tmp_path):
@@ -54,7 +95,7 @@ def test_the_console_prints_the_step_and_the_samples(tmp_path):
     sinks.close()
     assert lines[0] == "step=3 reward/all/mean=0.5 eval/held-out/avg=0.25"
     assert lines[1] == "sample step=3 source=look rollout=r1 reward=0.500 advantage=missing"
-    assert lines[2] == "  [user] What is this? [image/png, 2,048 bytes]"
+    assert lines[2] == f"  [user] What is this? {LABEL}"
 
 
 @pytest.fixture

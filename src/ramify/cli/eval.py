@@ -130,7 +130,7 @@ def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep:
             for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):
                 workdirs += trace.info.get("kept_workdirs", [])
                 if show:
-                    console.print(render_trace_tree(trace))
+                    console.print(render_trace_tree(trace, images=store.images))
     if keep:
         print("\n".join(f"work directory {workdir}" for workdir in workdirs) or "no rollout used a work directory")
     if not result.num_run:

@@ -65,17 +65,21 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 
 
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
+    from ramify.images import ImageStore
+    from ramify.images.image_store import MEDIA_DIR
     from ramify.launch.completion import format_finished, get_finished_steps, mark_finished
     from ramify.launch.run_record import RunRecord, read_record
     from ramify.monitor import build_samples, open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
+
+    images = ImageStore(config.path / MEDIA_DIR)
 
     def log_samples(step: int, rollouts: Mapping[str, list[tuple[Trace, float | None]]]) -> None:
         samples = [
             sample
             for source, source_rollouts in rollouts.items()
             for trace, advantage in source_rollouts
-            for sample in build_samples(trace, source=source, advantage=advantage)
+            for sample in build_samples(trace, source=source, advantage=advantage, images=images)
         ]
         monitors.log_samples(step, samples)
 

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     with open_run_readonly(options.run) as store:
         if options.rollout is not None:
             for trace in store.read_traces(find_rollout(store, options.rollout).id):
-                console.print(render_trace_tree(trace, full=options.full))
+                console.print(render_trace_tree(trace, full=options.full, images=store.images))
             return 0
         order = "worst" if options.worst else "best" if options.best else "index"
         request = ListRequest(options.limit, options.page, options.source, options.failed, order)

@@ -11,27 +11,32 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from ramify.images import ImageStore, format_content, label_images
 from ramify.trace import Node, Trace
 
 MAX_EXCERPT_CHARS = 400
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def render_trace_tree(trace: Trace, *, full: bool = False) -> RenderableType:
-    """Return the trace as a tree, with its rewards and errors below. `full` shows long messages untruncated."""
+def render_trace_tree(trace: Trace, *, full: bool = False, images: ImageStore | None = None) -> RenderableType:
+    """Return the trace as a tree, with its rewards and errors below.
+
+    `full` shows long messages untruncated. `images` is the image store of the trace's run.
+    """
     forks = {fork["node"]: _format_fork(fork) for fork in trace.info.get("forks", [])}
     untrained = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
     tree = Tree(_format_title(trace))
     roots = [node.index for node in trace.nodes if node.parent < 0]
-    _add_subtrees(tree, trace, roots, NodeLabels(forks, untrained), full)
+    _add_subtrees(tree, trace, roots, NodeLabels(forks, untrained, label_images(trace, images)), full)
     return Group(tree, *_format_scores(trace), *_format_untrained(trace, untrained), *_format_refusals(trace))
 
 
 class NodeLabels(NamedTuple):
-    """Remarks on nodes, by node index: why a branch forks there, and why a call is not trained."""
+    """Remarks on nodes, by node index: why a branch forks there, and why a call is not trained; images by hash."""
 
     forks: Mapping[int, str]
     untrained: Mapping[int, str]
+    images: Mapping[str, str]
 
 
 def _add_subtrees(tree: Tree, trace: Trace, first_nodes: list[int], labels: NodeLabels, full: bool) -> None:
@@ -47,14 +52,15 @@ def _add_subtrees(tree: Tree, trace: Trace, first_nodes: list[int], labels: Node
             while len(children) == 1:
                 index = children[0]
                 fork = "" if len(nodes) > 1 else labels.forks.get(index, "")
-                branch_tree.add(_format_node(trace.nodes[index], full, fork, labels.untrained.get(index, "")))
+                branch_tree.add(_format_node(trace.nodes[index], full, fork, labels))
                 children = trace.nodes[index].children
             if children:
                 pending.append((branch_tree, children))
 
 
-def _format_node(node: Node, full: bool, fork: str, untrained: str) -> Text:
+def _format_node(node: Node, full: bool, fork: str, labels: NodeLabels) -> Text:
     message = node.message
+    untrained = labels.untrained.get(node.index, "")
     sampled = node.sampled_span[1] - node.sampled_span[0]
     counts = f"{len(node.token_ids)} tokens" + (f", {sampled} sampled" if sampled else "")
     if node.call is not None:
@@ -73,8 +79,8 @@ def _format_node(node: Node, full: bool, fork: str, untrained: str) -> Text:
         line.append(f" fork: {fork}", "magenta")
     if message.reasoning:
         line.append(f"\n[reasoning] {_excerpt(message.reasoning, full)}", "dim italic")
-    if message.text:
-        line.append(f"\n{_excerpt(message.text, full)}")
+    if content := format_content(message, labels.images):
+        line.append(f"\n{_excerpt(content, full)}")
     for call in message.tool_calls:
         line.append(f"\n-> {call.name}({_excerpt(call.arguments, full)})", "yellow")
     return line

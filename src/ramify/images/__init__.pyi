@@ -6,6 +6,9 @@ from .image_family import load_image_family as load_image_family
 from .image_header import ImageHeader as ImageHeader
 from .image_header import describe_image as describe_image
 from .image_header import read_image_header as read_image_header
+from .image_labels import elide_data_urls as elide_data_urls
+from .image_labels import format_content as format_content
+from .image_labels import label_images as label_images
 from .image_store import ImageStore as ImageStore
 from .positions import ImageSpan as ImageSpan
 from .positions import compute_positions as compute_positions

@@ -14,6 +14,8 @@ from ramify.trace import Media
 
 EXTENSIONS = {mime: name for name, mime in MIME_TYPES.items()}
 OTHER_EXTENSION = "bin"
+MAX_HEADER_BYTES = 2**16  # the size of a JPEG may come after a thumbnail
+MEDIA_DIR = "media"  # in the directory of a run
 
 
 class ImageStore:
@@ -38,6 +40,14 @@ class ImageStore:
     def path(self, media: Media) -> Path:
         """Return the file of an image."""
         return self._directory / f"{media.hash}.{EXTENSIONS.get(media.mime, OTHER_EXTENSION)}"
+
+    def read_start(self, media: Media) -> bytes:
+        """Return the first bytes of an image, enough for its header; none if the file is missing."""
+        try:
+            with self.path(media).open("rb") as file:
+                return file.read(MAX_HEADER_BYTES)
+        except FileNotFoundError:
+            return b""
 
     def read(self, media: Media) -> Media:
         """Return an image with its bytes. Raises RunDamaged if the file is missing or was changed."""

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ramify.trace import MediaPart, Message, Trace
+from ramify.env.task import compute_content_digest
+from ramify.images import ImageStore, format_content, label_images
+from ramify.trace import Message, Trace
 
-COLUMNS = ("source", "rollout", "branch", "reward", "advantage", "messages")
+COLUMNS = ("source", "task", "rollout", "branch", "reward", "advantage", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,8 @@ class RolloutSample:
     """One branch of a rollout."""
 
     source: str
+    task: str
+    """The identity of the task."""
     rollout: str
     """The id of the rollout."""
     branch: int
@@ -22,9 +26,9 @@ class RolloutSample:
     """(role, text) in order."""
 
     @property
-    def row(self) -> tuple[str, str, int, float | None, float | None, str]:
+    def row(self) -> tuple[str, str, str, int, float | None, float | None, str]:
         """The values of COLUMNS."""
-        return (self.source, self.rollout, self.branch, self.reward, self.advantage, self.text)
+        return (self.source, self.task, self.rollout, self.branch, self.reward, self.advantage, self.text)
 
     @property
     def text(self) -> str:
@@ -32,32 +36,28 @@ class RolloutSample:
         return "\n".join(f"[{role}] {text}" for role, text in self.messages)
 
 
-def build_samples(trace: Trace, *, source: str, advantage: float | None = None) -> list[RolloutSample]:
-    """Return one sample for each branch of a rollout; media are shown as their type and size."""
-    media_labels = {media.hash: f"[{media.mime}, {len(media.data):,} bytes]" for media in trace.graph.media}
+def build_samples(
+    trace: Trace, *, source: str, advantage: float | None = None, images: ImageStore | None = None
+) -> list[RolloutSample]:
+    """Return one sample for each branch of a rollout; `images` is the image store of its run."""
+    image_labels = label_images(trace, images)
+    task = str(trace.task.get("key") or compute_content_digest(trace.task)) if trace.task else ""
     return [
         RolloutSample(
             source=source,
+            task=task,
             rollout=trace.id,
             branch=index,
             reward=trace.reward,
             advantage=advantage,
-            messages=tuple((message.role, _format_message(message, media_labels)) for message in branch.messages),
+            messages=tuple((message.role, _format_message(message, image_labels)) for message in branch.messages),
         )
         for index, branch in enumerate(trace.branches)
     ]
 
 
-def _format_message(message: Message, media_labels: Mapping[str, str]) -> str:
+def _format_message(message: Message, image_labels: Mapping[str, str]) -> str:
     parts = [f"[reasoning] {message.reasoning}"] if message.reasoning else []
-    if isinstance(message.content, str):
-        parts.append(message.content)
-    else:
-        parts.append(
-            "".join(
-                media_labels.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text
-                for part in message.content
-            )
-        )
+    parts.append(format_content(message, image_labels))
     parts += [f"[tool call] {call.name}({call.arguments})" for call in message.tool_calls]
     return " ".join(part for part in parts if part)

@@ -139,7 +139,7 @@ class OrchestratorCore:
         """Record the episode of an attempt, and return the progress of its group.
 
         If the group is COMPLETE, the caller must score it; if it has TOO_FEW attempts, it was dropped.
-        `encoded_episode`, if given, is stored without encoding the traces again.
+        `encoded_episode`, if given, is stored without encoding the traces again, unless they hold images.
         """
         self.attempt_queue.mark_done(group_number, attempt)
         async with self._lock_group(group_number) as tracker:
@@ -148,7 +148,8 @@ class OrchestratorCore:
             outcome = tracker.record_episode(attempt, traces)
             if outcome is AttemptOutcome.KEPT:
                 record = self._build_record(group_number, attempt, traces, summary)
-                episode = traces if encoded_episode is None else encoded_episode
+                has_images = any(media.data for trace in traces for media in trace.graph.media)
+                episode = traces if encoded_episode is None or has_images else encoded_episode
                 await self.ledger.record_sampled(group_number, attempt, record, episode)
                 return tracker.progress
             failure = next(iter(list_system_failures(traces)), MISSING_REWARD)

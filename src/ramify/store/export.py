@@ -1,6 +1,7 @@
 """Export of a run as JSONL or Parquet: one record per trace, in the order of tasks and repetitions.
 
-Records have messages, counts and scores, but no token ids: only the run's own binary form can be trained on.
+Records have messages, counts and scores, but no token ids: only the run's own binary form can be trained on. An image
+is named by its hash and its file in the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid
 from ramify.files import replace_file
+from ramify.images import elide_data_urls
 from ramify.store.run_store import RunStore
 from ramify.trace.json_view import to_dict
 
@@ -54,8 +56,12 @@ def iter_records(store: RunStore, report_progress: ReportProgress | None = None)
     ((total,),) = store.select("SELECT count(*) FROM rollouts")
     for num_done, rollout in enumerate(store.iter_rollouts(), start=1):
         for trace in store.read_traces(rollout.id):
-            fields = to_dict(trace)
+            fields = elide_data_urls(to_dict(trace))
             fields["task_data"] = fields.pop("task", {})
+            for entry, media in zip(fields["media"], trace.graph.media):
+                del entry["bytes"]  # of those that the trace itself holds
+                if (file := store.images.path(media)).exists():
+                    entry["file"] = str(file.relative_to(store.path))
             yield {
                 "rollout": rollout.id,
                 "source": rollout.source,

@@ -19,6 +19,8 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.files import fsync_path
+from ramify.images import ImageStore
+from ramify.images.image_store import MEDIA_DIR
 from ramify.store import rollout_table
 from ramify.store.index import (
     DATABASE_NAME,
@@ -47,7 +49,7 @@ class RunStore:
     """One run directory: rollouts with their traces, and facts about the run.
 
     Create it with `open`, and close it with `close` or a `with` statement. `path` is the directory, `segments` the log
-    of encoded traces.
+    of encoded traces, `images` the images of all traces.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class RunStore:
         self.path = path
         self.segments = segments
         self._lock_fd, self._reader = lock_fd, reader
-        self._writer = RunWriter(path, segments, lambda: _connect(path)) if write else None
+        self.images = ImageStore(path / MEDIA_DIR)
+        self._writer = RunWriter(path, segments, self.images, lambda: _connect(path)) if write else None
 
     @classmethod
     def open(cls, path: Path, *, write: bool = True, lock: bool = True, required_fact: str | None = None) -> Self:
@@ -112,10 +115,18 @@ class RunStore:
         """Queue a change to the tables, together with rollouts to store in the same transaction.
 
         The change is durable when the future is done. If `apply` raises, nothing is changed, and the future has its
-        exception. Traces are encoded before this returns, so the caller may change them afterwards.
+        exception. Traces are encoded before this returns, so the caller may change them afterwards. The bytes of their
+        images are moved out of them to the run's image store; an encoded episode must have none.
         """
         if self._writer is None:
             raise ConfigInvalid(f"{self.path} is open read-only")
+        images = [
+            image
+            for _, data in rollouts
+            if not isinstance(data, bytes | memoryview)
+            for trace in data
+            for image in trace.detach_images()
+        ]
         frames = [_encode(data) for _, data in rollouts]
         rows = [(record, msgspec.msgpack.encode(record.summary)) for record, _ in rollouts]
 
@@ -124,7 +135,7 @@ class RunStore:
                 rollout_table.insert_rollout(connection, record, summary, location)
             apply(connection)
 
-        return self._writer.submit(frames, apply_all)
+        return self._writer.submit(frames, apply_all, images)
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows that an SQL query finds in the last committed state of the tables."""

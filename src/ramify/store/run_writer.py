@@ -1,6 +1,6 @@
 """The writer of a run: one thread that commits everything that was queued during the previous commit.
 
-    change queued -> frames appended -> segment synced -> transaction committed -> future of the caller done
+    change queued -> images stored -> frames appended -> segment synced -> transaction committed -> caller's future done
 
 A sync takes milliseconds whether it covers one rollout or a hundred, so the writer commits all queued changes at once
 (group commit). A change that fails is rolled back alone. If the disk is full, all changes of the commit fail, the files
@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ramify.errors import DeadlineExceeded, StorageFailed, StorageFull
+from ramify.images import ImageStore
 from ramify.store.rollout_table import FrameLocation
 from ramify.store.segment_log import SegmentLog
+from ramify.trace import Media
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MAX_CHANGES_PER_COMMIT = 1024  # bounds the latency of a commit
@@ -31,27 +33,33 @@ ApplyChange = Callable[[sqlite3.Connection, Sequence[FrameLocation]], None]
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """Frames to append, the change to the tables once their locations are known, and the future of the caller."""
+    """Frames to append, the change to the tables once their locations are known, and the future of the caller.
+
+    `images` are those that the frames refer to; they are stored first.
+    """
 
     frames: Sequence[bytes]
     apply: ApplyChange
+    images: Sequence[Media] = ()
     future: "Future[None]" = field(default_factory=lambda: Future[None]())
 
 
 class RunWriter:
-    """A thread that owns the segments and the writing connection of the run at `path`."""
+    """A thread that owns the segments, the images and the writing connection of the run at `path`."""
 
-    def __init__(self, path: Path, segments: SegmentLog, connect: Callable[[], sqlite3.Connection]) -> None:
+    def __init__(
+        self, path: Path, segments: SegmentLog, images: ImageStore, connect: Callable[[], sqlite3.Connection]
+    ) -> None:
         self.path = path
-        self._segments, self._connect = segments, connect
+        self._segments, self._images, self._connect = segments, images, connect
         self._queue: queue.SimpleQueue[PendingChange | None] = queue.SimpleQueue()
         self._thread_error: BaseException | None = None  # what stopped the thread; None while it runs or after `close`
         self._thread = threading.Thread(target=self._run, name=f"writer of {path.name}", daemon=True)
         self._thread.start()
 
-    def submit(self, frames: Sequence[bytes], apply: ApplyChange) -> "Future[None]":
+    def submit(self, frames: Sequence[bytes], apply: ApplyChange, images: Sequence[Media] = ()) -> "Future[None]":
         """Queue a change; it is durable when the future is done. Cancelling the future in time withdraws the change."""
-        change = PendingChange(frames, apply)
+        change = PendingChange(frames, apply, images)
         self._queue.put(change)
         if self._thread_error is not None:
             self._fail_queued(self._thread_error)
@@ -103,6 +111,7 @@ class RunWriter:
         segment_number, segment_length = segments.segment_number, segments.segment_length
         errors: Sequence[BaseException | None]
         try:
+            self._images.write(image for change in changes for image in change.images)
             locations = [[segments.append(frame) for frame in change.frames] for change in changes]
             segments.sync()
             connection.execute("BEGIN IMMEDIATE")

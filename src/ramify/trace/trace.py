@@ -136,6 +136,14 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
             return answer
         return next((node.message.text for node in reversed(self.nodes) if node.message.role == "assistant"), "")
 
+    def detach_images(self) -> list[Media]:
+        """Remove the bytes of images from the media table, and return the images. Their hashes stay in the table."""
+        table = self.graph.media
+        images = [media for media in table if media.data and media.mime.startswith("image/")]
+        detached = {media.hash for media in images}
+        table[:] = [msgspec.structs.replace(media, data=b"") if media.hash in detached else media for media in table]
+        return images
+
     def add_media(self, media: Media) -> int:
         """Add `media` to the media table unless it has an entry with the same hash, and return its index."""
         table = self.graph.media

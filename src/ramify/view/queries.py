@@ -12,6 +12,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores
+from ramify.images import elide_data_urls
 from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
@@ -203,8 +204,8 @@ class RunQueries:
         with open_last_commit(path) as store:
             traces = _read_rollout(store, id)[1]
         for media in (media for trace in traces for media in trace.graph.media):
-            if media.hash == hash and media.mime in IMAGE_TYPES and media.data:
-                return media.mime, media.data
+            if media.hash == hash and media.mime in IMAGE_TYPES:
+                return media.mime, store.images.read(media).data
         raise ConfigInvalid(f"rollout {id} has no image {hash}")
 
     def export_rollout(self, run: str, id: str, format: str) -> str:
@@ -214,7 +215,7 @@ class RunQueries:
         if format == "md":
             return format_markdown(record, traces)
         fields = {"id": record.id, "source": record.source, "task": record.task, "reward": record.reward}
-        text = msgspec.json.encode({**fields, "traces": [to_dict(trace) for trace in traces]})
+        text = msgspec.json.encode({**fields, "traces": [elide_data_urls(to_dict(trace)) for trace in traces]})
         return msgspec.json.format(text, indent=2).decode()
 
     # -- groups --------------------------------------------------------------------------------------------------

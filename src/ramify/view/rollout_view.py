@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.images import format_content, label_images
 from ramify.store import RolloutRecord
 from ramify.trace import MediaPart, Message, Node, Trace
 from ramify.view.token_texts import TokenTexts
@@ -127,14 +128,15 @@ def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[s
     for trace in traces:
         for name, entry in trace.rewards.items():
             yield f"- {name}: {'missing' if entry is None else f'{entry[0]:.4g} × {entry[1]:g}'}"
+        labels = label_images(trace)
         yield f"\n## {trace.agent or 'Messages'}\n"
         for node in trace.nodes:
             parent = f", after [{node.parent}]" if node.parent >= 0 and node.parent != node.index - 1 else ""
             yield f"### [{node.index}] {node.message.role}{parent}\n"
             if node.message.reasoning:
                 yield f"Reasoning:\n\n{_fence(node.message.reasoning)}\n"
-            if node.message.text:
-                yield f"{_fence(node.message.text)}\n"
+            if text := format_content(node.message, labels):
+                yield f"{_fence(text)}\n"
             for call in node.message.tool_calls:
                 yield f"Call of `{call.name}`:\n\n{_fence(call.arguments, 'json')}\n"
 
