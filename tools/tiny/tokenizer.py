@@ -7,6 +7,7 @@ three lines would cost hundreds of tokens.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -64,8 +65,11 @@ else function.arguments | tojson }}}</tool_call>
 """
 
 
-def build_tokenizer() -> Tokenizer:
-    """Build the tokenizer: bytes and added tokens. Padding and the ends of messages are special: texts omit them."""
+def build_tokenizer(more_special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Build the tokenizer: bytes and added tokens. Padding and the ends of messages are special: texts omit them.
+
+    `more_special_tokens` get the ids after all others.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -74,6 +78,7 @@ def build_tokenizer() -> Tokenizer:
         [AddedToken(token, special=True, normalized=False) for token in (PAD, IM_START, IM_END)]
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more_special_tokens])
     return tokenizer
 
 
@@ -98,15 +103,15 @@ def build_model_config() -> LlamaConfig:
     )
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, tokenizer: Tokenizer | None = None, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write `tokenizer.json`, and `tokenizer_config.json` with the chat template."""
-    build_tokenizer().save(str(directory / "tokenizer.json"))
+    (tokenizer or build_tokenizer()).save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": IM_END,
         "pad_token": PAD,
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

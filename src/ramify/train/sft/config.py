@@ -31,6 +31,8 @@ class SftDataConfig(Config):
     """The column of the conversation. A row without it has a prompt and a completion."""
     tools_column: str = "tools"
     """The column of the tools that were offered; optional."""
+    images_column: str = "images"
+    """The column of the images that messages refer to by `{"type": "image"}`, in order; optional."""
     prompt_column: str = "prompt"
     """The column of the prompt: text, or messages."""
     completion_column: str = "completion"
@@ -95,12 +97,17 @@ class SftConfig(Config):
             raise ValueError("trainer.loss is the loss of reinforcement learning; ramify sft uses cross entropy")
         return self
 
+    def _get_data_identity(self) -> dict[str, Any]:
+        """Return the settings of the data; a run that was started before images were read has no `images_column`."""
+        settings = to_old_keys(SftDataConfig, self.data.model_dump(mode="json"))
+        return {key: value for key, value in settings.items() if (key, value) != ("images_column", "images")}
+
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run; all others may change when it is resumed."""
         return {
             **self.model_dump(mode="json", include={"renderer", "seq_len", "seed"}),
-            "data": to_old_keys(SftDataConfig, self.data.model_dump(mode="json")),
+            "data": self._get_data_identity(),
             "model": self.model.name,
             "lora": to_old_keys(LoraConfig, self.trainer.lora.model_dump(mode="json")),
             "held_out": self.validation.fraction,

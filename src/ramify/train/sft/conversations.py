@@ -7,13 +7,15 @@ calls are JSON text or objects, tools are a list or its JSON, and absent values 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigInvalid
-from ramify.trace import Message, ToolCall
+from ramify.errors import ConfigInvalid, ImageInvalid
+from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.train.sft.config import SftDataConfig
+from ramify.train.sft.content import ContentParser
 
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 DatasetRow = Mapping[str, Any]
@@ -26,6 +28,8 @@ class SftConversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    media: Mapping[str, Media] = field(default_factory=dict[str, Media], compare=False)
+    """The images of the messages, by hash."""
     location: str = field(default="", compare=False)
     """The row of the dataset, for error messages."""
 
@@ -33,19 +37,24 @@ class SftConversation:
 def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> list[SftConversation]:
     """Parse every row as a conversation. Raises ConfigInvalid for the first row that is not one."""
     conversations: list[SftConversation] = []
+    path = Path(config.path).expanduser()
+    content_parser = ContentParser(path if path.is_dir() else path.parent)
     for number, row in enumerate(rows, 1):
         location = f"row {number} of {config.path}"
         try:
-            conversations.append(replace(parse_conversation(row, config), location=location))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            conversations.append(replace(parse_conversation(row, config, content_parser), location=location))
+        except (ValueError, KeyError, TypeError, AttributeError, ImageInvalid) as error:
             raise ConfigInvalid(f"data: {location} is not a conversation: {error}") from error
     if not conversations:
         raise ConfigInvalid(f"data: {config.path} has no rows")
     return conversations
 
 
-def parse_conversation(row: DatasetRow, config: SftDataConfig) -> SftConversation:
-    """Parse one row. Raises ValueError, KeyError, TypeError or AttributeError if it is not a conversation."""
+def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: ContentParser) -> SftConversation:
+    """Parse one row.
+
+    Raises ValueError, KeyError, TypeError, AttributeError or ImageInvalid if it is not a conversation.
+    """
     if row.get(config.messages_column) not in (None, ""):  # a csv file has an empty string where a row has no value
         raw_messages = row[config.messages_column]
     elif config.prompt_column in row and config.completion_column in row:
@@ -54,21 +63,30 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig) -> SftConversatio
     else:
         expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
         raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
-    messages = tuple(parse_message(raw) for raw in _parse_json(raw_messages))
+    row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
+    messages = tuple(
+        parse_message(raw, content_parser.parse(raw.get("content"), row_images, media))
+        for raw in _parse_json(raw_messages)
+    )
+    if next(row_images, None) is not None:
+        raise ValueError(f"the column {config.images_column!r} has more images than the messages refer to")
+    for message in messages:
+        if message.role in config.train_on_roles and not isinstance(message.content, str):
+            raise ValueError(f"a message of the role {message.role} has an image; only text can be trained")
     if not any(message.role in config.train_on_roles for message in messages):
         raise ValueError(f"no message has the role {' or '.join(config.train_on_roles)}; set data.train_on_roles")
     tools = _parse_json(row.get(config.tools_column) or [])
-    return SftConversation(messages, tuple(_parse_json(tool) for tool in tools))
+    return SftConversation(messages, tuple(_parse_json(tool) for tool in tools), media)
 
 
-def parse_message(raw: Mapping[str, Any]) -> Message:
-    """Parse a message in OpenAI's format."""
+def parse_message(raw: Mapping[str, Any], content: str | tuple[TextPart | MediaPart, ...]) -> Message:
+    """Parse a message in OpenAI's format, whose content is parsed already."""
     if not isinstance(raw.get("role"), str):
         raise ValueError(f"a message has no role: {str(raw)[:80]}")
     calls = _parse_json(raw.get("tool_calls") or [])
     message = Message(
         role=raw["role"],
-        content=_join_text_parts(raw.get("content")),
+        content=content,
         reasoning=next((raw[key] for key in REASONING_KEYS if raw.get(key) is not None), None),
         tool_calls=tuple(_parse_tool_call(index, call) for index, call in enumerate(calls)),
         tool_call_id=raw.get("tool_call_id"),
@@ -85,14 +103,6 @@ def _parse_tool_call(index: int, raw: Mapping[str, Any]) -> ToolCall:
 
 def _to_messages(value: Any, role: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
-
-
-def _join_text_parts(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if all(part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    raise ValueError("a message has parts that are not text, which are not trained yet")
 
 
 def _parse_json(value: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
-from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
+from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest
 from ramify.train.sft.conversations import SftConversation
 
 ENV_NAME = "sft"
@@ -31,7 +31,7 @@ def build_annotated_trace(
 ) -> AnnotatedTrace:
     """Build the trace of a conversation, with cross entropy on the messages of `roles`. Raises TemplateRefused."""
     trace = Trace(id=name, env=ENV_NAME)
-    nodes: dict[tuple[int, bytes], int] = {}  # (parent, tokens): node
+    nodes: dict[tuple[int, bytes, tuple[str, ...]], int] = {}  # (parent, tokens, hashes of images): node
     annotations: dict[int, Annotation] = {}
     try:
         paths = list(_render_paths(conversation, renderer, roles))
@@ -43,9 +43,19 @@ def build_annotated_trace(
         for index, span in enumerate(rendered.spans):
             tokens = rendered.token_ids[start : span.stop]
             body = (span.content_span[0] - start, span.content_span[1] - start)
-            key = (parent, tokens.tobytes())
+            images = [item for item in rendered.media if item.message_index == index]
+            key = (parent, tokens.tobytes(), tuple(item.media.hash for item in images))
             if key not in nodes:
-                nodes[key] = trace.add_node(parent, span.message, tokens, content_span=body)
+                refs = [
+                    MediaRef(
+                        item.part,
+                        trace.add_media(conversation.media[item.media.hash]),
+                        item.start - start,
+                        item.stop - start,
+                    )
+                    for item in images
+                ]
+                nodes[key] = trace.add_node(parent, span.message, tokens, content_span=body, media=refs)
             node = nodes[key]
             if index in trained:
                 first = max(body[0], 1 if start == 0 else 0)  # nothing predicts the very first token
@@ -62,11 +72,13 @@ def _render_paths(
     """Iterate over the root-to-leaf paths of a conversation, each with the indices of the messages trained on it."""
     messages, tools = conversation.messages, conversation.tools
     trained = {index for index, message in enumerate(messages) if message.role in roles}
-    full_render = renderer.render(messages, tools, add_generation_prompt=False)
+    full_render = renderer.render(messages, tools, add_generation_prompt=False, media=conversation.media)
     separate: set[int] = set()  # messages that are rendered differently when they are the last
     if any(messages[index].reasoning is not None and index < len(messages) - 1 for index in trained):
         for index in sorted(trained):
-            prefix_render = renderer.render(messages[: index + 1], tools, add_generation_prompt=False)
+            prefix_render = renderer.render(
+                messages[: index + 1], tools, add_generation_prompt=False, media=conversation.media
+            )
             if not np.array_equal(prefix_render.token_ids, full_render.token_ids[: len(prefix_render.token_ids)]):
                 separate.add(index)
                 yield prefix_render, {index}
