@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ramify.client import InferenceClient
-from ramify.errors import RamifyError
+from ramify.errors import ModelUnsupported, RamifyError
 from ramify.orchestrate.algorithms.opd import Opd, OpdConfig
 from ramify.orchestrate.reference_scores import (
     NodeScore,
@@ -17,7 +17,7 @@ from ramify.orchestrate.reference_scores import (
     plan_requests,
     score_annotations,
 )
-from ramify.trace import Message, Trace
+from ramify.trace import Media, MediaRef, Message, Trace
 from tests.infer.llama import VOCAB, build_core, reference, write_llama
 from tests.infer.serving import run_server
 
@@ -139,3 +139,14 @@ def test_more_tokens_than_the_vocabulary_has_are_refused_by_name(served):
 
     with pytest.raises(RamifyError, match=r"top_k|prompt_logprobs"):
         asyncio.run(score())
+
+
+def test_rollouts_with_images_are_refused_by_name():
+    trace = Trace(id="seen")
+    image = MediaRef(0, trace.add_media(Media.from_bytes(b"picture", "image/png")), 0, 2)
+    prompt = trace.add_node(-1, Message("user", ""), [1, 1, 2], media=[image])
+    add_reply(trace, prompt, Random(0))
+    trace.rewards = {"score": (1.0, 1.0)}
+    annotations, _ = OPD.annotate_with_state([trace], {})
+    with pytest.raises(ModelUnsupported, match="images"):
+        asyncio.run(score_annotations(None, [trace], annotations, session="0", timeout=1.0))

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ramify.async_calls import cancel_all
-from ramify.errors import BatchCorrupt
+from ramify.errors import BatchCorrupt, ModelUnsupported
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.store.ledger import GroupRecord
 from ramify.trace import Annotation, Trace
@@ -148,9 +148,14 @@ async def score_annotations(
 ) -> NodeScores:
     """Return the scores that the annotations need. Raises the first failure of a request.
 
-    Requests with the same `session` go to one server, whose prefix cache they share.
+    Requests with the same `session` go to one server, whose prefix cache they share. Raises ModelUnsupported if a trace
+    has images, because requests for scores carry none.
     """
     requests, scores = plan_requests(traces, annotations), NodeScores()
+    if requests and any(trace.graph.media_refs.size for trace in traces):
+        raise ModelUnsupported(
+            "rollouts with images cannot be scored by a teacher or reference yet; use an algorithm without one"
+        )
     limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
     top_k = max((annotation.top_k for annotation in annotations), default=0)
