@@ -4,11 +4,11 @@ import json
 import re
 from collections.abc import Iterable
 from fractions import Fraction
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import ramify as rf
+from ramify.tasksets.math_checker import get_math_checker
 
 BOXED_PREFIX = "\\boxed{"
 MAX_ANSWER_CHARS = 200  # longer answers are not parsed as numbers or by math_verify
@@ -78,7 +78,4 @@ def _strip_formatting(text: str) -> str:
 def _math_verify_agrees(answer: str, expected: str) -> bool:
     if find_spec("math_verify") is None or max(len(answer), len(expected)) > MAX_ANSWER_CHARS:
         return False
-    library = import_module("math_verify")
-    # Its own timeouts need signals, which work in the main thread only; the rollout's scoring timeout applies.
-    sides = (library.parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (expected, answer))
-    return bool(library.verify(*sides, timeout_seconds=None))
+    return get_math_checker().compare(expected, f"\\boxed{{{answer}}}") or False
