@@ -19,6 +19,10 @@ AGENTS_DIR ?=
 ENVS_DIR ?= .venvs
 ENVS_PYTHON ?=
 
+# Where `test-view` installs Playwright and axe-core, and the browser.
+VIEW_DIR ?= .venvs/view
+CHROMIUM ?= chromium
+
 # A second interpreter with `trl` installed, for the benchmarks that compare against it.
 TRL_PYTHON ?=
 
@@ -46,7 +50,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-containers test-clients test-agents test-envs lint bench-check rl
+.PHONY: help env test test-full test-vllm test-containers test-clients test-agents test-envs test-view lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -99,6 +103,10 @@ test-agents: env  ## five agent programs in a sandbox, and training on their rol
 test-envs: env  ## environments of other projects from PyPI, evaluated and trained with tiny, each in an environment of its own
 	@mkdir -p $(ENVS_DIR)
 	$(BIN)/python -m tests.adapters.run --folder $(ENVS_DIR) $(if $(ENVS_PYTHON),--python $(ENVS_PYTHON)) $(ENVS)
+
+test-view: env  ## the page of `ramify view` in a real browser; needs chromium from apt, and npm
+	@mkdir -p $(VIEW_DIR)
+	$(BIN)/python -m tests.view.run --folder $(VIEW_DIR) --chromium $(CHROMIUM) $(VIEW)
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+from ramify.interactive import run_coroutine
 from ramify.orchestrate.batches import BatchGroup, encode_batch
 from ramify.store import DropReason, Ledger, RolloutRecord, RunLog, RunStore
 from ramify.store.ledger_tables import GroupRecord
@@ -61,7 +62,7 @@ def write_rl_run(path: Path, *, num_groups: int = 4, texts: dict[tuple[int, int]
     (path / "config.toml").write_text(RL_CONFIG)
     with RunStore.open(path) as store:
         store.set_fact(IDENTITY_KEY, {"model": "tiny"})
-        asyncio.run(_write_groups(store, num_groups, texts or {}))
+        run_coroutine(_write_groups(store, num_groups, texts or {}))
     return path
 
 
@@ -124,7 +125,7 @@ def write_eval_run(path: Path) -> Path:
             record = make_record(f"task-{number // 2}.{number % 2}", f"task-{number // 2}", number % 2, "", [trace])
             if number == 0:
                 record = dataclasses.replace(record, summary={**record.summary, "errors": {"MalformedCall": 1}})
-            asyncio.run(store.add_rollout(record, [trace]))
+            run_coroutine(store.add_rollout(record, [trace]))
     return path
 
 

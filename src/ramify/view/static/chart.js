@@ -79,7 +79,8 @@ export class LineChart {
     else if (!this.isLog) [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
     this.yTicks = this.isLog ? logTicks(low, high) : linearTicks(low, high, height < 170 ? 3 : 5);
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-    this.xTicks = linearTicks(x0, x1, Math.max(3, Math.min(8, Math.floor(width / 90)))).filter((x) => x >= x0 && x <= x1);
+    const areIntegers = xs.every(Number.isInteger);
+    this.xTicks = linearTicks(x0, x1, Math.max(3, Math.min(8, Math.floor(width / 90)))).filter((x) => x >= x0 && x <= x1 && (Number.isInteger(x) || !areIntegers));
     const toUnit = this.isLog ? (y) => (Math.log(y) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (y) => (y - low) / (high - low);
     this.x = (x) => MARGIN.left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (width - MARGIN.left - MARGIN.right);
     this.y = (y) => height - MARGIN.bottom - toUnit(y) * (height - MARGIN.top - MARGIN.bottom);
@@ -196,7 +197,7 @@ export function smooth(points, amount) {
 function linearTicks(low, high, count) {
   if (low === high) return [low];
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.72);
   const ticks = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Number(tick.toPrecision(12)));
   return ticks;

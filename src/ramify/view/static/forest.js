@@ -2,6 +2,7 @@
 
 import { divergingColor } from "./colors.js";
 import { fill, formatCount, formatNumber, formatSigned, h, svg } from "./dom.js";
+import { makeVisible } from "./highlight.js";
 import { href } from "./routes.js";
 
 const ROW = 26; // height of one attempt
@@ -9,6 +10,8 @@ const LABEL_WIDTH = 176;
 const TEXT_WIDTH = 7.4; // of a character in a cell
 const MIN_CELL = 3; // a path with more tokens than fit is scrolled
 const MAX_CELL = 60;
+const MAX_CELL_CHARS = 9; // a longer text of a token is cut; the tooltip has all of it
+const CONTEXT_CELL = 3.2; // width of a token that is not trained
 const MAX_DRAWN = 12000; // token cells; more are drawn as bins
 
 export function drawForest(run, forest, { width = 1100, selected = null } = {}) {
@@ -61,7 +64,7 @@ function placeColumns(forest, depth, room) {
     cells += segment.length;
     segment.texts?.forEach((text, at) => {
       const isTrained = segment.values[at] !== null;
-      const size = isTrained ? Math.min(MAX_CELL * 2, showToken(text).length * TEXT_WIDTH + 9) : 4;
+      const size = isTrained ? shortToken(text).length * TEXT_WIDTH + 9 : CONTEXT_CELL;
       widths[segment.depth + at] = Math.max(widths[segment.depth + at] === 8 ? 0 : widths[segment.depth + at], size);
     });
   }
@@ -92,7 +95,7 @@ function drawSegment(segment, [top, bottom], columns, size, forest) {
     const cell = svg("rect", { class: run.value === null ? "cell cell-context" : "cell", x, y, width, height, rx: columns.isReadable ? 3 : 0, style: run.value === null ? {} : { fill: divergingColor(run.value, size) || "transparent" } });
     cell.tip = { segment, run };
     group.append(cell);
-    if (run.value !== null && columns.isReadable) group.append(svg("text", { class: "cell-text", x: x + width / 2, y: y + height / 2 + 4.5, "text-anchor": "middle" }, showToken(run.text)));
+    if (run.value !== null && columns.isReadable) group.append(svg("text", { class: "cell-text", x: x + width / 2, y: y + height / 2 + 4.5, "text-anchor": "middle" }, shortToken(run.text)));
     else if (run.value === null && width > 60) group.append(contextText(segment, run, x, y, width, height));
   }
   return group;
@@ -101,7 +104,7 @@ function drawSegment(segment, [top, bottom], columns, size, forest) {
 function contextText(segment, run, x, y, width, height) {
   const texts = segment.texts?.slice(run.from - segment.depth, run.to - segment.depth).join("") ?? "";
   const room = Math.floor((width - 14) / 6.6), lines = [];
-  const words = texts.replace(/\s+/g, " ").trim();
+  const words = makeVisible(texts).replace(/\s+/g, " ").trim();
   for (let at = 0; at < words.length && lines.length < Math.max(1, Math.floor((height - 26) / 16)); at += room) lines.push(words.slice(at, at + room));
   const first = y + height / 2 - (lines.length * 16) / 2 + 12;
   return svg("g", { class: "context-text" }, lines.map((line, number) => svg("text", { x: x + 8, y: first + number * 16 }, line)));
@@ -139,7 +142,12 @@ function showTip(tooltip, event, forest) {
 }
 
 export function showToken(text) {
-  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "·";
+  return makeVisible(text).replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "·";
+}
+
+function shortToken(text) {
+  const shown = showToken(text);
+  return shown.length > MAX_CELL_CHARS ? `${shown.slice(0, MAX_CELL_CHARS - 1)}…` : shown;
 }
 
 function interpolate(starts, at) {

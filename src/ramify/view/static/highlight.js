@@ -12,7 +12,8 @@ const TOKEN_RULES = [
   ["name", /[A-Za-z_$][\w$]*/y],
 ];
 
-export function renderText(text) {
+export function renderText(raw) {
+  const text = makeVisible(raw);
   const parts = [];
   let at = 0;
   for (const match of text.matchAll(FENCE)) {
@@ -31,10 +32,11 @@ function plain(text) {
     const pretty = prettyJson(trimmed);
     if (pretty !== null) return codeBlock(pretty, "json");
   }
-  return h("div", { class: "prose", dir: "auto" }, stripAnsi(text.replace(/^\n+|\n+$/g, "")));
+  return h("div", { class: "prose", dir: "auto" }, text.replace(/^\n+|\n+$/g, ""));
 }
 
-export function codeBlock(text, language = "") {
+export function codeBlock(raw, language = "") {
+  const text = makeVisible(raw);
   const lines = language === "diff" || looksLikeDiff(text) ? colorDiff(text) : text.length > MAX_HIGHLIGHTED ? [text] : colorCode(text);
   return h("pre", { class: "code", dir: "ltr", tabindex: "0" }, language ? h("span", { class: "language" }, language) : null, h("code", {}, lines));
 }
@@ -81,7 +83,12 @@ function colorCode(text) {
   return parts;
 }
 
-// Colours of a terminal have no meaning here; the sequences would only be noise.
-function stripAnsi(text) {
-  return text.replace(/\x1b\[[0-9;?]*[ -/]*[@-~]/g, "");
+// Colours of a terminal are left out. Other control characters are shown as symbols, and marks that would change the
+// direction of the text around them by their code.
+export function makeVisible(text) {
+  return text
+    .replace(/\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)/g, "")
+    .replace(/\r\n/g, "\n")
+    .replace(/[\x00-\x08\x0b-\x1f]/g, (character) => String.fromCharCode(0x2400 + character.charCodeAt(0)))
+    .replace(/[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) => `⟦U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟧`);
 }

@@ -2,7 +2,7 @@
 
 import { fileAddress, get, isExport } from "./api.js";
 import { code, fill, formatCount, formatNumber, formatSeconds, h, plural } from "./dom.js";
-import { codeBlock, prettyJson, renderText } from "./highlight.js";
+import { codeBlock, makeVisible, prettyJson, renderText } from "./highlight.js";
 import { href, replaceParams } from "./routes.js";
 import { advantageText } from "./rollouts.js";
 import { TokenPane } from "./tokens.js";
@@ -124,7 +124,7 @@ function describeGroupState(group) {
 
 function keyValues(title, entries) {
   if (!entries.length) return null;
-  return h("details", { class: "more" }, h("summary", {}, title), h("dl", { class: "key-values" }, entries.map(([name, value]) => [h("dt", {}, name), h("dd", { dir: "auto" }, value)])));
+  return h("details", { class: "more" }, h("summary", {}, title), h("dl", { class: "key-values" }, entries.map(([name, value]) => [h("dt", {}, makeVisible(name)), h("dd", { dir: "auto" }, makeVisible(String(value)))])));
 }
 
 function listRewards(trace) {
@@ -180,7 +180,7 @@ function drawOutline(tree, path, selected, select, folded, redraw) {
 }
 
 function outlineRow(node, path, selected, select) {
-  const text = node.text.trim().slice(0, 80) || node.calls?.map((call) => `→ ${call.name}`).join(" ") || "–";
+  const text = makeVisible(node.text.trim().slice(0, 80)) || node.calls?.map((call) => `→ ${call.name}`).join(" ") || "–";
   return h(
     "button",
     { type: "button", class: `outline-row role-${node.role}${path.has(node.index) ? "" : " off-path"}`, "aria-current": node.index === selected ? "true" : null, title: `${node.role}, ${plural(node.tokens, "token")}`, onclick: () => select(node.index) },
@@ -238,7 +238,7 @@ function moreButton(run, rollout, trace, node, place) {
   }
   async function load() {
     const part = await get("message", { run, id: rollout.id, trace, node: node.index, start: shown });
-    place.append(h("div", { class: "prose", dir: "auto" }, part.text));
+    place.append(h("div", { class: "prose", dir: "auto" }, makeVisible(part.text)));
     shown += part.text.length;
     button.textContent = label();
     button.hidden = shown >= node.chars;

@@ -2,6 +2,7 @@
 
 import { get, isExport } from "./api.js";
 import { fill, formatCount, formatNumber, formatSeconds, formatSigned, h, plural } from "./dom.js";
+import { makeVisible } from "./highlight.js";
 import { href, replaceParams } from "./routes.js";
 import { runTabs } from "./run.js";
 
@@ -44,7 +45,7 @@ export async function showRollouts(run, params) {
     if (result.indexed < 1) timer = setTimeout(load, RETRY_INDEX);
     const ids = result.rows.map((row) => row.id);
     const excerpts = ids.length ? await get("excerpts", { run, id: ids }) : {};
-    if (mine === latest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = excerpts[cell.dataset.rollout] ?? "";
+    if (mine === latest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = makeVisible(excerpts[cell.dataset.rollout] ?? "");
   }
 
   function change(name, value) {

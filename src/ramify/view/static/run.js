@@ -9,6 +9,7 @@ import { chooser, placePoints } from "./runs.js";
 
 const AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
 const AXIS_METRICS = ["time/unix", "tokens/sampled", "rollouts"];
+const TICKS_WHEN_IDLE = 2; // updates of a run that is not running are this many times rarer
 const SMALL_CHARTS = [
   ["entropy", "Entropy of the policy"],
   ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
@@ -32,7 +33,7 @@ const SMALL_CHARTS = [
 ];
 
 export async function showRun(run) {
-  const data = { description: await get("run", { run }), points: {}, last: 0, names: [] };
+  const data = { description: await get("run", { run }), points: {}, last: 0, names: [], ticks: 0 };
   const parts = makeRunParts(run, data);
 
   async function loadMetrics() {
@@ -49,15 +50,20 @@ export async function showRun(run) {
   }
 
   async function update() {
-    if (!isLive(data.description.state) && data.loaded) return;
+    if (!isLive(data.description.state) && ++data.ticks % TICKS_WHEN_IDLE) return; // it may be started or continued
+    const before = JSON.stringify(data.description);
     data.description = await get("run", { run });
-    await loadMetrics();
+    if (!isLive(data.description.state) && JSON.stringify(data.description) === before) return;
+    if (hasFiles(data.description)) await loadMetrics();
     parts.update();
   }
 
-  if (data.description.state !== "damaged" && data.description.state !== "planned") await loadMetrics();
-  data.loaded = true;
+  if (hasFiles(data.description)) await loadMetrics();
   return { node: parts.node, title: run, update: isExport ? null : update, onShow: parts.update };
+}
+
+function hasFiles(description) {
+  return description.state !== "damaged" && description.state !== "planned";
 }
 
 function listMetrics(names) {
@@ -100,7 +106,9 @@ function makeRunParts(run, data) {
   const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits));
   const flowPanel = h("div", { class: "panel" }, h("h2", {}, "Groups in the ledger"), flow);
   const pair = h("div", { class: "columns" });
-  const node = h("section", {}, head, runTabs(run, "Overview"), stats, scores, rewardPanel, pair, failures, grid, events);
+  const tabs = runTabs(run, "Overview");
+  const rest = [stats, scores, rewardPanel, pair, failures, grid, events];
+  const node = h("section", {}, head, tabs, rest);
 
   function drawCurves() {
     const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
@@ -118,11 +126,12 @@ function makeRunParts(run, data) {
   function update() {
     const { description } = data;
     fill(head, h("h1", {}, run), statePill(description.state), h("span", { class: "muted" }, [description.kind, description.model, description.sources.join(", ")].filter(Boolean).join(" · ")), h("div", { class: "spacer" }), description.rollouts > 0 && [worstLink(run, description), h("a", { class: "button", href: href(["run", run, "rollouts"], { error: "any" }) }, "Rollouts with errors")]);
-    if (description.state === "damaged" || description.state === "planned") {
+    if (!hasFiles(description)) {
       const text = description.state === "damaged" ? [description.problem, "ramify why RUN --audit checks every file of a run."] : ["The run has a configuration, but it was not started."];
-      fill(node, head, runTabs(run, "Overview"), notice(description.state === "damaged" ? "This run cannot be read" : "Not started", ...text));
+      fill(node, head, tabs, notice(description.state === "damaged" ? "This run cannot be read" : "Not started", ...text));
       return;
     }
+    if (stats.parentElement !== node) fill(node, head, tabs, rest);
     fill(stats, listStats(data).map(([label, value, detail]) => h("div", { class: "stat" }, h("div", { class: "stat-label" }, label), h("div", { class: "stat-value" }, value), h("div", { class: "stat-detail" }, detail ?? ""))));
     fill(scores, description.scores.length ? showScores(description.scores) : null);
     const isTraining = description.kind !== "eval";
@@ -178,7 +187,7 @@ function listStats(data) {
   const status = description.status;
   const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : description.progress ? `${formatCount(description.progress.committed)} committed` : "";
   return [
-    ["Reward", formatNumber(description.reward), first === undefined ? "" : `from ${formatNumber(first)} at the start`],
+    ["Reward", formatNumber(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
     evalName && [evalName.split("/").slice(0, -1).join("/"), formatNumber(lastValue(data, evalName)), error === null ? "" : `± ${formatNumber(1.96 * error)} (95 %)`],
     ["Steps", `${formatCount(description.step)}${description.max_steps ? ` / ${formatCount(description.max_steps)}` : ""}`, left],
     ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],

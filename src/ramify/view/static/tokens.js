@@ -4,11 +4,10 @@ import { get } from "./api.js";
 import { scaleFor } from "./colors.js";
 import { fill, formatCount, formatNumber, h } from "./dom.js";
 import { showToken } from "./forest.js";
+import { makeVisible } from "./highlight.js";
 
 const NODES_PER_REQUEST = 12;
 const MEASURE_NAMES = { reward_change: "reward change at forks", advantage: "advantage", logprob: "logprob", entropy: "entropy", reference_kl: "KL to teacher or reference", mismatch: "mismatch of trainer and sampler", version: "policy version", weight: "loss weight" };
-// Marks that change the direction of text, and invisible characters, are shown by their code.
-const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
 
 export class TokenPane {
   constructor(run, rollout, trace, nodes, measure, onMeasure, select) {
@@ -174,12 +173,5 @@ export class TokenPane {
 
 function showText(text) {
   if (text === "") return h("span", { class: "token-break" }, "·");
-  const parts = [];
-  for (const character of text) {
-    if (character === "\n") parts.push(h("span", { class: "token-break" }, "⏎"), "\n");
-    else if (INVISIBLE.test(character)) parts.push(h("span", { class: "bidi" }, `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`));
-    else if (typeof parts.at(-1) === "string") parts[parts.length - 1] += character;
-    else parts.push(character);
-  }
-  return parts;
+  return makeVisible(text).split("\n").flatMap((line, at) => (at ? [h("span", { class: "token-break" }, "⏎"), `\n${line}`] : [line]));
 }

@@ -1,0 +1,279 @@
+"""The page in a browser, on runs that the test wrote: views, keyboard, themes, hostile content, export."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from ramify.interactive import run_coroutine
+from ramify.store import RunStore
+from ramify.store.run_directory import IDENTITY_KEY
+from ramify.view.export import export_run
+from ramify.view.queries import RunQueries
+from tests.view.browser import open_browser, open_page, open_view, show
+from tests.view.sample_runs import EVAL_CONFIG, make_record, make_trace, write_eval_run, write_rl_run
+
+HOSTILE = {
+    "html": "<img src=x onerror=\"alert('image')\"><script>alert('script')</script><b>bold?</b>",
+    "link": "[click](javascript:alert(1)) <a href='javascript:alert(2)'>click</a> <iframe src='https://example.com'>",
+    "ansi": "\x1b[31mred\x1b[0m \x1b]8;;https://example.com\x07link\x1b]8;;\x07 \x07 \x08",
+    "bidi": "abc \u202e reversed \u202c \u2066 isolated \u2069 \u200f mark",
+    "fence": "```html\n<script>alert('fence')</script>\n```\n```diff\n--- a\n+++ b\n@@ -1 +1 @@\n-<b>\n+<i>\n```",
+    "json": '{"a": "</script><script>alert(1)</script>", "__proto__": {"x": 1}}',
+}
+VIEWS = {
+    "runs": "#/",
+    "run": "#/run/run",
+    "config": "#/run/run/config",
+    "rollouts": "#/run/run/rollouts?sort=reward&order=asc",
+    "rollout": "#/run/run/rollout/1.2",
+    "tokens": "#/run/run/rollout/1.2?tab=tokens",
+    "group": "#/run/run/group/1",
+    "eval": "#/run/eval",
+    "branches": "#/run/eval/rollout/task-0.0",
+    "attempts": "#/run/eval/group/task?task=task-0",
+    "compare": "#/compare?run=run&run=other",
+    "damaged": "#/run/damaged",
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    write_rl_run(folder / "run")
+    write_rl_run(folder / "other", num_groups=3)
+    config = (folder / "other" / "config.toml").read_text()
+    (folder / "other" / "config.toml").write_text(config.replace("max_steps = 4", "max_steps = 8"))
+    write_eval_run(folder / "eval")
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "run.sqlite").write_bytes(b"this is no database" * 100)
+    (folder / "damaged" / "config.toml").write_text(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory):
+    """An eval whose messages are hostile, one of them 10 MB long."""
+    path = tmp_path_factory.mktemp("hostile") / "<i>run & co"
+    path.mkdir()
+    (path / "config.toml").write_text(EVAL_CONFIG)
+    texts = {**HOSTILE, "long": "<b>word</b> " * (10 * 2**20 // 12)}
+    with RunStore.open(path) as store:
+        store.set_fact(IDENTITY_KEY, {"model": "tiny"})
+        for name, text in texts.items():
+            id = f"<u>{name}/../x"
+            trace = make_trace(id, 0, [50, 2], 0.5, text=text)
+            trace.info[text[:200]] = text[:200]
+            run_coroutine(store.add_rollout(make_record(id, name, 0, "", [trace]), [trace]))
+    return path.parent
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_is_shown_and_accessible(browser, folder, name, theme):
+    with open_view(browser, folder, VIEWS[name], theme=theme) as page:
+        assert page.locator("h1, .notice h2").first.is_visible()
+        page.wait_for_timeout(400)
+        page.evaluate(Path(os.environ["RAMIFY_AXE"]).read_text())
+        result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        serious = [
+            (found["id"], found["nodes"][0]["html"][:160], found["nodes"][0]["failureSummary"][:300])
+            for found in result["violations"]
+            if found["impact"] in ("serious", "critical")
+        ]
+        assert serious == []
+        if folder := os.environ.get("RAMIFY_SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=Path(folder) / f"{name}-{theme}.png", full_page=True)
+
+
+def test_the_list_shows_every_run_with_its_state(browser, folder):
+    with open_view(browser, folder) as page:
+        assert page.locator("tbody tr").count() == 4
+        states = {"run": "finished", "other": "finished", "eval": "ended", "damaged": "damaged"}
+        for name, state in states.items():
+            row = page.locator("tbody tr", has=page.get_by_role("link", name=name, exact=True))
+            assert row.locator(".pill").inner_text() == state
+
+
+def test_an_empty_folder_says_what_to_do(browser, tmp_path):
+    with open_view(browser, tmp_path) as page:
+        assert "ramify rl reverse-text -m tiny" in page.inner_text("main")
+
+
+def test_a_broken_run_says_what_is_wrong(browser, folder):
+    with open_view(browser, folder, "#/run/damaged") as page:
+        assert "This run cannot be read" in page.inner_text("main")
+        assert "RunDamaged" in page.inner_text("main")
+        show(page, "#/run/damaged/rollouts")
+        assert page.locator(".notice").is_visible()
+        show(page, "#/run/missing")
+        assert "has no run 'missing'" in page.inner_text("main")
+
+
+def test_from_the_list_to_the_token_that_cost_the_worst_rollout_in_four_clicks(browser, folder):
+    with open_view(browser, folder) as page:
+        page.get_by_role("link", name="run", exact=True).click()
+        page.get_by_role("link", name="Worst rollouts").click()
+        page.locator("a.rollout-link").first.click()
+        page.get_by_role("tab", name="Tokens").click()
+        assert page.locator(".token-bar select").input_value() == "reward_change"
+        assert re.search(r"-0\.50", page.inner_text(".extremes"))
+        page.locator(".extremes button").first.click()
+        page.wait_for_selector(".token-found")
+        assert "reward change at forks" in page.inner_text(".token-tip")
+
+
+def test_rollouts_are_filtered_sorted_and_searched(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts") as page:
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 12")
+        page.get_by_role("button", name="Reward").click()
+        page.wait_for_function("() => document.querySelector('.rollout-link').textContent.endsWith('.2')")
+        page.get_by_label("Step").fill("1")
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 3")
+        assert "step=1" in page.url  # a copied link shows the same
+        page.get_by_label("Step").fill("")
+        page.get_by_label("Search the messages").fill("reply 2")
+        page.wait_for_function("() => document.querySelectorAll('a.rollout-link').length === 4")
+        page.get_by_label("Search the messages").fill("nothing like it")
+        page.wait_for_selector("td.empty")
+
+
+def test_a_branch_is_chosen_in_the_outline_and_folded(browser, folder):
+    with open_view(browser, folder, "#/run/eval/rollout/task-0.0") as page:
+        assert page.locator(".message").count() == 5
+        assert "I give up." in page.inner_text(".messages")
+        page.locator(".outline-row").nth(4).click()
+        assert "return a + b" in page.inner_text(".messages")
+        assert page.locator(".diff-added").count() == 1
+        page.get_by_role("button", name="Next branch").click()
+        assert page.locator(".code-keyword").first.inner_text() == "return"
+        assert page.locator(".badge-fork").inner_text() == "fork: retry"
+        page.get_by_role("button", name="3 branches").click()
+        assert page.locator(".outline-row").count() == 4
+        assert page.locator(".call-name").inner_text() == "→ read_file"
+        image = page.locator(".message img")
+        image.scroll_into_view_if_needed()
+        page.wait_for_function("() => document.querySelector('.message img').naturalWidth === 1")
+
+
+def test_a_forest_shows_shared_tokens_once(browser, folder):
+    with open_view(browser, folder, "#/run/run/group/1") as page:
+        page.wait_for_selector("svg.forest")
+        assert "24 tokens of 3 attempts are computed as 14" in page.inner_text("main")
+        assert page.locator(".forest-label").count() == 3
+        page.locator(".cell").nth(1).hover()
+        assert "attempts, mean reward" in page.inner_text(".forest-tip")
+
+
+def test_runs_are_compared_with_their_configurations(browser, folder):
+    with open_view(browser, folder) as page:
+        for name in ("run", "other"):
+            page.get_by_label(f"Compare {name}", exact=True).check()
+        page.get_by_role("link", name="Compare 2 runs").click()
+        page.wait_for_selector("table.difference")
+        assert page.locator("table.difference tbody tr").all_inner_texts() == ["max_steps\t4\t8"]
+        for axis in ("time", "tokens", "step"):
+            page.get_by_label("Horizontal axis").select_option(axis)
+            assert page.locator("path.series-line").count() == 2
+        page.get_by_label("Log axis").check()
+        page.get_by_label("Smoothing").fill("0.5")
+        assert "smoothing=0.5" in page.url
+
+
+def test_everything_is_reached_with_the_keyboard(browser, folder):
+    with open_view(browser, folder) as page:
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+        page.get_by_role("link", name="run", exact=True).focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("svg.chart")
+        page.locator("svg.chart").first.focus()
+        page.keyboard.press("ArrowRight")
+        assert "step 0" in page.locator(".readout").first.inner_text()
+        show(page, "#/run/run/rollouts?sort=reward&order=desc")
+        page.wait_for_selector("a.rollout-link")
+        page.locator("a.rollout-link").first.focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message")
+        assert page.locator("h1").inner_text() == "Rollout 1.0"
+        page.get_by_role("tab", name="Tokens").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".token[data-at]")
+        page.locator(".tokens").nth(1).focus()
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".token-current").count() == 1
+
+
+def test_the_theme_is_switched_and_remembered(browser, folder):
+    with open_view(browser, folder) as page:
+        background = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(background)
+        page.get_by_role("button", name="Switch between light and dark").click()
+        dark = page.evaluate(background)
+        assert dark != light
+        page.reload()
+        page.wait_for_selector("main > *")
+        assert page.evaluate(background) == dark
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "long"])
+@pytest.mark.parametrize("view", ["messages", "tokens"])
+def test_hostile_content_is_shown_and_never_executed(browser, hostile_folder, name, view):
+    with open_view(browser, hostile_folder) as page:
+        page.get_by_role("link", name="<i>run & co").click()
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        page.wait_for_function("() => document.querySelectorAll('a.rollout-link').length === 7")
+        page.get_by_role("link", name=f"<u>{name}/../x").click()
+        page.wait_for_selector(".message")
+        page.locator("summary").first.click()
+        if view == "tokens":
+            page.get_by_role("tab", name="Tokens").click()
+            page.wait_for_selector(".token[data-at]")
+        assert page.locator("main iframe, main script, main b.injected, main img").count() == 0
+        assert page.locator("main a[href^='javascript']").count() == 0
+        if view == "messages" and name == "html":
+            assert "<img src=x onerror=" in page.inner_text(".messages")
+        if view == "messages" and name == "ansi":
+            assert "\x1b" not in page.inner_text(".messages")
+            assert "red" in page.inner_text(".messages")
+        if name == "bidi":
+            assert "\u202e" not in page.inner_text("main")
+            assert "U+202E" in page.inner_text("main")
+        if view == "messages" and name == "long":
+            page.get_by_role("button", name="Show more").click()
+            page.wait_for_function("() => document.querySelector('.messages').textContent.length > 200000")
+
+
+def test_an_exported_file_shows_the_same_and_is_as_safe(browser, hostile_folder, folder, tmp_path):
+    for source, run, rollout in ((folder, "run", "1.2"), (hostile_folder, "<i>run & co", "<u>html/../x")):
+        file = tmp_path / "run.html"
+        queries = RunQueries(source)
+        export_run(queries, run, file)
+        queries.close()
+        with open_page(browser, offline_origin=file.as_uri()) as page:
+            page.goto(file.as_uri())
+            page.get_by_role("link", name=run, exact=True).click()
+            page.wait_for_selector(".stats")
+            page.get_by_role("link", name="Rollouts", exact=True).click()
+            page.get_by_role("link", name=rollout, exact=True).click()
+            page.get_by_role("tab", name="Tokens").click()
+            page.wait_for_selector(".token[data-at]")
+            page.get_by_role("link", name=re.compile("ll attempts")).click()
+            page.wait_for_selector("svg.forest")
+            assert page.locator("main iframe, main script, main img").count() == 0
+
+
+def test_a_rollout_is_saved_as_a_file(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollout/1.2") as page:
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Markdown").click()
+        assert download.value.suggested_filename == "rollout-1.2.md"
