@@ -25,9 +25,10 @@ from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from torch._dynamo.utils import counters
 from transformers import Qwen3Config
 
+from ramify.model.hardware import DEVICE_PEAKS
 from ramify.trace import AnnotatedTrace, Forest, Message, Trace, build_forest
 from ramify.train import Batch, Trainer, pack_forests
-from ramify.train.flops import FLOPS_FORMULA, PEAK_FLOPS
+from ramify.train.flops import FLOPS_FORMULA
 from ramify.train.metrics import StepMetrics
 from ramify.train.trainer import PendingStep
 
@@ -272,7 +273,7 @@ def main() -> int:
         return NO_COMPETITOR
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FLOPS_FORMULA}")
-    print(f"MFU against {PEAK_FLOPS['H200'] / 1e12:.0f} TFLOP/s", flush=True)
+    print(f"MFU against {DEVICE_PEAKS['H200'].flops / 1e12:.0f} TFLOP/s", flush=True)
     shape = SHAPES[args.shape]
     rows = speed(make_trainer(shape, 4 * PACK_TOKENS, {"lr": 1e-6}), Rollouts(shape.vocab_size), args)
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)

@@ -63,6 +63,8 @@ def run_random_model(home: Path, model_type: str, **settings) -> str:
     assert all(norm > 0 for norm in metrics(home, "train/grad_norm"))
     divergences = metrics(home, "mismatch_kl")
     assert len(divergences) == 2 and max(divergences) < 1e-8  # with the weights of the step, also after an update
+    assert len(metrics(home, "time/step")) == 1  # since the step before
+    assert not metrics(home, "train/mfu") and not metrics(home, "utilization")  # the peaks of a CPU are unknown
     return next((home / "outputs/run").rglob("trainer*.log")).read_text()
 
 

@@ -26,6 +26,7 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.infer.state_slots import StateSlots
+from ramify.infer.step_work import build_step_work
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
@@ -81,6 +82,8 @@ class EngineCore:
         )
         self.scheduler.version = version
         self.max_model_len = min(_max_model_len(model, config), max_cached_tokens)
+        self.step_work = build_step_work(model, block_size)
+        self.ideal_seconds = 0.0  # the least time that the device needs for all steps so far
         self._last_deadline_check = time.monotonic()
         self._launched: LaunchedStep | None = None  # its tokens have not been read yet
         self._unreported: list[EngineRequest] = []  # got a token or finished between two steps
@@ -265,6 +268,9 @@ class EngineCore:
         counters.computed_tokens += sum(num_tokens)
         counters.prefill_chunks += [chunk.samples_next for chunk in chunks].count(False)
         counters.mixed_steps += 0 < num_tokens.count(1) < len(num_tokens)
+        if self.step_work is not None:
+            num_held_blocks = self.pool.num_usable_blocks - self.pool.num_free_blocks
+            self.ideal_seconds += self.step_work.ideal_seconds(chunks, num_held_blocks)
 
     def expire_requests(self) -> list[EngineRequest]:
         """Stop and return the requests whose deadline has passed. Deadlines are checked every few steps."""
@@ -320,7 +326,8 @@ class EngineCore:
 
     def gauges(self) -> dict[str, float]:
         """Return the current values for `/metrics`."""
-        return {
+        known = {} if self.step_work is None else {"ideal_seconds": self.ideal_seconds}
+        return known | {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "kv_blocks": self.pool.num_usable_blocks,

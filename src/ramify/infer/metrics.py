@@ -41,5 +41,5 @@ class EngineCounters:
             name = f"ramify_{item.name}_total"
             lines += [f"# TYPE {name} counter", f"{name} {getattr(self, item.name)}"]
         for key, value in gauges.items():
-            lines += [f"# TYPE ramify_{key} gauge", f"ramify_{key} {value:g}"]
+            lines += [f"# TYPE ramify_{key} gauge", f"ramify_{key} {value:.10g}"]
         return "\n".join(lines) + "\n"

@@ -54,6 +54,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "forest/token_ratio": "flat tokens divided by forest tokens: what sharing prefixes saves",
         "forest/chain_cost": "tokens divided by unique tokens: what chains cost; only models with recurrent layers",
         "forest/padding": "padding tokens, which are not in `forest/tokens`",
+        "forest/images": "images that the vision tower encoded, each once per step; only of steps with images",
     },
     "Staleness and throughput": {
         "staleness/mean": "mean staleness of the groups of the batch, in steps",
@@ -61,6 +62,8 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "rollouts_per_s": "rollouts per second, over the last minute",
         "tokens_per_s": "sampled tokens per second, over the last minute",
         "time/unix": "Unix time at which the batch was formed",
+        "time/step": "seconds since the trainer finished the step before",
+        "utilization": "least time for the sampling and training of a step at the hardware's peaks, over `time/step`",
         "time/train": "seconds from serving a batch to its acknowledgement",
         "time/swap": "seconds to update the engines' weights",
     },

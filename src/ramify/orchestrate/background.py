@@ -1,4 +1,4 @@
-"""Background tasks of an orchestrator: evals, reports of batches, adaptive concurrency, snapshots, watchdogs.
+"""Background tasks of an orchestrator: evals, reports, adaptive concurrency, snapshots, watchdogs.
 
 Each is one asyncio task that runs until it is cancelled. An unhandled failure ends the run with that failure.
 """
@@ -12,6 +12,7 @@ from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStall
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.status import build_status, list_waits
+from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import BatchRecord, Ledger
 from ramify.store.summary import get_error_before_reply
@@ -53,6 +54,16 @@ async def adapt_concurrency(run: RunContext) -> None:
                 num_in_flight=run.dispatcher.num_in_flight,
             )
             run.dispatcher.wake()
+
+
+async def record_utilization(run: RunContext) -> None:
+    """Record the utilization of every trained step, if the peaks of all devices are known."""
+    meter = UtilizationMeter()
+    while True:
+        trained = await run.trainer_service.trained_steps.get()
+        utilization = meter.measure(trained, await run.client.get_loads())
+        if utilization is not None:
+            run.progress.record_metrics(trained.step, {"utilization": utilization})
 
 
 async def watch_for_stalls(run: RunContext) -> None:

@@ -62,6 +62,7 @@ class Orchestrator:
                             "patience": background.watch_patience(run),
                             "snapshots": background.write_snapshots(run),
                             "load": background.adapt_concurrency(run),
+                            "utilization": background.record_utilization(run),
                             "batches": background.report_batches(run, self._on_samples),
                             "evals": background.run_due_evals(run),
                         }.items()

@@ -14,6 +14,7 @@ from ramify.fencing.token import FencingToken, check_token
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.utilization import TrainedStep
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.store.ledger_tables import CommitRecord
 from ramify.trace.version import PolicyVersion
@@ -40,6 +41,7 @@ class TrainerService:
         is_stopping: whether the run stops: the trainer saves a checkpoint and gets no more batches.
         checkpoint_committed: set when the trainer has saved a checkpoint.
         pending_request: the step whose batch the trainer waits for, and the monotonic time of the request.
+        trained_steps: steps that the trainer has reported, for `background.record_utilization`.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class TrainerService:
         self.is_stopping = False
         self.checkpoint_committed = asyncio.Event()
         self.pending_request: tuple[int, float] | None = None
+        self.trained_steps: asyncio.Queue[TrainedStep] = asyncio.Queue()
+        self._last_trained: tuple[int, float] | None = None  # the last step reported, and its monotonic time
 
     @property
     def handlers(self) -> dict[str, Callable[[IncomingRequest], Awaitable[WireMessage]]]:
@@ -92,7 +96,7 @@ class TrainerService:
         elif await self._core.register_trainer():
             self._on_trainer_replaced()
             await self.notify_waiters()
-        self.has_trainer, self._encoded_shares = True, {}
+        self.has_trainer, self._encoded_shares, self._last_trained = True, {}, None
         self._pack_spec, self._num_ranks = request.pack_spec, request.world_size
         committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
         commit = self._core.ledger.get_commit(committed)
@@ -134,9 +138,14 @@ class TrainerService:
         request = message.decode(TrainedRequest)
         self._check_registered(request.incarnation)
         await self._core.acknowledge_step(request.step, request.incarnation)
-        metrics = dict(request.metrics)
+        metrics, now = dict(request.metrics), time.monotonic()
         if (served_at := self._served_at.pop(request.step, None)) is not None:
-            metrics["time/train"] = time.monotonic() - served_at
+            metrics["time/train"] = now - served_at
+        if self._last_trained is not None and request.step > self._last_trained[0]:  # else the report is repeated
+            metrics["time/step"] = now - self._last_trained[1]
+            self.trained_steps.put_nowait(TrainedStep(request.step, metrics["time/step"], metrics))
+        if self._last_trained is None or request.step > self._last_trained[0]:
+            self._last_trained = (request.step, now)
         self._progress.record_metrics(request.step, metrics)
         self._progress.mark_progress()
         return WireMessage.encode(self.is_stopping)

@@ -73,6 +73,7 @@ def build_trainer(
         total_steps=total_steps,
         dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
+        num_ranks=ranks.world_size,
         load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
     )
 

@@ -184,7 +184,7 @@ class StepMetrics:
     """Whether the gradient was not finite, so that the weights did not change."""
     seconds: float
     peak_flops: float | None
-    """Of the device, per second; None if unknown."""
+    """Of the devices of all ranks, per second; None if unknown."""
     sums: MetricSums
 
     @property

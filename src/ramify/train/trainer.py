@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ramify.errors import DeadlineExceeded, ModelUnsupported
+from ramify.model.hardware import get_device_peaks
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
 from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
-from ramify.train.flops import FlopsModel, get_peak_flops
+from ramify.train.flops import FlopsModel
 from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import MetricAccumulator, MetricSums, StepMetrics
 from ramify.train.model_inputs import ModelInputs, bucket_length, build_model_inputs
@@ -37,8 +38,8 @@ class Trainer:
     """A policy with its master weights and its optimizer.
 
     `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
-    adds up the metric sums of all ranks; `load_image` returns the processed image of a media entry. `token_stats`, if
-    it is set, gets logprob and entropy of every trained token.
+    adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
+    `token_stats`, if it is set, gets logprob and entropy of every trained token.
     """
 
     token_stats: TokenStatsWriter | None = None
@@ -51,6 +52,7 @@ class Trainer:
         total_steps: int | None = None,
         dtype: torch.dtype = torch.float32,
         merge_sums: Callable[[MetricSums], MetricSums] = lambda sums: sums,
+        num_ranks: int = 1,
         load_image: LoadImage | None = None,
     ) -> None:
         self.policy, self.config, self.merge_sums, self.load_image = policy, config, merge_sums, load_image
@@ -59,7 +61,8 @@ class Trainer:
         self.device = next(policy.parameters()).device
         self.flops_model = FlopsModel.from_model(policy.model)
         is_cuda = self.device.type == "cuda"
-        self.peak_flops = get_peak_flops(torch.cuda.get_device_name(self.device)) if is_cuda else None
+        peaks = get_device_peaks(torch.cuda.get_device_name(self.device)) if is_cuda else None
+        self.peak_flops = num_ranks * peaks.flops if peaks is not None else None
 
     def step(self, batch: Batch) -> StepMetrics:
         """Run one step and wait for it: forward and backward over the packs, then one update."""
