@@ -6,8 +6,9 @@ import sys
 import pytest
 
 import ramify as rf
-from ramify.errors import ConfigInvalid
-from ramify.trace import Media, TextPart
+from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.harness.initial_messages import build_initial_messages, join_prompt_text
+from ramify.trace import Media, MediaPart, TextPart
 from tests.images.samples import make_media
 from tests.rollout.helpers import (
     TASK,
@@ -189,6 +190,28 @@ def test_image_in_the_prompt_reaches_the_policy():
     trace = run_one(load_env(OneTask), ["ok"], rf.Task(prompt=({"role": "user", "content": parts},)))
     assert error_names(trace) == ["EnvironmentFault"]  # tiny takes no images
     assert "is a text model" in trace.errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("data:image/png;base64,%%%", "not valid base64"), ("file:///nowhere/cat.png", "/nowhere/cat.png cannot be read")],
+)
+def test_bad_image_of_a_task_is_a_fault_of_the_environment(url, reason):
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    trace = run_one(load_env(OneTask), [], rf.Task(prompt=({"role": "user", "content": parts},)))
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert "task.prompt[0]" in trace.errors[0].message and reason in trace.errors[0].message
+
+
+def test_a_task_may_show_a_file(tmp_path):
+    image = make_media(8, 8)
+    (tmp_path / "a cat.png").write_bytes(image.data)
+    url = f"file://{tmp_path}/a%20cat.png"
+    task = rf.Task(prompt=({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]},))
+    messages, media = build_initial_messages(task)
+    assert media == {image.hash: image} and messages[0].content == (MediaPart(image.hash),)
+    with pytest.raises(EnvironmentFault, match="a program gets its prompt as text"):
+        join_prompt_text(task)
 
 
 def test_invalid_prompt_message_is_reported_with_its_index():

@@ -1,5 +1,7 @@
 """Processed images equal those of the transformers processors, and unsupported families are refused by name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -177,3 +179,11 @@ def test_each_image_is_processed_once_while_it_is_cached(tmp_path):
     assert cache.process(images[0]) is first
     second = cache.process(images[1])
     assert cache.process(images[1]) is second
+
+
+def test_threads_that_need_the_same_image_process_it_once(tmp_path):
+    family = load_image_family(write_idefics3_config(tmp_path))
+    cache, media = ImageCache(family), make_media(200, 200)
+    with ThreadPoolExecutor(8) as threads:
+        images = list(threads.map(lambda _: cache.process(media), range(16)))
+    assert all(image is images[0] for image in images)

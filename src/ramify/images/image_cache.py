@@ -10,27 +10,41 @@ MAX_CACHE_BYTES = 64 * 2**20
 
 
 class ImageCache:
-    """Processes images for one family. When the arrays exceed `max_bytes`, the least recently used are dropped."""
+    """Processes images for one family, for several threads.
+
+    When the arrays exceed `max_bytes`, the least recently used are dropped. Images are processed one at a time, which
+    bounds the memory that this takes; all attempts at a task wait for the same image and get the same result.
+    """
 
     def __init__(self, family: ImageFamily, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.family = family
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._images: dict[str, ProcessedImage] = {}
-        self._lock = threading.Lock()  # large prompts are rendered in threads
+        self._lock = threading.Lock()
+        self._process_lock = threading.Lock()
 
     def process(self, media: Media) -> ProcessedImage:
         """Return the processed image of `media`. Raises ImageInvalid."""
+        if (image := self._find(media.hash)) is not None:
+            return image
+        with self._process_lock:
+            image = self._find(media.hash)  # another thread may have processed it meanwhile
+            if image is None:
+                image = self.family.process(media)
+                self._add(image)
+        return image
+
+    def _find(self, hash: str) -> ProcessedImage | None:
         with self._lock:
-            image = self._images.pop(media.hash, None)
+            image = self._images.pop(hash, None)
             if image is not None:
-                self._images[media.hash] = image
-                return image
-        image = self.family.process(media)
+                self._images[hash] = image
+            return image
+
+    def _add(self, image: ProcessedImage) -> None:
         with self._lock:
-            if media.hash not in self._images:
-                self._images[media.hash] = image
-                self._num_bytes += image.num_bytes
+            self._images[image.hash] = image
+            self._num_bytes += image.num_bytes
             while self._num_bytes > self._max_bytes and len(self._images) > 1:
                 self._num_bytes -= self._images.pop(next(iter(self._images))).num_bytes
-        return image
