@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pydantic import ValidationError
 
 from ramify.cli import main
 from ramify.display import Display
@@ -178,6 +179,12 @@ def test_a_conversation_that_the_template_refuses_is_reported_by_its_row(tmp_pat
     plan = build_sft_plan(SftConfig.model_validate(config))
     with pytest.raises(TemplateRefused, match=r"row 2 of .*validation\.jsonl: .*not this"):
         build_sft_forest([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
+
+
+@pytest.mark.parametrize("trainer", [{"loss": {"id": "ppo"}}, {"record_token_stats": True}])
+def test_trainer_settings_of_reinforcement_learning_are_refused(trainer):
+    with pytest.raises(ValidationError, match=f"trainer.{next(iter(trainer))} is "):
+        SftConfig.model_validate({"data": {"path": "rows.jsonl"}, "trainer": trainer})
 
 
 def test_every_example_comes_once_per_epoch_for_any_batch_size():

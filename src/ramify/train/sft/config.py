@@ -97,6 +97,12 @@ class SftConfig(Config):
             raise ValueError("trainer.loss is the loss of reinforcement learning; ramify sft uses cross entropy")
         return self
 
+    @model_validator(mode="after")
+    def _token_stats_require_rollouts(self) -> "SftConfig":
+        if self.trainer.record_token_stats:
+            raise ValueError("trainer.record_token_stats is for rollouts; ramify sft has none")
+        return self
+
     def _get_data_identity(self) -> dict[str, Any]:
         """Return the settings of the data; a run that was started before images were read has no `images_column`."""
         settings = to_old_keys(SftDataConfig, self.data.model_dump(mode="json"))
