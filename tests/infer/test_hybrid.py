@@ -109,6 +109,11 @@ def test_swap_drops_all_snapshots(world, core, tmp_path):
     assert sample(core, reference(tmp_path / "source"), SYSTEM, max_tokens=1)[1] == 40
 
 
+def test_states_that_leave_no_memory_for_blocks_are_rejected(world):
+    with pytest.raises(ConfigInvalid, match=r"room for 0 tokens.* or lower inference\.max_running_requests or"):
+        build_core(world[0], A, kv_memory_fraction=1e-12)
+
+
 def test_batch_invariance_is_rejected(world):
     with pytest.raises(ConfigInvalid, match="batch_invariant is not supported for models with recurrent layers"):
         build_core(world[0], A, kv_cache_tokens=64, batch_invariant=True)

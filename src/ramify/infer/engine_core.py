@@ -63,7 +63,12 @@ class EngineCore:
         max_cached_tokens = (num_blocks - 1) * block_size
         if max_cached_tokens < 2:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
-            raise ConfigInvalid(f"{problem}; raise inference.kv_memory_fraction or inference.kv_cache_tokens")
+            advice = "raise inference.kv_memory_fraction or inference.kv_cache_tokens"
+            if model.state_specs:
+                advice += (
+                    ", or lower inference.max_running_requests or inference.state_snapshots: states take memory too"
+                )
+            raise ConfigInvalid(f"{problem}; {advice}")
         self.runner = _build_runner(model, config, self.counters, num_blocks)
         cache_bytes = config.image_cache_mib << 20
         self.uploaded_images = UploadedImages(model.tower, cache_bytes) if model.tower is not None else None
