@@ -7,7 +7,7 @@ from pathlib import Path
 from ramify.interactive import run_coroutine
 from ramify.orchestrate.batches import BatchGroup, encode_batch
 from ramify.store import DropReason, Ledger, RolloutRecord, RunLog, RunStore
-from ramify.store.ledger_tables import GroupRecord
+from ramify.store.ledger_tables import CommitRecord, GroupRecord
 from ramify.store.run_directory import IDENTITY_KEY
 from ramify.store.summary import summarize_rollout
 from ramify.trace import Annotation, Media, MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage, VersionRun
@@ -69,7 +69,7 @@ def write_rl_run(path: Path, *, num_groups: int = 4, texts: dict[tuple[int, int]
 async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int, int], str]) -> None:
     ledger, log = Ledger.open(store), RunLog(store)
     log.log_event("started", committed=0, incarnation=0)
-    await ledger.begin_incarnation()
+    incarnation = (await ledger.begin_incarnation()).incarnation
     for number in range(num_groups):
         group = GroupRecord(number, "reverse", number, 3)
         await ledger.issue_group(group)
@@ -90,8 +90,8 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
         batch_group = BatchGroup(number, "reverse", 1.0, tuple(trace.id for trace in traces), annotations)
         forest = batch_group.build_forest(traces, None)
         await ledger.record_batch(encode_batch(number, [(batch_group, forest)], None))
-        await ledger.record_served(number)
-        await ledger.acknowledge_step(number)
+        await ledger.record_served(number, incarnation=incarnation)
+        await ledger.acknowledge_step(number, incarnation=incarnation)
         log.log_metrics(
             number,
             {
@@ -108,7 +108,7 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
         )
         if number % 2 == 0:
             log.log_metrics(number, {"eval/held-out/avg": 0.4 + number / 10, "eval/held-out/error": 0.02})
-    await ledger.commit_version(num_groups - 1)
+    await ledger.commit_version(CommitRecord(num_groups - 1, incarnation, f"step_{num_groups - 1:06d}"))
     log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9\nmore")
     log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9")
     await asyncio.wrap_future(log.log_event("finished", step=num_groups - 1))
