@@ -32,6 +32,7 @@ INDEX_VERSION = 1
 MAX_TEXT_CHARS = 200_000  # of one rollout that can be searched
 TEXTS_PER_COMMIT = 200
 ROWS_PER_COMMIT = 5000
+ALMOST_ALL = 0.99  # the fraction of a run whose last rollouts are not indexed yet
 BUSY_TIMEOUT = 10.0  # seconds to wait for another viewer that updates the same index
 
 TABLES = (
@@ -119,8 +120,8 @@ class RolloutIndex:
     ) -> tuple[int, list[dict[str, Any]]]:
         """Return how many rollouts match, and a page of them, sorted; rollouts without a value come last."""
         condition, values = _build_condition(rows)
-        column = SORT_COLUMNS[sort]
-        order = f"{column} IS NULL, {column} {'DESC' if descending else 'ASC'}, number"
+        column, direction = SORT_COLUMNS[sort], "DESC" if descending else "ASC"
+        order = f"number {direction}" if column == "number" else f"{column} IS NULL, {column} {direction}, number"
         columns = ", ".join(ROW_COLUMNS)
         with self._connect() as connection:
             ((total,),) = connection.execute(f"SELECT count(*) FROM rows WHERE {condition}", values)
@@ -167,11 +168,12 @@ class RolloutIndex:
 
     def _get_fraction(self, texts: bool) -> float:
         with self._connect() as connection:
+            newest, searchable = _get_mark(connection, "newest"), _get_mark(connection, "texts")
+            if _get_last_frame(connection) == (_get_mark(connection, "segment"), _get_mark(connection, "stop")):
+                return searchable / newest if texts and newest else 1.0
             ((total,),) = connection.execute("SELECT count(*) FROM run.rollouts")
             ((indexed,),) = connection.execute("SELECT count(*) FROM rows")
-            newest, searchable = _get_mark(connection, "newest"), _get_mark(connection, "texts")
-            is_behind = _get_last_frame(connection) != (_get_mark(connection, "segment"), _get_mark(connection, "stop"))
-        fraction = min(indexed / total if total else 1.0, 0.999 if is_behind else 1.0)
+        fraction = min(indexed / total if total else 1.0, ALMOST_ALL)
         return min(fraction, searchable / newest) if texts and newest else fraction
 
     def _run(self) -> None:
