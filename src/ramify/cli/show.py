@@ -2,8 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ramify.cli.parser import CommandParser
+
+if TYPE_CHECKING:
+    from ramify.store import RunStore
 
 
 def run(argv: Sequence[str]) -> int:
@@ -17,6 +21,8 @@ def run(argv: Sequence[str]) -> int:
 
     console = make_console()
     with open_run_readonly(options.run) as store:
+        if options.tokens:
+            return _print_tokens(store, options.rollout)
         if options.rollout is not None:
             for trace in store.read_traces(find_rollout(store, options.rollout).id):
                 console.print(render_trace_tree(trace, full=options.full, images=store.images))
@@ -26,6 +32,33 @@ def run(argv: Sequence[str]) -> int:
         print_rollouts(store, request, print)
         where = {} if options.source is None else {"source": options.source}
         console.print(build_report(store.rollouts(**where), pass_threshold=options.pass_threshold))
+    return 0
+
+
+def _print_tokens(store: "RunStore", rollout: str | None) -> int:
+    """Print the tokens of a rollout; without one, compare all trained tokens of the run with the sampled ones."""
+    from ramify.cli.run_lookup import find_rollout  # loaded here, not for help
+    from ramify.view.queries import RunQueries
+    from ramify.view.token_check import check_trained_tokens
+
+    if rollout is None:
+        check = check_trained_tokens(store)
+        for problem in check.problems:
+            print(problem)
+        verdict = f"{len(check.problems)} calls differ" if check.problems else "each is the token that was sampled"
+        print(f"{store.path}: {check.num_entries:,} trained entries in {check.num_batches} batches: {verdict}")
+        return 1 if check.problems else 0
+    queries, id = RunQueries(store.path), find_rollout(store, rollout).id
+    name = store.path.resolve().name
+    for number, trace in enumerate(queries.get_rollout(name, id)["traces"]):
+        for node in trace["nodes"]:
+            [tokens] = queries.get_tokens(name, id, number, [node["index"]])
+            untrained = f", not trained: {node['untrained']}" if node["untrained"] else ""
+            print(f"[{node['index']}] {node['role']}{untrained}")
+            for at, (token_id, text) in enumerate(zip(tokens["ids"], tokens["texts"])):
+                columns = {name: column[at] for name, column in tokens["values"].items() if column[at] is not None}
+                values = " ".join(f"{name}={value:g}" for name, value in columns.items())
+                print(f"  {token_id:>7} {text!r:<20} {values}".rstrip())
     return 0
 
 
@@ -58,5 +91,10 @@ def _build_parser() -> argparse.ArgumentParser:
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     order.add_argument("--best", action="store_true", help="highest rewards first")
     parser.add_argument("--full", action="store_true", help="show long messages of a rollout untruncated")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="print the tokens of ROLLOUT with their values; without ROLLOUT, check that trained tokens were sampled",
+    )
     parser.add_argument("--pass-threshold", type=float, default=1.0, help="minimum reward of a passing rollout")
     return parser
