@@ -56,7 +56,9 @@ class MessageParser:
         if kind in TEXT_TYPES:
             return TextPart(str(entry.get("text") or entry.get("refusal") or ""))
         if kind in ("image_url", "input_image"):
-            image_url = entry["image_url"]
+            image_url = entry.get("image_url")
+            if not image_url:
+                raise RequestInvalid(f"content: a part of type {kind!r} has no image_url")
             url = image_url if isinstance(image_url, str) else image_url["url"]
             return self.add_media(media_from_url(url, read_files=self.read_files))
         raise RequestInvalid(f"content: parts of type {kind!r} are not supported; send text or images")

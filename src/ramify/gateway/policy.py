@@ -19,8 +19,7 @@ from ramify.client.generate_api import RequestImage
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
-from ramify.dialects.media import URI_LIST_MIME
-from ramify.errors import ImageInvalid, ModelUnsupported, ProviderError
+from ramify.errors import ModelUnsupported, ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
 from ramify.gateway.stop_strings import find_stop
@@ -195,9 +194,6 @@ class TokenPolicy:
         if cache is None:
             return
         for image in images:
-            if image.mime == URI_LIST_MIME:
-                address = image.data.decode()[:80]
-                raise ImageInvalid(f"image: expected a data URL, found {address!r}; addresses are not fetched")
             cache.process(image)
 
     def prepare(

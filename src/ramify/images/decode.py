@@ -16,6 +16,7 @@ from ramify.images.image_header import MIME_TYPES, detect_format, read_image_hea
 
 MAX_BYTES = 20 * 2**20
 MAX_PIXELS = 25_000_000
+ADDRESS_SCHEMES = (b"http:", b"https:", b"file:", b"ftp:", b"/")
 
 RgbArray = npt.NDArray[np.uint8]
 """Pixels as [height, width, 3]."""
@@ -25,6 +26,10 @@ def check_image(data: bytes) -> None:
     """Raise ImageInvalid if the data is too large or no PNG, JPEG or WebP. Nothing is decoded."""
     if len(data) > MAX_BYTES:
         raise ImageInvalid(f"image: {len(data)} bytes are more than the limit of {MAX_BYTES}; send a smaller image")
+    if data.startswith(ADDRESS_SCHEMES):
+        raise ImageInvalid(
+            f"image: expected a data URL, found {data.decode(errors='replace')[:80]!r}; addresses are not fetched"
+        )
     header = read_image_header(data)
     if header is None:
         raise ImageInvalid(

@@ -18,6 +18,7 @@ from ramify.errors import RequestInvalid
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
+from ramify.infer.images import ImageReference
 from ramify.infer.prompts import encode_prompts, render_chat, require_renderer
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody
@@ -122,7 +123,8 @@ async def create_chat_completion(
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools))
-    call = _build_call(engine, renderer, body, formatter, [prompt_ids], max_tokens, num_top_logprobs)
+    images = tuple(ImageReference(image.media.hash, image.start, image.stop) for image in prompt.images)
+    call = _build_call(engine, renderer, body, formatter, [prompt_ids], max_tokens, num_top_logprobs, images)
     return await _respond(http, engine, call, timeout)
 
 
@@ -134,6 +136,7 @@ def _build_call(
     prompts: list[list[int]],
     max_tokens: int,
     num_top_logprobs: int | None,
+    images: tuple[ImageReference, ...] = (),
 ) -> OpenAICall:
     """Build the sample requests of a body. If `num_top_logprobs` is None, no logprobs are returned."""
     eos_ids = engine.core.model.eos_ids.union(() if renderer is None else renderer.stop_ids)
@@ -147,7 +150,7 @@ def _build_call(
         params = [replace(sampling, prompt_logprobs=True, prompt_top_logprobs=num_top_logprobs) for sampling in params]
     cache_salt = body.cache_salt or ""
     sample_requests = [
-        SampleRequest(prompt, sampling, cache_salt, body.priority) for prompt in prompts for sampling in params
+        SampleRequest(prompt, sampling, cache_salt, body.priority, images) for prompt in prompts for sampling in params
     ]
     samples = [
         StreamedSample(request.prompt_token_ids, IncrementalDetokenizer(formatter.decode, body.stop_strings))

@@ -1,6 +1,7 @@
 """Encoding of texts and conversations. Those that cannot fit are rejected; large ones are encoded in a thread."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ramify.dialects.chat_format import parse_messages, parse_tool
@@ -10,6 +11,8 @@ from ramify.infer.engine_core import context_overflow_error
 from ramify.infer.request_bodies import ChatMessage, ChatTool
 from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
+from ramify.render.prompt_images import check_image_count, find_image_parts
+from ramify.trace import Media
 
 
 def require_renderer(renderer: Renderer | None) -> Renderer:
@@ -22,15 +25,22 @@ def require_renderer(renderer: Renderer | None) -> Renderer:
 async def render_chat(
     messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
 ) -> RenderedPrompt:
-    """Return the prompt for the next assistant turn. Raises RequestInvalid or ContextOverflow."""
+    """Return the prompt for the next assistant turn, whose images the engine then has.
+
+    Raises RequestInvalid, ContextOverflow or ImageInvalid.
+    """
     if not messages:
         raise RequestInvalid("messages: at least one is needed")
-    parsed = parse_messages(messages).messages
+    parser = parse_messages(messages)
+    parsed, media = parser.messages, parser.media
     schemas = [schema for tool in tools or () if (schema := parse_tool(tool)) is not None]
     characters = sum(len(message.text.strip()) for message in parsed)  # many templates trim the space around a text
     _check_length(characters, engine, renderer)
+    check_image_count(len(find_image_parts(parsed)))
+    if media:
+        await asyncio.to_thread(_upload_images, media.values(), engine, renderer)
     try:
-        return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas)
+        return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas, media=media)
     except TemplateRefused as error:
         raise RequestInvalid(f"messages: {error.message}") from error
     except RecursionError as error:
@@ -59,6 +69,14 @@ async def encode_prompts(prompt: Any, engine: Engine, renderer: Renderer | None)
     if not prompts:
         raise RequestInvalid("prompt: at least one is needed")
     return prompts
+
+
+def _upload_images(images: Iterable[Media], engine: Engine, renderer: Renderer) -> None:
+    """Process images and give them to the engine. Raises ImageInvalid."""
+    cache = renderer.image_cache
+    if cache is not None:  # otherwise the renderer refuses the images
+        for image in images:
+            engine.upload_image(cache.process(image))
 
 
 def _check_length(characters: int, engine: Engine, renderer: Renderer) -> None:

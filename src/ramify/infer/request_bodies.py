@@ -176,11 +176,18 @@ class CompletionBody(OpenAIBody, kw_only=True):
     logprobs: int | None = None
 
 
-class ChatTextPart(TypedDict):
-    """A part of a message's content; the server has no images."""
+class ChatImageUrl(TypedDict):
+    """The data URL of an image."""
 
-    type: Literal["text"]
+    url: str
+
+
+class ChatContentPart(TypedDict):
+    """A part of a message's content: a text or an image."""
+
+    type: Literal["text", "image_url"]
     text: NotRequired[str | None]
+    image_url: NotRequired[ChatImageUrl]
 
 
 class ChatFunctionCall(TypedDict):
@@ -201,7 +208,7 @@ class ChatMessage(TypedDict, total=False):
     """A message of a conversation; `ramify.dialects` checks its role."""
 
     role: Any
-    content: str | list[ChatTextPart] | None
+    content: str | list[ChatContentPart] | None
     reasoning_content: str | None
     tool_calls: list[ChatToolCall] | None
     tool_call_id: str | None
