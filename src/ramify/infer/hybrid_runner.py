@@ -39,7 +39,7 @@ class HybridModelRunner(ModelRunner):
         shape = len(chunks), chunks[0].num_tokens
         ids, positions, slots = (self._to_device(values) for values in self._token_inputs(chunks))
         metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks))
-        state_slots = self._to_device([chunk.request.state_slot or 0 for chunk in chunks])
+        state_slots = self._to_device([chunk.request.state_slot for chunk in chunks])
         num_logits = [count_logit_rows(chunk) for chunk in chunks]
         logits = self._forward_rows(ids.view(shape), positions.view(shape), metadata, state_slots, max(num_logits))
         return torch.cat([row[max(num_logits) - count :] for row, count in zip(logits, num_logits)])

@@ -31,6 +31,7 @@ MAX_LOGIT_BIAS = 1e6  # divided by the smallest temperature it is still finite i
 FinishReason = Literal["stop", "length", "abort"]
 TopLogprobs = list[list[tuple[int, float]]]  # for each token the likeliest (token id, logprob)
 PENDING_TOKEN = -1
+NO_STATE_SLOT = -1
 _arrival_counter = count()
 
 
@@ -127,7 +128,7 @@ class EngineRequest:
     blocks: list["Block"] = field(default_factory=list)
     num_shared_blocks: int = 0  # leading blocks that other requests may use
     cache_node: "Block | None" = None  # parent of the next shared block; None if this request must not share
-    state_slot: int | None = None  # of the recurrent states, if the model has such layers and the request runs
+    state_slot: int = NO_STATE_SLOT  # of the recurrent states, if the model has such layers and the request runs
     reply_snapshot: "Block | None" = None  # block of the reply with a snapshot of the state
     fork_boundary: int = 0  # tokens that other requests have in common with this one, beyond the last snapshot
     block_table: "np.ndarray | None" = None  # the ids of the first `block_table_len` blocks

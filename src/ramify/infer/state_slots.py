@@ -1,9 +1,9 @@
 """Which request or snapshot has which slot of the recurrent states.
 
 A running request has a slot, whose state its tokens change. A snapshot is a copy of that state at the end of a cached
-block: unlike keys and values, a state holds nothing of the tokens before its last one, so a request can continue a
-cached prefix only after a block with a snapshot. Snapshots are bounded: a new one takes the slot of the least recently
-used one. A snapshot ends with its block.
+block. Unlike keys and values, a state cannot be cut at an earlier token, so a request can continue a cached prefix only
+after a block with a snapshot. Snapshots are bounded: a new one takes the slot of the least recently used one. Each ends
+with its block.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ramify.infer.block import Block
 from ramify.infer.metrics import EngineCounters
-from ramify.infer.request import EngineRequest
+from ramify.infer.request import NO_STATE_SLOT, EngineRequest
 
 
 class StateMemory(Protocol):
@@ -47,9 +47,9 @@ class StateSlots:
 
     def release(self, request: EngineRequest) -> None:
         """Take the slot of a request back."""
-        if request.state_slot is not None:
+        if request.state_slot != NO_STATE_SLOT:
             self.request_slots.append(request.state_slot)
-        request.state_slot = request.reply_snapshot = None
+        request.state_slot, request.reply_snapshot = NO_STATE_SLOT, None
 
     def has_snapshot(self, block: Block) -> bool:
         """Return whether a request can continue after a block."""
@@ -60,7 +60,7 @@ class StateSlots:
 
         Of the reply only the newest snapshot is kept: a later request continues the end of a prompt or of a reply.
         """
-        if request.state_slot is None:
+        if request.state_slot == NO_STATE_SLOT:
             raise AssertionError(f"request {request.arrival_index} has no state to copy")
         if in_reply:
             if request.reply_snapshot is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.hardware import DevicePeaks, get_device_peaks
@@ -58,7 +59,8 @@ class StepWork:
 
 def build_step_work(model: LoadedModel, block_size: int) -> StepWork | None:
     """Return the work of a model's steps; None if its device has no known peaks for its dtype."""
-    if model.device.type != "cuda" or model.dtype != torch.bfloat16:
+    has_layers = isinstance(getattr(model.module.get_decoder(), "layers", None), nn.ModuleList)
+    if model.device.type != "cuda" or model.dtype != torch.bfloat16 or not has_layers:
         return None
     peaks = get_device_peaks(torch.cuda.get_device_name(model.device))
     return StepWork.from_model(model, block_size, peaks) if peaks is not None else None
