@@ -59,7 +59,8 @@ def decode_image(data: bytes) -> RgbArray:
             if num_frames > 1:
                 raise ImageInvalid(f"image: an animation of {num_frames} frames; send one of them as a still image")
             image.load()
-            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            ImageOps.exif_transpose(image, in_place=True)  # without a copy, like the next line: an image may be large
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, EOFError, OverflowError, zlib.error, struct.error) as error:
         raise ImageInvalid(f"image: damaged or incomplete {detect_format(data)} data: {error}") from error
     except Image.DecompressionBombError as error:

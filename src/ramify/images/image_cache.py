@@ -1,6 +1,7 @@
 """Processed images, each computed once while it stays in a cache of bounded size."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from ramify.images.image_family import ImageFamily
 from ramify.images.processed_image import ProcessedImage
@@ -12,8 +13,8 @@ MAX_CACHE_BYTES = 64 * 2**20
 class ImageCache:
     """Processes images for one family, for several threads.
 
-    When the arrays exceed `max_bytes`, the least recently used are dropped. Images are processed one at a time, which
-    bounds the memory that this takes; all attempts at a task wait for the same image and get the same result.
+    When the arrays exceed `max_bytes`, the least recently used are dropped. One thread processes all images, one after
+    another: this bounds the memory that it takes, and threads that need the same image get the same result.
     """
 
     def __init__(self, family: ImageFamily, max_bytes: int = MAX_CACHE_BYTES) -> None:
@@ -22,17 +23,18 @@ class ImageCache:
         self._num_bytes = 0
         self._images: dict[str, ProcessedImage] = {}
         self._lock = threading.Lock()
-        self._process_lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")  # starts with the first image
 
     def process(self, media: Media) -> ProcessedImage:
         """Return the processed image of `media`. Raises ImageInvalid."""
-        if (image := self._find(media.hash)) is not None:
-            return image
-        with self._process_lock:
-            image = self._find(media.hash)  # another thread may have processed it meanwhile
-            if image is None:
-                image = self.family.process(media)
-                self._add(image)
+        image = self._find(media.hash)
+        return self._worker.submit(self._find_or_process, media).result() if image is None else image
+
+    def _find_or_process(self, media: Media) -> ProcessedImage:
+        image = self._find(media.hash)  # it may have been processed while this call waited
+        if image is None:
+            image = self.family.process(media)
+            self._add(image)
         return image
 
     def _find(self, hash: str) -> ProcessedImage | None:
