@@ -114,4 +114,5 @@ def list_system_failures(traces: Sequence[Trace]) -> list[Failure]:
 
 def list_errors_before_reply(traces: Sequence[Trace]) -> list[Failure]:
     """Return the errors of an episode that ended before the policy replied; none of them can be the policy's fault."""
-    return [] if any(trace.num_turns for trace in traces) else [error for trace in traces for error in trace.errors]
+    errors = [error for trace in traces for error in trace.errors]
+    return [] if not errors or any(trace.num_turns for trace in traces) else errors

@@ -20,6 +20,9 @@ from ramify.orchestrate.run_context import LogMetrics, RunContext
 from ramify.orchestrate.status_server import StatusHandler, build_status_server
 from ramify.wire import WireServer
 
+# The traces of groups in flight are many objects that live for seconds. With Python's thresholds, a sixth of the time
+# goes into looking for cycles among them.
+GC_THRESHOLDS = (100_000, 20, 100)
 POLL_INTERVAL = 1.0  # seconds between checks of whether the run is finished
 
 
@@ -47,6 +50,7 @@ class Orchestrator:
         async with AsyncExitStack() as stack:
             await run.open(stack)
             gc.freeze()  # loaded modules are not garbage
+            gc.set_threshold(*GC_THRESHOLDS)
             await self._start_servers(stack)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -20,10 +20,10 @@ def summarize_rollout(traces: Sequence[Trace], failure: Failure | None = None) -
     """
     first, errors = traces[0], [error for trace in traces for error in trace.errors]
     reported = failure or next(iter(errors), None)
-    calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]
+    calls = [call for trace in traces for node in trace.nodes if (call := node.call) is not None]
     return {
         "stop": first.stop,
-        "truncated": any(trace.is_truncated for trace in traces),
+        "truncated": any(call.finish_reason == "length" for call in calls),
         "calls": len(calls),
         "input": sum(call.usage.prompt_tokens for call in calls),
         "output": sum(call.usage.completion_tokens for call in calls),

@@ -243,44 +243,68 @@ def _check_columns(
 ) -> None:
     """Raise TraceCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
     since, until = frame_header.since, frame_header.until
-    indices = np.arange(since.nodes, until.nodes)
-    parent, trainable = nodes["parent"], nodes["trainable"]
-    valid = (parent >= -1) & (parent < indices) & (trainable >= 0) & (trainable <= 1)
-    num_tokens = _node_sizes(nodes["stop"], since.tokens, until.tokens)
-    num_sampled = _node_sizes(nodes["logprobs_stop"], since.logprobs, until.logprobs)
-    valid &= (num_tokens >= 0) & (num_sampled >= 0)
-    valid &= _node_sizes(nodes["record_stop"], since.records, until.records) >= 0
-    for span in ("sampled", "content"):
-        start, stop = nodes[f"{span}_start"], nodes[f"{span}_stop"]
-        valid &= (start >= 0) & (start <= stop) & (stop <= num_tokens)
-    valid &= nodes["sampled_stop"] - nodes["sampled_start"] == num_sampled
-    if not valid.all():
-        raise TraceCorrupt(f"node {int(indices[~valid][0])} violates the invariants of the message graph")
+    sizes = _node_sizes(frame_header, nodes)
+    num_tokens, num_sampled = sizes[0], sizes[1]
     if len(tokens) and int(tokens.min()) < 0:
         raise TraceCorrupt("a token id is negative")
-    owners = _owner_nodes(frame_header, versions)
-    valid = (versions["policy"] >= 0) & (versions["policy"] < until.policies) & (versions["count"] >= 0)
-    counts = np.bincount(owners, versions["count"], len(nodes))
-    if not valid.all() or (counts != num_sampled)[owners].any():
-        raise TraceCorrupt("the weight versions do not fit the sampled tokens")
-    owners = _owner_nodes(frame_header, media_refs)
-    media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
-    previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
-    valid = (media >= 0) & (media < until.media)
-    valid &= (previous_stop <= start) & (start < stop) & (stop <= num_tokens[owners])
-    if not valid.all():
-        raise TraceCorrupt("the media references do not fit their table or their nodes")
+    if len(versions):
+        owners = _owner_nodes(frame_header, versions)
+        valid = (versions["policy"] >= 0) & (versions["policy"] < until.policies) & (versions["count"] >= 0)
+        counts = np.bincount(owners, versions["count"], len(nodes))
+        if not valid.all() or (counts != num_sampled)[owners].any():
+            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+    if len(media_refs):
+        owners = _owner_nodes(frame_header, media_refs)
+        media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
+        previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
+        valid = (media >= 0) & (media < until.media)
+        valid &= (previous_stop <= start) & (start < stop) & (stop <= num_tokens[owners])
+        if not valid.all():
+            raise TraceCorrupt("the media references do not fit their table or their nodes")
     for spec in frame_header.arrays:
         node = spec.node - since.nodes
         if not 0 <= node < len(nodes) or spec.shape[0] not in (num_tokens[node], num_sampled[node]):
             raise TraceCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {spec.node}")
 
 
-def _node_sizes(stops: StructuredArray, since: int, until: int) -> StructuredArray:
-    """Return the length of each node's part of a column."""
-    if (int(stops[-1]) if len(stops) else since) != until:
-        raise TraceCorrupt(f"the last node's part of a column does not end at {until}")
-    return np.diff(stops.astype(np.int64), prepend=since)
+def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.NDArray[np.int64]:
+    """Return the lengths of each node's parts of the tokens, logprobs and records, one row per column.
+
+    Raises TraceCorrupt if a row of the node table is invalid. Episodes are small and many, so all conditions of all
+    nodes are one array of numbers that must not be negative: each numpy call costs more than its computation.
+    """
+    since, until, num_nodes = frame_header.since, frame_header.until, len(nodes)
+    table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE)).T.astype(np.int64)
+    parent, stops, trainable = table[0], table[1:4], table[8]
+    sampled_start, sampled_stop, content_start, content_stop = table[4:8]
+    starts = np.empty_like(stops)
+    starts[:, 1:] = stops[:, :-1]
+    starts[:, :1] = [[since.tokens], [since.logprobs], [since.records]]
+    ends = [until.tokens, until.logprobs, until.records]
+    if (stops[:, -1].tolist() if num_nodes else [since.tokens, since.logprobs, since.records]) != ends:
+        raise TraceCorrupt(f"the parts of the last node do not end at {ends}")
+    sizes = stops - starts
+    num_sampled = sampled_stop - sampled_start
+    margins = np.array(
+        [
+            parent + 1,
+            np.arange(since.nodes, until.nodes) - 1 - parent,
+            trainable,
+            1 - trainable,
+            *sizes,
+            sampled_start,
+            sizes[0] - sampled_stop,
+            num_sampled - sizes[1],
+            sizes[1] - num_sampled,
+            content_start,
+            content_stop - content_start,
+            sizes[0] - content_stop,
+        ]
+    )
+    if num_nodes and int(margins.min()) < 0:
+        node = int(np.flatnonzero((margins < 0).any(axis=0))[0]) + since.nodes
+        raise TraceCorrupt(f"node {node} violates the invariants of the message graph")
+    return sizes
 
 
 def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> StructuredArray:

@@ -1,5 +1,6 @@
 """The header of a trace: the fields that describe the rollout as a whole, and their checks."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -65,11 +66,16 @@ FIELD_TYPES: dict[str, Any] = {
 def validate_field(name: str, value: Any) -> Any:
     """Return the value of a header field as plain data. Raises ValueRefused, which names the field."""
     expected = FIELD_TYPES[name]
+    if expected is str and _is_ascii_text(value):
+        return value
     if not isinstance(value, expected):
         raise ValueRefused(f"{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
     if name in _FIELD_CHECKS:
         return CheckedDict(name, value, _FIELD_CHECKS[name])
     if isinstance(value, Timing):
+        seconds = msgspec.structs.astuple(value)
+        if all(type(phase) is float for phase in seconds) and math.isfinite(sum(seconds)):
+            return Timing(*seconds)
         return Timing(*(check_number(getattr(value, phase), f"{name}.{phase}") for phase in Timing.__struct_fields__))
     if isinstance(value, list):
         for error in cast(list[object], value):
@@ -77,3 +83,8 @@ def validate_field(name: str, value: Any) -> Any:
                 raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
         return list(cast(list[Failure], value))
     return expected(to_plain(value, name))
+
+
+def _is_ascii_text(value: object) -> bool:
+    """Return whether a value is a plain str that needs no further check, as nearly all ids and names are."""
+    return type(value) is str and value.isascii()

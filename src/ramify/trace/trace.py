@@ -61,8 +61,9 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     graph: MessageGraph = msgspec.field(default_factory=MessageGraph)
 
     def __post_init__(self) -> None:
+        set_field = super().__setattr__
         for name in FIELD_TYPES:
-            setattr(self, name, getattr(self, name))
+            set_field(name, validate_field(name, getattr(self, name)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, validate_field(name, value) if name in FIELD_TYPES else value)
@@ -127,7 +128,7 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     @property
     def is_truncated(self) -> bool:
         """Whether a model call was stopped by its length limit."""
-        return any(node.call is not None and node.call.finish_reason == "length" for node in self.nodes)
+        return any((call := node.call) is not None and call.finish_reason == "length" for node in self.nodes)
 
     @property
     def last_reply(self) -> str:

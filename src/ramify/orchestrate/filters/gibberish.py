@@ -32,6 +32,9 @@ class Gibberish(Filter):
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether the policy sampled a rare token whose logprob is below the limit."""
         limit = -math.log(rollout.vocab_size) - self.config.logprob_offset
+        logprobs = rollout.trace.graph.logprobs.view
+        if not np.any(logprobs < limit):
+            return False  # as nearly always
         nodes = rollout.trace.nodes
         for node in map(nodes.__getitem__, get_trainable_nodes(rollout.trace)):
             rare = node.token_ids[slice(*node.sampled_span)] > self.config.token_id_threshold
