@@ -31,6 +31,7 @@ from ramify.trace import Trace
 _GROUP_COLUMNS = "number, source, task, epoch, size, incarnation, version, state, step, reason, detail"
 _ATTEMPT_COLUMNS = "number, attempt, tries, state, rollout, reason, detail, notes"
 _BATCH_COLUMNS = "step, members, annotations, counts"
+_NEXT_GROUP_QUERY = "SELECT coalesce(max(number) + 1, 0) FROM groups"  # counting them takes longer with every group
 _OPEN_STATES = (GroupState.ISSUED.value, GroupState.SAMPLED.value, GroupState.SCORED.value)
 EMPTY_NOTES = msgspec.msgpack.encode({})
 MAX_DROP_REASONS = 5  # drop reasons listed by `describe_drops`
@@ -75,9 +76,9 @@ class Ledger:
         """Record a group before any attempt is dispatched, and save the `states` that choosing its task changed."""
 
         def apply(connection: sqlite3.Connection) -> None:
-            (count,) = connection.execute("SELECT count(*) FROM groups").fetchone()
-            if group.number != count:
-                raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {count}")
+            (next_number,) = connection.execute(_NEXT_GROUP_QUERY).fetchone()
+            if group.number != next_number:
+                raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {next_number}")
             issued = GroupState.ISSUED.value
             values = (group.source, group.task_number, group.epoch, group.size, group.incarnation, group.version)
             _insert(connection, "groups", group.number, *values, issued, None, None, "")
@@ -176,9 +177,9 @@ class Ledger:
         """Record a batch. It may be served once this returns, and never changes afterwards."""
 
         def apply(connection: sqlite3.Connection) -> None:
-            (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
-            if batch.step != count:
-                raise TransitionRefused(f"batch {batch.step} cannot be recorded: the next batch is {count}")
+            (next_step,) = connection.execute("SELECT coalesce(max(step) + 1, 0) FROM batches").fetchone()
+            if batch.step != next_step:
+                raise TransitionRefused(f"batch {batch.step} cannot be recorded: the next batch is {next_step}")
             for number in batch.group_numbers:
                 _transition_group(connection, number, GroupState.BATCHED)
                 _transition_attempts(connection, number, GroupState.BATCHED)
@@ -327,11 +328,15 @@ class Ledger:
 
     def num_issued(self) -> int:
         """Return the number of issued groups, which is the number of the next one."""
-        return self.store.select("SELECT count(*) FROM groups")[0][0]
+        return self.store.select(_NEXT_GROUP_QUERY)[0][0]
 
     def count_by_state(self) -> dict[str, int]:
-        """Return the number of groups in each state."""
-        return dict(self.store.select("SELECT state, count(*) FROM groups GROUP BY state"))
+        """Return the number of groups in each state; trained ones are the rest, because a long run has very many."""
+        states = [state.value for state in GroupState if state is not GroupState.TRAINED]
+        query = f"SELECT state, count(*) FROM groups WHERE state IN ({', '.join('?' * len(states))}) GROUP BY state"
+        counts: dict[str, int] = dict(self.store.select(query, states))
+        num_trained = self.num_issued() - sum(counts.values())
+        return counts | ({GroupState.TRAINED.value: num_trained} if num_trained else {})
 
     def count_ended_tries(self) -> dict[str, int]:
         """Return, by source, how many tries of attempts have ended."""
