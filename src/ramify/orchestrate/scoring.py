@@ -142,7 +142,9 @@ def _build_attempt_notes(
     """Return reward, mean advantage and fired filters of each attempt, as the ledger stores them."""
     advantages_by_trace: dict[str, list[float]] = {}
     for annotation in annotations:
-        advantages_by_trace.setdefault(annotation.trace_id, []).append(float(np.mean(annotation.advantage)))
+        advantage = annotation.advantage  # one number for all tokens, or one for each
+        mean = float(advantage) if isinstance(advantage, int | float) else float(np.mean(advantage))
+        advantages_by_trace.setdefault(annotation.trace_id, []).append(mean)
     notes: dict[int, dict[str, Any]] = {}
     for attempt, traces in tracker.rollouts.items():
         advantages = [advantage for trace in traces for advantage in advantages_by_trace.get(trace.id, [])]

@@ -311,7 +311,7 @@ def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> Struc
     """Return the node of each row of a table, relative to the first node of the frame."""
     nodes = rows["node"].astype(np.int64)
     first, stop = frame_header.since.nodes, frame_header.until.nodes
-    if len(nodes) and (nodes[0] < first or nodes[-1] >= stop or (np.diff(nodes) < 0).any()):
+    if len(nodes) and (nodes[0] < first or nodes[-1] >= stop or (nodes[1:] < nodes[:-1]).any()):
         raise TraceCorrupt("the rows of a table are not in the order of the frame's nodes")
     return nodes - first
 
