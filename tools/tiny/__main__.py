@@ -1,4 +1,4 @@
-"""`python -m tools.tiny`: build the packaged model `tiny` again, or measure what a model can do."""
+"""`python -m tools.tiny`: build a packaged model again, or measure what a model can do."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.tiny", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="train the model from its recipe")
+    build.add_argument("--model", default="tiny", choices=["tiny", "tiny-vision"], help="which model to build")
     build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
     build.add_argument("-o", dest="directory", metavar="DIR", type=Path, required=True, help="where to write it")
     build.add_argument("--force", action="store_true", help="replace DIR if it exists")
@@ -37,16 +38,18 @@ def _build(options: argparse.Namespace) -> None:
     from tools.tiny.build import build_model
 
     with wrap_storage_errors(options.directory):
-        build_model("tiny", options.directory, seed=options.seed, display=lambda: choose_display(SftContent()))
+        build_model(options.model, options.directory, seed=options.seed, display=lambda: choose_display(SftContent()))
 
 
 def _measure(name: str) -> None:
+    from ramify.images import load_image_family
     from ramify.model.resolve import resolve_model_path
 
     path = resolve_model_path(name)
-    from tools.tiny.metrics import measure_model  # loads torch, which a wrong name does not have to wait for
+    from tools.tiny.build import RECIPES  # loads torch, which a wrong name does not have to wait for
 
-    for figure, value in measure_model(path).to_dict().items():
+    recipe = RECIPES["tiny-vision" if load_image_family(path) is not None else "tiny"]
+    for figure, value in recipe.measure(path, 0).items():
         print(f"{figure:20} {value:.3f}")
 
 

@@ -4,7 +4,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,22 +14,58 @@ from ramify.train.sft import run_sft
 from ramify.train.sft.display import SftDisplay
 from tools.tiny import MODEL_INFO_FILE, RECIPE_VERSION
 from tools.tiny.metrics import measure_model
-from tools.tiny.stages import STAGES, build_sft_config, write_stage_data
+from tools.tiny.stages import STAGES, SftStage, build_sft_config, write_stage_data
+from tools.tiny.vision_model import write_bfloat16_vision_model, write_initial_vision_model
+from tools.tiny.vision_stages import VISION_RECIPE_VERSION, VISION_STAGES, measure_vision_model
 from tools.tiny.weights import write_bfloat16_model, write_initial_model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """How a packaged model is made: its initial weights, the stages of its training, and how it is written."""
+
+    version: int
+    """Raised whenever the same seed gives another model."""
+    write_initial_model: Callable[[Path, int], None]
+    """Writes a model directory from a seed."""
+    stages: Sequence[SftStage]
+    write_bfloat16_model: Callable[[Path, Path], None]
+    """Writes the trained model of a directory as it ships."""
+    measure: Callable[[Path, int], dict[str, float]]
+    """Returns the figures of a model directory, sampled with a seed."""
+
+
+RECIPES = {
+    "tiny": ModelRecipe(
+        RECIPE_VERSION,
+        write_initial_model,
+        STAGES,
+        write_bfloat16_model,
+        lambda directory, seed: measure_model(directory, seed=seed).to_dict(),
+    ),
+    "tiny-vision": ModelRecipe(
+        VISION_RECIPE_VERSION,
+        write_initial_vision_model,
+        VISION_STAGES,
+        write_bfloat16_vision_model,
+        measure_vision_model,
+    ),
+}
 
 
 def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = Display) -> None:
     """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
+    recipe = RECIPES[name]
     directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         staging_dir = Path(scratch) / "model"
-        write_bfloat16_model(_train_stages(Path(scratch), seed, display), staging_dir)
+        recipe.write_bfloat16_model(_train_stages(recipe, Path(scratch), seed, display), staging_dir)
         display().print_line("measuring")
-        figures = measure_model(staging_dir, seed=seed).to_dict()
+        figures = recipe.measure(staging_dir, seed)
         model_info = {
             "name": name,
-            "recipe": RECIPE_VERSION,
+            "recipe": recipe.version,
             "seed": seed,
             "built": datetime.now(UTC).date().isoformat(),
             "minutes": round((time.monotonic() - started) / 60, 1),
@@ -41,11 +78,11 @@ def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], 
     display().print_line(f"wrote {directory}")
 
 
-def _train_stages(scratch: Path, seed: int, display: Callable[[], SftDisplay]) -> Path:
+def _train_stages(recipe: ModelRecipe, scratch: Path, seed: int, display: Callable[[], SftDisplay]) -> Path:
     """All stages, each from the float32 weights that the one before it wrote."""
     model = scratch / "start"
-    write_initial_model(model, seed)
-    for stage in STAGES:
+    recipe.write_initial_model(model, seed)
+    for stage in recipe.stages:
         display().print_line(f"{stage.name}: {stage.steps} steps")
         rows = scratch / f"{stage.name}.jsonl"
         write_stage_data(stage, rows, seed)

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ramify.client import ClientSampling, Completion
+from ramify.client.generate_api import RequestImage
 from ramify.client.stall_clock import StallClock
 from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig, SamplingParams
+from ramify.infer.images import ImageReference
 from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
@@ -38,6 +40,7 @@ class LocalModel:
         session: str | None = None,
         timeout: float = 600.0,
         clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
         """Return one sample of the engine as a client would."""
         params = SamplingParams(
@@ -46,7 +49,10 @@ class LocalModel:
             max_tokens=sampling.max_tokens,
             stop_ids=frozenset(sampling.stop_ids),
         )
-        stream = self._engine.submit(list(prompt), params, timeout=timeout)
+        for image in images:
+            self._engine.upload_image(image.load())
+        references = [ImageReference(image.hash, image.start, image.stop) for image in images]
+        stream = self._engine.submit(list(prompt), params, timeout=timeout, images=references)
         done = await stream.result()
         ids, logprobs = np.array(done.token_ids, np.int32), np.array(done.logprobs, np.float32)
         usage = Usage(len(prompt), len(ids), done.num_cached_tokens)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,8 @@ class SftStage:
     """A part of the training, with an optimizer of its own. The rate rises for `warmup` steps."""
 
     name: str
-    draw: Callable[[int], Iterator[DrillConversation]]
+    draw: Callable[[int], Iterator[DrillConversation | dict[str, Any]]]
+    """Draws conversations, or rows of a dataset, from a seed."""
     steps: int
     batch_size: int
     """Conversations of one step: about 2,000 tokens."""

@@ -53,7 +53,7 @@ VISION_CHAT_TEMPLATE = SHOW_CONTENT + CHAT_TEMPLATE.replace(
 
 def build_vision_config() -> Idefics3Config:
     """Build the config, of 0.4 million parameters."""
-    tokenizer = build_tokenizer(IMAGE_TOKENS)
+    tokenizer: Any = build_tokenizer(IMAGE_TOKENS)
     end, pad = tokenizer.token_to_id(IM_END), tokenizer.token_to_id(PAD)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     return Idefics3Config(

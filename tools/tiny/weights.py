@@ -17,16 +17,18 @@ def write_initial_model(directory: Path, seed: int) -> None:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(build_model_config()).float()
     init_induction_heads(model, seed)
-    _write(model, directory)
+    write_model(model, directory)
 
 
 def write_bfloat16_model(trained_directory: Path, directory: Path) -> None:
     """Write a trained model as it ships."""
     logging.disable_progress_bar()
-    _write(LlamaForCausalLM.from_pretrained(trained_directory, dtype=torch.bfloat16, local_files_only=True), directory)
+    model = LlamaForCausalLM.from_pretrained(trained_directory, dtype=torch.bfloat16, local_files_only=True)
+    write_model(model, directory)
 
 
-def _write(model: Any, directory: Path) -> None:
+def write_model(model: Any, directory: Path) -> None:
+    """Write a model directory with its tokenizer."""
     end, pad = model.config.eos_token_id, model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
     model.save_pretrained(directory)

@@ -30,6 +30,10 @@ MEASUREMENT_LABELS = {
     "guess_valid": "wordle: valid guesses",
     "guess_reward": "... reward",
     "guess_spread": "... standard deviation of the rewards for one word",
+    "codeword_letters": "color-codeword: replies of letters only",
+    "codeword_match": "... partial match",
+    "codeword_exact": "... exact",
+    "codeword_spread": "... standard deviation of the partial match of one task",
 }
 CONFIG_LABELS = {
     "layers": "num_hidden_layers",
@@ -78,6 +82,7 @@ def read_model_info(name: str) -> ModelInfo:
     """Read the files of a model, without its weights."""
     path = resolve_model_path(name)
     config = _read_json_object(path / "config.json")
+    config = {**config, **config.get("text_config", {})}  # sizes of a vision-language model are those of its decoder
     record = path / "ramify.json"
     return ModelInfo(
         name,

@@ -14,7 +14,7 @@ from pathlib import Path
 from ramify.errors import ModelNotFound
 from ramify.names import suggest
 
-PACKAGED_MODELS = ("tiny",)
+PACKAGED_MODELS = ("tiny", "tiny-vision")
 
 
 def resolve_model_path(name: str) -> Path:

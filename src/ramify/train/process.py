@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.fencing.token import FencingToken
+from ramify.images.image_store import MEDIA_DIR
 from ramify.model.resolve import fetch_model
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchSource
@@ -59,7 +60,7 @@ class TrainerProcess:
             self.ranks,
             seed=config.seed,
             flat=self.flat,
-            media=config.path / "media",
+            media=config.path / MEDIA_DIR,
             log=self.log,
         )
         if config.trainer.record_token_stats and self.save_outputs:
