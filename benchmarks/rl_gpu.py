@@ -98,6 +98,9 @@ lr = {lr}
 [trainer.optim.schedule]
 warmup_steps = 3
 
+[weights]
+transport = "ipc"
+
 [checkpoint]
 interval = 1000
 
@@ -129,10 +132,10 @@ max_staleness = {off_policy}
 
 [trainer]
 device = "cuda"
-pack_tokens = 16384
+pack_tokens = 36864
 
 [weights]
-transport = "shm"
+transport = "ipc"
 
 [checkpoint]
 interval = 1000

@@ -17,6 +17,7 @@ from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.training_lock import PATH_VARIABLE
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
@@ -203,6 +204,24 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
 def test_missing_gpus_are_refused(tmp_path, launch, gpus, text):
     with pytest.raises(ConfigInvalid, match=text):
         build_plan(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
+
+
+def test_engine_waits_for_the_trainer_only_if_they_share_a_gpu(tmp_path):
+    for placement, num_gpus, is_set in (("colocated", 1, True), ("split", 2, False)):
+        asked = config(tmp_path, launch={"gpu_placement": placement})
+        specs = build_plan(asked, gpus=[gpu(number) for number in range(num_gpus)]).process_specs
+        paths = {spec.name: spec.env.get(PATH_VARIABLE) for spec in specs}
+        expected = str(asked.path.resolve() / "training.lock") if is_set else None
+        assert (paths["inference"], paths["trainer"], paths["orchestrator"]) == (expected, expected, None)
+
+
+def test_weights_in_memory_need_an_engine_on_the_trainers_device(tmp_path):
+    ipc, url = {"transport": "ipc"}, {"base_url": ["http://127.0.0.1:1"]}
+    build_plan(config(tmp_path, weights=ipc), gpus=[])
+    build_plan(config(tmp_path, weights=ipc, launch={"gpu_placement": "colocated"}), gpus=[gpu(0)])
+    for gpus, more in (([gpu(0), gpu(1)], {"launch": {"gpu_placement": "split"}}), ([], {"inference": url})):
+        with pytest.raises(ConfigInvalid, match=r"weights.transport: 'ipc' needs a native engine that the run starts"):
+            build_plan(config(tmp_path, weights=ipc, **more), gpus=gpus)
 
 
 def test_dry_run_plans_for_another_machine(tmp_path):

@@ -11,11 +11,15 @@ from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
 @given(st.integers(1, 64), st.integers(1, 12))
 def test_limits_have_the_most_slots_that_the_bound_allows(batch, bound):
     limits = AdmissionLimits.from_max_staleness(batch, bound)
-    assert limits.window == max(1, 3 * limits.slots // 10)
+    assert limits.window == (max(1, 3 * limits.slots // 10) if bound > 1 else 1)
     assert limits.max_staleness <= bound
     more = AdmissionLimits(batch, limits.slots + 1, max(1, 3 * (limits.slots + 1) // 10))
     assert more.max_staleness > bound
-    assert limits.slots >= batch
+
+
+@given(st.integers(1, 64), st.integers(1, 12))
+def test_one_batch_can_be_sampled_while_another_is_trained(batch, bound):
+    assert AdmissionLimits.from_max_staleness(batch, bound).slots >= 2 * batch
 
 
 @given(st.integers(1, 64))

@@ -69,7 +69,7 @@ def test_different_identity_is_refused(finished, monkeypatch, capsys):
     assert "temperature" in capsys.readouterr().err
 
 
-HANG_TIMEOUT = ["--launch.hang_timeout", "10"]
+FAULTS = ["--launch.hang_timeout", "10", "--weights.transport", "ipc"]
 
 
 def find_processes(parent: int) -> dict[str, list[psutil.Process]]:
@@ -98,7 +98,7 @@ def test_killed_and_stopped_processes_are_restarted_without_loss(tmp_path):
     rng = random.Random(7)
     roles = ["trainer", "orchestrator", "serve", "env-server", "worker"]
     with (home / "output.txt").open("w") as output:
-        run = subprocess.Popen(command("rl", "@", "rl.toml", *HANG_TIMEOUT), cwd=home, stdout=output, stderr=output)
+        run = subprocess.Popen(command("rl", "@", "rl.toml", *FAULTS), cwd=home, stdout=output, stderr=output)
         try:
             deadline = time.monotonic() + (TIMEOUT if not FULL else 3000)
             killed: list[str] = []

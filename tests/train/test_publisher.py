@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ramify.errors import StorageFailed
+from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
 from ramify.model.manifest import verify_weights
+from ramify.model.weight_buffer import Announcement
 from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
@@ -73,3 +76,47 @@ def test_the_published_config_has_the_dtype_of_the_weights_and_files_follow_the_
     }
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in published.path.iterdir()}
     assert modes == dict.fromkeys(modes, "0o640")
+
+
+def test_with_a_shared_buffer_a_version_is_announced_first_and_its_directory_follows(model, tmp_path):
+    trainer = make_trainer(model)
+    publisher = WeightPublisher(
+        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
+    )
+    for step in (1, 2, 3):
+        trainer.step(random_batches(1)[0])
+        published = publisher.publish(trainer, 0, step)
+        announcement = Announcement.read(published.path)
+        assert announcement is not None
+        assert (announcement.version, announcement.directory) == (published.version, published.path.name)
+        staged = WeightLoader(trainer.policy.model).stage(published.path)
+        assert all(torch.equal(staged.tensors[name], value) for name, value in iter_merged_weights(trainer))
+    publisher.write_last_directory()
+    assert verify_weights(published.path, reference_model=model).version == PolicyVersion("p", 0, 3)
+    saved = load_file(published.path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in iter_merged_weights(trainer))
+
+
+def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
+    trainer, directory = make_trainer(model), tmp_path / "weights"
+    publisher = WeightPublisher(
+        directory, SINGLE_RANK, policy="p", base_model=tmp_path / "missing", dtype=torch.float32, share_buffer=True
+    )
+    directory.mkdir()
+    (directory / "0-000002").symlink_to("nowhere")  # exists() is false, and the rename fails
+    publisher.publish(trainer, 0, 2)
+    with pytest.raises(StorageFailed):
+        publisher.write_last_directory()
+    publisher.publish(trainer, 0, 3)
+    publisher.write_last_directory()
+    assert publisher.list_versions() == [PolicyVersion("p", 0, 3)]
+
+
+def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):
+    publisher = WeightPublisher(
+        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
+    )
+    publisher.publish(make_trainer(model), 0, 1)
+    publisher.write_last_directory()
+    WeightPublisher(tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, incarnation=1)
+    assert Announcement.read(publisher.path_for(0, 1)) is None

@@ -57,6 +57,7 @@ from ramify.errors.taxonomy import (
     ValueNotFinite,
     ValueRefused,
     WeightsRefused,
+    WeightsReplaced,
     WorkerDied,
 )
 
@@ -114,6 +115,7 @@ __all__ = [
     "ValueNotFinite",
     "ValueRefused",
     "WeightsRefused",
+    "WeightsReplaced",
     "WorkerDied",
     "failure_classes",
 ]

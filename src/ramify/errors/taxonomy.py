@@ -134,6 +134,13 @@ class WeightsRefused(RamifyError, blame="system", retryable=False):
     """
 
 
+class WeightsReplaced(WeightsRefused, blame="system", retryable=True):
+    """A newer version was published before an engine had loaded this one; the old weights stay in use.
+
+    None: the orchestrator loads the newer version.
+    """
+
+
 class RequestInvalid(RamifyError, blame="system", retryable=False):
     """A request to a server has an invalid field.
 

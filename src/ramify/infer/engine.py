@@ -25,15 +25,17 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
+from ramify.infer.weight_loader import WeightLoader
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import resolve_model_path
-from ramify.model.weights import stage_weights
+from ramify.processes.training_lock import TrainingLock
 from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
 IDLE_WAIT_SECONDS = 0.2  # after which an idle thread checks the deadlines
+LOCK_POLL_INTERVAL = 0.002  # seconds between two checks of whether a trainer still computes on the GPU
 
 
 class RequestStream:
@@ -111,6 +113,8 @@ class Engine:
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._staging_lock = threading.Lock()
         self._updating_run, self._token_gate = "", TokenGate("trainer")  # of the run that updates the weights
+        self._weight_loader = WeightLoader(core.model.module)
+        self._training_lock = TrainingLock.from_environment()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
 
     @classmethod
@@ -223,7 +227,7 @@ class Engine:
 
         def stage() -> Any:
             with self._staging_lock:
-                return stage_weights(directory, self.core.model.module)
+                return self._weight_loader.stage(directory)
 
         try:
             staged = await asyncio.wrap_future(_run_in_new_thread(stage))
@@ -278,13 +282,14 @@ class Engine:
         try:
             while not self._closing:
                 self._drain_queues()
-                if self.core.has_unfinished_requests and not self.paused:
+                is_training = self._training_lock.is_held()
+                if self.core.has_unfinished_requests and not self.paused and not is_training:
                     self._notify_streams(self.core.step())
                 else:
                     self._notify_streams(self.core.expire_requests())
                     with self._wakeup:
                         if not self._new_requests and not self._commands and not self._closing:
-                            self._wakeup.wait(IDLE_WAIT_SECONDS)
+                            self._wakeup.wait(LOCK_POLL_INTERVAL if is_training else IDLE_WAIT_SECONDS)
             self._fail_all(ProviderError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - every stream has to get the error, whatever it is
             failure = ProviderError(f"the engine failed: {type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from ramify.config import Config, raise_config_invalid, write_toml
 from ramify.env.chat_client import get_model_variable
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
-from ramify.errors import ModelNotFound
+from ramify.errors import ConfigInvalid, ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
@@ -33,6 +33,7 @@ from ramify.launch.published_weights import link_newest_weights
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
+from ramify.processes.training_lock import PATH_VARIABLE
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
@@ -108,6 +109,11 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
         check_sinks_installed(config)
     devices = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
+    if config.weights.transport == "ipc" and not (
+        isinstance(config.inference, EngineConfig) and devices.inference.gpus == devices.trainer.gpus
+    ):
+        needed = "a native engine that the run starts, on the same GPU as the trainer"
+        raise ConfigInvalid(f"weights.transport: 'ipc' needs {needed}; use 'disk' or 'shm'")
     model = ModelSize.from_name(config.model.name)
     estimate = estimate_memory(config, model, devices) if model else None
     if estimate is not None:
@@ -192,7 +198,7 @@ class _PlanBuilder:
                 "inference",
                 (*RAMIFY_COMMAND, "serve", "@", str(file)),
                 self.path / "logs" / "inference.log",
-                env=self._build_environment(self.devices.inference, "inference"),
+                env={**self._build_environment(self.devices.inference, "inference"), **self._lock_variables},
                 address=f"{self.addresses['inference']}/health",
                 ready_timeout=self.config.launch.startup_timeout,
                 prepare=prepare,
@@ -264,7 +270,7 @@ class _PlanBuilder:
         num_gpus = len(self.devices.trainer.gpus)
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
         command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else (*RAMIFY_COMMAND, *arguments)
-        log, env = self.path / "logs" / "trainer.log", self.devices.trainer.env
+        log, env = self.path / "logs" / "trainer.log", {**self.devices.trainer.env, **self._lock_variables}
         modules = TRAINER_MODULES if self._is_cpu_only else ()
         return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
 
@@ -276,6 +282,12 @@ class _PlanBuilder:
     def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""
         return {**devices.env, RESERVED_PORTS_VARIABLE: self.reservation.ports(*listeners)}
+
+    @property
+    def _lock_variables(self) -> dict[str, str]:
+        """The environment variable that makes the engine wait while a trainer on its GPU computes a step."""
+        path = str(self.path.resolve() / "training.lock")
+        return {PATH_VARIABLE: path} if self.devices.is_colocated else {}
 
     @property
     def _is_cpu_only(self) -> bool:

@@ -142,13 +142,18 @@ def _copy_to_staging_memory(tensors: Mapping[str, Tensor], targets: Mapping[str,
     device = next(iter(targets.values())).device
     if device.type != "cuda":
         return {name: tensors[name].to(target.dtype, copy=True) for name, target in targets.items()}
-    if sum(target.nbytes for target in targets.values()) > torch.cuda.mem_get_info(device)[0] // 2:
+    if not has_room_for_staging(sum(target.nbytes for target in targets.values()), device):
         return {name: tensors[name].to(target.dtype).pin_memory() for name, target in targets.items()}
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         staged = {name: tensors[name].to(device=device, dtype=target.dtype) for name, target in targets.items()}
     stream.synchronize()
     return staged
+
+
+def has_room_for_staging(num_bytes: int, device: torch.device) -> bool:
+    """Return whether a GPU can hold a second copy of the weights and still serve requests."""
+    return num_bytes <= torch.cuda.mem_get_info(device)[0] // 2
 
 
 def apply_weights(module: Any, staged: StagedWeights) -> None:

@@ -32,12 +32,18 @@ class AdmissionLimits:
 
     @classmethod
     def from_max_staleness(cls, groups_per_batch: int, max_staleness: int) -> "AdmissionLimits":
-        """Return the limits with the most slots for which no group gets staler than `max_staleness` steps."""
+        """Return the limits with the most slots for which no group gets staler than `max_staleness` steps.
+
+        Unless sampling and training alternate, there are slots for two batches at least, one that is trained and one
+        that is sampled. With `max_staleness` = 1 this leaves no group that may overtake.
+        """
         if max_staleness == 0:
             return cls(groups_per_batch, groups_per_batch, 1)
         slots = groups_per_batch
         while cls(groups_per_batch, slots + 1, _compute_window(slots + 1)).max_staleness <= max_staleness:
             slots += 1
+        if slots < 2 * groups_per_batch:
+            return cls(groups_per_batch, slots=2 * groups_per_batch, window=1)
         return cls(groups_per_batch, slots, _compute_window(slots))
 
     @property

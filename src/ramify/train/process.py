@@ -15,6 +15,7 @@ from ramify.errors import ConfigInvalid, StorageFull
 from ramify.fencing.token import FencingToken
 from ramify.images.image_store import MEDIA_DIR
 from ramify.model.resolve import fetch_model
+from ramify.processes.training_lock import TrainingLock
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchSource
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
@@ -50,6 +51,7 @@ class TrainerProcess:
         self.config, self.batch_source, self.ranks = config, batch_source, ranks
         self.save_outputs, self.flat, self.log, self.should_stop = save_outputs, flat, log, should_stop
         self.model_path = fetch_model(config.model.name)
+        self.training_lock = TrainingLock.from_environment()
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the number of steps in the history."""
@@ -87,7 +89,8 @@ class TrainerProcess:
                 batch = None if self.should_stop() else self.batch_source.get_batch(steps_done)
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
-            metrics = trainer.step(batch)
+            with self.training_lock.hold():
+                metrics = trainer.step(batch)
             if trainer.token_stats is not None:
                 with self.ranks.raise_together():
                     trainer.token_stats.write(metrics.step)
@@ -100,6 +103,8 @@ class TrainerProcess:
                 self._publish(trainer, publisher, incarnation, steps_done)
                 if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
                     last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
+        if publisher is not None:
+            publisher.write_last_directory()
         if publisher is not None and steps_done > last_saved_step:
             last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
             if last_saved_step < steps_done:
@@ -130,6 +135,7 @@ class TrainerProcess:
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
             incarnation=registration.incarnation,
+            share_buffer=config.weights.transport == "ipc",
         )
 
     def _report_trained(self, metrics: StepMetrics) -> bool:

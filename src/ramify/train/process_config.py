@@ -15,8 +15,9 @@ from ramify.train.weights_directory import get_weights_directory
 class WeightsConfig(Config):
     """How published weights reach the engines."""
 
-    transport: Literal["disk", "shm"] = "disk"
-    """`disk`: below the run, for engines that share its file system. `shm`: in memory, for engines on the same host."""
+    transport: Literal["disk", "shm", "ipc"] = "disk"
+    """`disk`: directories below the run, for engines that share its file system. `shm`: directories in memory, for
+    engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors; the directories follow."""
 
     def directory_for(self, run: Path) -> Path:
         """Return the directory of a run's published versions."""

@@ -1,24 +1,29 @@
 """Published weights for the engines: whole models in directories named by version.
 
 `ramify.model.publish_weights` writes a version: safetensors, a manifest with checksums, the model's small files, and
-one atomic rename. On one host the directory may be in shared memory (`transport = "shm"`). An engine may still be
-reading an older version, so versions are removed only when the orchestrator, which knows the engines, no longer needs
-them.
+one atomic rename. On one host the directory may be in shared memory (`transport = "shm"`). Engines on the trainer's GPU
+may copy the tensors from its memory instead (`transport = "ipc"`, `ramify.model.weight_buffer`); the directory is then
+written in the background. An engine may still be reading an older version, so versions are removed only when the
+orchestrator, which knows the engines, no longer needs them.
 """
 
 import re
 import shutil
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ramify.errors import DeadlineExceeded
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
+from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
 from ramify.trace import PolicyVersion
@@ -28,6 +33,8 @@ from ramify.train.trainer import Trainer
 
 _VERSION_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the trainer's token, and the step
 _PARTIAL_PATTERN = re.compile(rf"\.({TOKEN_PATTERN})-\d{{6,}}\.")
+WRITE_TIMEOUT = 600.0  # seconds to write the directory of a version
+MAX_WRITE_SHARE = 0.1  # of the time, for directories that follow an announcement: the ledger is on the same disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ class WeightPublisher:
     """Publishes the weights of a trainer below `directory`, in `dtype`, as versions of `policy`.
 
     `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
-    versions of a later one, which has replaced it, are never removed.
+    versions of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in
+    a `WeightBuffer`, and directories follow in the background, not for every version.
     """
 
     def __init__(
@@ -56,30 +64,98 @@ class WeightPublisher:
         base_model: Path,
         dtype: torch.dtype,
         incarnation: int = 0,
+        share_buffer: bool = False,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
-        self.base_model, self.dtype = base_model, dtype
+        self.base_model, self.dtype, self.share_buffer = base_model, dtype, share_buffer
+        self._buffer: WeightBuffer | None = None
+        self._executor = ThreadPoolExecutor(1, "publisher")
+        self._directory_write: Future[None] | None = None
+        self._next_write_time = 0.0
+        self._buffer_lock = threading.Lock()  # held while the buffer is filled or copied
+        self._announced: tuple[PolicyVersion, Path] | None = None
+        self._written_version: PolicyVersion | None = None
+        if ranks.is_first:
+            withdraw_announcements(directory, incarnation)
         for partial_path in directory.glob(".*") if ranks.is_first else ():
             match = _PARTIAL_PATTERN.match(partial_path.name)
             if match is None or FencingToken.parse(match[1]).number <= incarnation:
                 shutil.rmtree(partial_path, ignore_errors=True)
 
     def publish(self, trainer: Trainer, incarnation: int, step: int) -> PublishedWeights:
-        """Write the weights after `step` steps. A collective: every rank must call it.
+        """Publish the weights after `step` steps. A collective: every rank must call it.
 
-        Raises StorageFull or StorageFailed.
+        Raises StorageFull or StorageFailed; with a shared buffer, also if an earlier version could not be written.
         """
         started = time.perf_counter()
         version = PolicyVersion(self.policy, incarnation, step)
         path = self.path_for(incarnation, step)
-        is_writer = self.ranks.is_first and not path.exists()
-        tensors = {name: tensor.to(self.dtype).cpu() for name, tensor in iter_merged_weights(trainer) if is_writer}
         with self.ranks.raise_together():
-            if is_writer:
-                with wrap_storage_errors(self.directory):
-                    publish_weights(path, tensors, version, base_model=self.base_model)
+            if self._directory_write is not None and self._directory_write.done():
+                self._join_write()
+        is_writer = self.ranks.is_first and not path.exists()
+        with self._buffer_lock:
+            tensors = self._gather_weights(trainer, is_writer=is_writer)
+            with self.ranks.raise_together():
+                if is_writer and self._buffer is not None:
+                    with wrap_storage_errors(self.directory):
+                        self._buffer.announce(version, path.name)
+                    self._announced = (version, path)
+                elif is_writer:
+                    self._write(path, tensors, version)
+        if self._announced and self._directory_write is None and time.monotonic() >= self._next_write_time:
+            self._directory_write = self._executor.submit(self._write_announced)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return PublishedWeights(version, path, time.perf_counter() - started, size)
+
+    def write_last_directory(self) -> None:
+        """Complete the directory of the last version, if it was only announced. Raises as `publish` does."""
+        if self._announced is not None:
+            self._join_write()
+            self._write_announced()
+
+    def _join_write(self) -> None:
+        """Wait until nothing is written in the background. Raises DeadlineExceeded after WRITE_TIMEOUT."""
+        if self._directory_write is None:
+            return
+        try:
+            self._directory_write.result(WRITE_TIMEOUT)
+        except TimeoutError as error:
+            problem = f"a version was not written within {WRITE_TIMEOUT:g} s"
+            raise DeadlineExceeded(f"{self.directory}: {problem}") from error
+        finally:
+            self._directory_write = None
+
+    def _gather_weights(self, trainer: Trainer, *, is_writer: bool) -> Mapping[str, Tensor]:
+        """Return the weights on the rank that writes them, in host memory or in the buffer. A collective."""
+        if is_writer and self._buffer is not None:
+            for name, tensor in iter_merged_weights(trainer):
+                self._buffer.tensors[name].copy_(tensor)
+            return self._buffer.tensors
+        device = trainer.device if self.share_buffer else "cpu"
+        tensors = {name: tensor.to(self.dtype).to(device) for name, tensor in iter_merged_weights(trainer) if is_writer}
+        if is_writer and self.share_buffer:
+            with wrap_storage_errors(self.directory):
+                self._buffer = WeightBuffer(tensors, self.directory, self.incarnation)
+        return tensors
+
+    def _write_announced(self) -> None:
+        """Write the newest announced version to its directory, unless it is there."""
+        assert self._buffer is not None
+        assert self._announced is not None
+        started = time.monotonic()
+        with self._buffer_lock:
+            version, path = self._announced
+            if version == self._written_version:
+                return
+            tensors = self._buffer.copy_to_host()
+        self._write(path, tensors, version)
+        self._written_version = version
+        self._next_write_time = started + (time.monotonic() - started) / MAX_WRITE_SHARE
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        with wrap_storage_errors(self.directory):
+            publish_weights(path, tensors, version, base_model=self.base_model)
 
     def path_for(self, incarnation: int, step: int) -> Path:
         """Return the directory of a version."""

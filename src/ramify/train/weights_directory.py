@@ -22,7 +22,7 @@ LOCK_SUFFIX = ".held"  # of the lock file beside a directory
 
 def get_weights_directory(run: Path, transport: str) -> Path:
     """Return the directory of a run's published weights: below the run, or in shared memory by a hash of its path."""
-    if transport == "disk":
+    if transport != "shm":
         return run / "weights"
     if not SHM_ROOT.is_dir():
         raise ConfigInvalid(f"weights.transport: this system has no {SHM_ROOT}; use 'disk'")

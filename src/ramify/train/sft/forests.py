@@ -6,24 +6,52 @@ when it is written than when it is history. Such a conversation becomes a tree: 
 that the model would have seen, and what the branches share is still computed once.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
-from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest
+from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest, concat_forests
 from ramify.train.sft.conversations import SftConversation
 
 ENV_NAME = "sft"
+MIN_SAVING = 0.05  # of the tokens, by prefixes that conversations share
 
 
 def build_sft_forest(
     conversations: Sequence[tuple[str, SftConversation]], renderer: Renderer, roles: Sequence[str], seq_len: int
 ) -> Forest:
-    """Build one forest of named conversations; tokens beyond `seq_len` are cut off and counted in `dropped`."""
+    """Build one forest of named conversations; tokens beyond `seq_len` are cut off and counted in `dropped`.
+
+    Conversations share at least the first tokens of the template. If that is less than MIN_SAVING of all tokens, every
+    conversation is a tree of its own, because attention over a wide tree takes longer than the shared tokens.
+    """
     traces = [build_annotated_trace(name, conversation, renderer, roles) for name, conversation in conversations]
-    return build_forest(traces, seq_len=seq_len, overlong="cut")
+    if len(traces) == 1 or _compute_saving([item.trace for item in traces]) >= MIN_SAVING:
+        return build_forest(traces, seq_len=seq_len, overlong="cut")
+    return concat_forests([build_forest([trace], seq_len=seq_len, overlong="cut") for trace in traces])
+
+
+def _compute_saving(traces: Sequence[Trace]) -> float:
+    """Return the share of tokens that merging saves, by the first path of each trace."""
+    paths = sorted(_get_first_path(trace).astype(">i4").tobytes() for trace in traces)
+    shared = sum(_count_common_tokens(*pair) for pair in itertools.pairwise(paths))
+    return 4 * shared / max(1, sum(map(len, paths)))
+
+
+def _get_first_path(trace: Trace) -> np.ndarray:
+    """Return the tokens up to the first node that does not continue the node before it."""
+    nodes = itertools.takewhile(lambda node: node.parent == node.index - 1, trace.nodes)
+    return np.concatenate([np.empty(0, np.int32), *(node.token_ids for node in nodes)])
+
+
+def _count_common_tokens(left: bytes, right: bytes) -> int:
+    """Return how many tokens two paths have in common at their start."""
+    size = min(len(left), len(right))
+    differs = np.frombuffer(left[:size], np.int32) != np.frombuffer(right[:size], np.int32)
+    return int(differs.argmax()) if differs.any() else size // 4
 
 
 def build_annotated_trace(

@@ -1,0 +1,53 @@
+"""Staging of published weights: from the buffer of the trainer that announced them, or from their directory."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from ramify.errors import DeadlineExceeded, WeightsReplaced
+from ramify.model.manifest import MANIFEST_FILE
+from ramify.model.weight_buffer import Announcement, WeightBufferReader
+from ramify.model.weights import StagedWeights, stage_weights
+
+DIRECTORY_TIMEOUT = 100.0  # seconds for an announced version to be written to its directory
+POLL_INTERVAL = 0.05
+
+
+class WeightLoader:
+    """Stages published versions for one model."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._buffer_reader = module, WeightBufferReader()
+
+    def stage(self, directory: Path) -> StagedWeights:
+        """Read and verify the version of `directory` for the model, which is not changed.
+
+        If the version is announced but its buffer cannot be read, as on another GPU or after the trainer has died, wait
+        for the directory. Raises WeightsRefused, WeightsReplaced, or DeadlineExceeded after DIRECTORY_TIMEOUT.
+        """
+        announcement = Announcement.read(directory)
+        if announcement is None or ((directory / MANIFEST_FILE).is_file() and announcement.directory != directory.name):
+            return stage_weights(directory, self._module)
+        if announcement.directory != directory.name:
+            raise _make_replaced_error(directory, announcement)
+        staged = self._buffer_reader.stage(announcement, self._module)
+        if staged is not None:
+            return staged
+        self._wait_for_directory(directory)
+        return stage_weights(directory, self._module)
+
+    def _wait_for_directory(self, directory: Path) -> None:
+        deadline = time.monotonic() + DIRECTORY_TIMEOUT
+        while not (directory / MANIFEST_FILE).is_file():
+            announcement = Announcement.read(directory)
+            if announcement is None or announcement.directory != directory.name:
+                raise _make_replaced_error(directory, announcement, self._buffer_reader.problem)
+            if time.monotonic() > deadline:
+                problem = f"was announced but not written within {DIRECTORY_TIMEOUT:g} s"
+                raise DeadlineExceeded(f"{directory} {problem}; {self._buffer_reader.problem}")
+            time.sleep(POLL_INTERVAL)
+
+
+def _make_replaced_error(directory: Path, announcement: Announcement | None, problem: str = "") -> WeightsReplaced:
+    newer = f"{announcement.version} is announced now" if announcement else "its trainer was replaced"
+    return WeightsReplaced(f"{directory} is not on disk, and {newer}" + (f"; {problem}" if problem else ""))

@@ -1,0 +1,55 @@
+"""A lock that the trainer holds while it computes a step, so that an engine on the same GPU waits meanwhile.
+
+Two processes that compute on one GPU alternate every few milliseconds, and a training step takes about twice as long.
+The engine therefore checks the lock between two of its steps; requests keep their state. The kernel releases the lock
+if the trainer dies, and the engine ignores a lock that is held for longer than HOLD_TIMEOUT.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+PATH_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
+HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
+
+
+class TrainingLock:
+    """The lock at `path`, or no lock without a path. The ranks of a trainer hold it together."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else None
+        self._held_since: float | None = None
+
+    @classmethod
+    def from_environment(cls) -> "TrainingLock":
+        """Return the lock that the launcher chose for this process."""
+        path = os.environ.get(PATH_VARIABLE)
+        return cls(Path(path) if path else None)
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[None]:
+        """Hold the lock, as a trainer."""
+        if self._fd is None:
+            yield
+            return
+        fcntl.flock(self._fd, fcntl.LOCK_SH)  # engines hold it only for an instant
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def is_held(self) -> bool:
+        """Return whether a trainer holds the lock and the engine has to wait."""
+        if self._fd is None:
+            return False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._held_since = self._held_since or time.monotonic()
+            return time.monotonic() - self._held_since < HOLD_TIMEOUT
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._held_since = None
+        return False

@@ -1,0 +1,56 @@
+"""An engine waits while a trainer on its GPU computes, and only then."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ramify.processes import training_lock
+from ramify.processes.training_lock import PATH_VARIABLE, TrainingLock
+
+HOLD_FOREVER = """
+import sys, time
+from pathlib import Path
+from ramify.processes.training_lock import TrainingLock
+with TrainingLock(Path(sys.argv[1])).hold():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_lock_is_held_during_a_step_by_any_number_of_ranks(tmp_path):
+    engine, ranks = TrainingLock(tmp_path / "lock"), [TrainingLock(tmp_path / "lock") for _ in range(2)]
+    assert not engine.is_held()
+    with ranks[0].hold():
+        with ranks[1].hold():
+            assert engine.is_held()
+        assert engine.is_held()
+    assert not engine.is_held()
+
+
+def test_a_killed_trainer_releases_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD_FOREVER, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "held\n"
+            assert TrainingLock(path).is_held()
+        finally:
+            holder.kill()
+    assert not TrainingLock(path).is_held()
+
+
+def test_a_lock_that_is_held_too_long_is_ignored(tmp_path, monkeypatch):
+    engine = TrainingLock(tmp_path / "lock")
+    with TrainingLock(tmp_path / "lock").hold():
+        assert engine.is_held()
+        monkeypatch.setattr(training_lock, "HOLD_TIMEOUT", 0.0)
+        assert not engine.is_held()
+
+
+def test_without_the_variable_there_is_no_lock(monkeypatch, tmp_path):
+    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    with TrainingLock.from_environment().hold():
+        assert not TrainingLock.from_environment().is_held()
+    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "lock"))
+    with TrainingLock.from_environment().hold():
+        assert TrainingLock(Path(tmp_path / "lock")).is_held()
