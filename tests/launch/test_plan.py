@@ -216,7 +216,7 @@ def test_engine_waits_for_the_trainer_only_if_they_share_a_gpu(tmp_path):
 
 
 def test_weights_in_memory_need_an_engine_on_the_trainers_device(tmp_path):
-    ipc, url = {"transport": "ipc"}, {"base_url": ["http://127.0.0.1:1"]}
+    ipc, url = {"transport": "ipc"}, {"engine": "external", "base_url": ["http://127.0.0.1:1"]}
     build_plan(config(tmp_path, weights=ipc), gpus=[])
     build_plan(config(tmp_path, weights=ipc, launch={"gpu_placement": "colocated"}), gpus=[gpu(0)])
     for gpus, more in (([gpu(0), gpu(1)], {"launch": {"gpu_placement": "split"}}), ([], {"inference": url})):

@@ -90,6 +90,14 @@ def test_shared_prefixes_are_stored_once_and_long_examples_are_truncated(rendere
     assert short.count_by_component()["ce"] + short.dropped.num_truncated_tokens == len("one") + 1
 
 
+def test_conversations_that_share_only_the_start_of_the_template_are_not_merged(renderer):
+    texts = ["".join(chr(97 + (seed * 7 + index * index) % 26) for index in range(400)) for seed in (1, 2)]
+    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]} for text in texts]
+    conversations = parse_conversations(rows, make_data_config())
+    forest = build_sft_forest(list(zip("ab", conversations)), renderer, ["assistant"], 1000)
+    assert forest.num_tokens == forest.flat_tokens
+
+
 REASONING_TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% if message.role == 'assistant' and loop.last and message.reasoning_content -%}
 <think>{{ message.reasoning_content }}</think>
