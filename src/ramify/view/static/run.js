@@ -26,7 +26,7 @@ const SMALL_CHARTS = [
   ["tokens_per_s", "Sampled tokens per second"],
   ["train/tokens_per_second", "Trained tokens per second"],
   ["train/mfu", "Model FLOPs utilization"],
-  ["gpu/utilization", "GPU in use"],
+  ["utilization", "Least possible time over time of a step"],
   ["forest/token_ratio", "Flat tokens per forest token"],
   ["time/train", "Seconds of a training step"],
   ["time/swap", "Seconds of a weight update"],
