@@ -274,7 +274,7 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
     nodes are one array of numbers that must not be negative: each numpy call costs more than its computation.
     """
     since, until, num_nodes = frame_header.since, frame_header.until, len(nodes)
-    table = nodes.view(np.int32).reshape(num_nodes, -1).T.astype(np.int64)
+    table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)
     parent, stops, trainable = table[0], table[1:4], table[8]
     sampled_start, sampled_stop, content_start, content_stop = table[4:8]
     starts = np.empty_like(stops)
