@@ -46,7 +46,9 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "reference_kl": "KL to the teacher or reference, as mean of log policy - log reference on the policy's samples",
         "reference_agreement": "overlap of both distributions, as mean of min(1, reference / policy); 1 if equal",
         "reference_cross_entropy": "mean negative logprob of the policy's samples under the teacher or reference",
-        "entries/<source>/age_<age>": "entries of one source by staleness; likewise for the eight metrics above",
+        "reference_entropy": "entropy of the teacher or reference, estimated on the policy's samples with importance "
+        "weights of at most 10",
+        "entries/<source>/age_<age>": "entries of one source by staleness; likewise for the nine metrics above",
         "committed": "the committed step, when a checkpoint is made",
     },
     "Forest": {
