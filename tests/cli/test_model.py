@@ -5,13 +5,13 @@ import json
 from tests.cli.installed_command import ramify_command
 
 
-def test_packaged_model_is_listed():
+def test_packaged_models_are_listed():
     result = ramify_command("model", "list")
     assert result.returncode == 0
     assert "tiny" in result.stdout
-    (listed,) = json.loads(ramify_command("model", "list", "--json").stdout)
-    assert listed["name"] == "tiny"
-    assert listed["bytes"] <= 6_000_000
+    listed = json.loads(ramify_command("model", "list", "--json").stdout)
+    assert [model["name"] for model in listed] == ["tiny", "tiny-vision"]
+    assert all(model["bytes"] <= 6_000_000 for model in listed)
 
 
 def test_show_prints_dimensions_and_measurements():

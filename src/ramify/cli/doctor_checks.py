@@ -40,6 +40,7 @@ EXTRA_PURPOSES = {
     "openenv": "servers of the taskset openenv on this machine; the taskset itself does not need it",
     "parquet": "exports to parquet, and datasets in parquet or arrow files",
     "plot": "ramify plot",
+    "vision": "images in prompts",
     "prime": "the runtime hosted, with sandboxes of Prime Intellect",
     "reasoning-gym": "the taskset reasoning-gym",
     "tensorboard": "metrics in TensorBoard",
