@@ -111,4 +111,4 @@ def test_positions_in_a_forest_equal_those_of_its_paths(contents):
         expected = compute_positions(np.arange(len(token_ids)), spans)
         ends = [index for index in range(len(mask)) if list(forest.token_ids[mask[index]]) == token_ids[:-1]]
         path_positions = [positions[:, np.flatnonzero(mask[end])] for end in ends]
-        assert any(np.array_equal(found, expected[:, :-1]) for found in path_positions)
+        assert any(np.array_equal(actual, expected[:, :-1]) for actual in path_positions)

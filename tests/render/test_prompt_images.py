@@ -115,9 +115,9 @@ def test_turns_with_images_never_break_and_make_one_trace(renderer):
         else:
             prompt = renderer.bridge(history, [message], media=MEDIA)
             assert prompt.prefix_break is None and prompt.num_reused == len(history.token_ids)
-        whole = renderer.render(messages, media=MEDIA)
-        assert prompt.token_ids.tolist() == whole.token_ids.tolist()
-        assert prompt.images == whole.images
+        full_prompt = renderer.render(messages, media=MEDIA)
+        assert prompt.token_ids.tolist() == full_prompt.token_ids.tolist()
+        assert prompt.images == full_prompt.images
         ids, parsed = reply_to(renderer, prompt, f"reply {number}")
         node = builder.add_turn(
             Turn(

@@ -84,9 +84,9 @@ def test_every_view_is_shown_and_accessible(browser, folder, name, theme):
         page.evaluate(Path(os.environ["RAMIFY_AXE"]).read_text())
         result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         serious = [
-            (found["id"], found["nodes"][0]["html"][:160], found["nodes"][0]["failureSummary"][:300])
-            for found in result["violations"]
-            if found["impact"] in ("serious", "critical")
+            (violation["id"], violation["nodes"][0]["html"][:160], violation["nodes"][0]["failureSummary"][:300])
+            for violation in result["violations"]
+            if violation["impact"] in ("serious", "critical")
         ]
         assert serious == []
         if folder := os.environ.get("RAMIFY_SCREENSHOTS"):

@@ -329,8 +329,8 @@ def _read_group(
     except KeyError:
         raise ConfigInvalid(f"{store.path} has no group {group}") from None
     ids = [(index, attempt.rollout_id) for index, attempt in sorted(training.attempts.items()) if attempt.rollout_id]
-    found = {record.id: record for _, id in ids for record in store.rollouts(id=id)}
-    present = [(index, found[id]) for index, id in ids if id in found]
+    records_by_id = {record.id: record for _, id in ids for record in store.rollouts(id=id)}
+    present = [(index, records_by_id[id]) for index, id in ids if id in records_by_id]
     return training, [record for _, record in present], [training.get_advantage(index) for index, _ in present]
 
 

@@ -28,9 +28,9 @@ def check_trained_tokens(store: RunStore) -> TokenCheck:
     traces: dict[str, Trace] = {}
 
     def read_traces(rollout_id: str) -> list[Trace]:
-        found = list(store.read_traces(rollout_id))
-        traces.update({trace.id: trace for trace in found})
-        return found
+        rollout_traces = list(store.read_traces(rollout_id))
+        traces.update({trace.id: trace for trace in rollout_traces})
+        return rollout_traces
 
     for batch in Ledger.open_readonly(store).batches():
         traces.clear()
