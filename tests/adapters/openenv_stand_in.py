@@ -6,12 +6,14 @@ from aiohttp import WSMsgType, web
 
 
 class StandInServer:
-    """Speaks the protocol: an episode ends after `length` steps, each with the number of the step as its reward."""
+    """Speaks the protocol: an episode ends after `length` steps, each with the number of the step as its reward.
 
-    def __init__(self, max_sessions: int = 8, length: int = 2) -> None:
-        self.max_sessions, self.length = max_sessions, length
+    At step `ends_at_step` the server closes the session instead of answering.
+    """
+
+    def __init__(self, max_sessions: int = 8, length: int = 2, ends_at_step: int | None = None) -> None:
+        self.max_sessions, self.length, self.ends_at_step = max_sessions, length, ends_at_step
         self.num_open = self.most_open = 0
-        self.sockets: list[web.WebSocketResponse] = []
         self.app = web.Application()
         self.app.router.add_get("/ws", self.handle)
 
@@ -24,7 +26,6 @@ class StandInServer:
             return socket
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
-        self.sockets.append(socket)
         try:
             await self._serve(socket)
         finally:
@@ -41,6 +42,8 @@ class StandInServer:
                 await self._send(socket, "error", {"message": "Invalid message", "code": "VALIDATION_ERROR"})
                 continue
             num_steps += request["type"] == "step"
+            if num_steps == self.ends_at_step:
+                return
             observation = {"text": f"step {num_steps}", "seed": request["data"].get("seed")}
             is_over = num_steps == self.length
             await self._send(
