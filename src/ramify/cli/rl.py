@@ -21,7 +21,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
   --fresh       start over; the old run directory is renamed
   --accept-changes  resume although an environment has changed; the change is recorded
   --dry-run     check the configuration, print the plan, and exit
-  --view        show the run on a local page while it runs, as `ramify view` does
+  --view        show the run on a local page while it runs, as `ramify view` does; its address is printed
 
 Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
 with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped with a checkpoint, 130 interrupted.
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     with add_origins(RunConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)
-        with _serve_page(config) if view else contextlib.nullcontext():
+        with serve_page_of_run(config) if view else contextlib.nullcontext():
             return _train(config, argv, fresh=fresh, accept=accept)
 
 
@@ -56,13 +56,17 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
 
 
 @contextlib.contextmanager
-def _serve_page(config: RunConfig) -> Generator[None]:
-    """Serve the page of the run's folder, and open it in a browser."""
-    from ramify.view.serving import open_browser, serve_in_thread  # loaded here, not for help
+def serve_page_of_run(config: RunConfig) -> Generator[None]:
+    """Serve the page of the run's folder while the block runs. If it cannot be served, the run goes on without it."""
+    from ramify.view.serving import serve_in_thread  # loaded here, not for help
 
-    with serve_in_thread(config.path.parent) as address:
-        print(f"the run is shown at {address}", flush=True)
-        open_browser(f"{address}/#/run/{quote(config.path.name)}")
+    with contextlib.ExitStack() as stack:
+        try:
+            address = stack.enter_context(serve_in_thread(config.path.parent))
+        except RamifyError as error:
+            print(f"the run is not shown on a page: {error.name}: {error.message}", file=sys.stderr)
+        else:
+            print(f"the run is shown at {address}/#/run/{quote(config.path.name)}", flush=True)
         yield
 
 

@@ -5,9 +5,10 @@ import contextlib
 import threading
 import webbrowser
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from pathlib import Path
 
+from ramify.errors import DeadlineExceeded
 from ramify.view.access import is_loopback, make_token
 from ramify.view.queries import RunQueries
 from ramify.view.server import build_app
@@ -40,12 +41,22 @@ async def serve_page(
 
 @contextlib.contextmanager
 def serve_in_thread(folder: Path) -> Generator[str]:
-    """Serve the runs in a folder at a free port of the loopback address while the block runs; yield the address."""
+    """Serve the runs in a folder at a free port of the loopback address while the block runs; yield the address.
+
+    Raises DeadlineExceeded if the server does not start in time; it then stops as soon as it has started.
+    """
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        await serve_page(folder, stop, lambda address: started.set_result((address, loop, stop)))
+
+        def announce(address: str) -> None:
+            try:
+                started.set_result((address, loop, stop))
+            except InvalidStateError:  # cancelled: nobody waits for the page any more
+                stop.set()
+
+        await serve_page(folder, stop, announce)
 
     def run() -> None:
         try:
@@ -57,11 +68,15 @@ def serve_in_thread(folder: Path) -> Generator[str]:
 
     thread = threading.Thread(target=run, name="view", daemon=True)
     thread.start()
-    address, loop, stop = started.result(START_TIMEOUT)
+    wait({started}, START_TIMEOUT)
+    if started.cancel():
+        raise DeadlineExceeded(f"waited {START_TIMEOUT:g} s for the page of {folder} to be served")
+    address, loop, stop = started.result()
     try:
         yield address
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended already
+            loop.call_soon_threadsafe(stop.set)
         thread.join(STOP_TIMEOUT)
 
 
