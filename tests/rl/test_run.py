@@ -38,7 +38,8 @@ def test_trainer_logprobs_of_a_rollout_can_be_read_and_are_those_of_the_sampler(
             (trace,) = store.read_traces(attempt.rollout_id)
             (node,) = trace.sampled_nodes
             start, stop = trace.nodes[node].sampled_span
-            stats = read_token_stats(path, steps[attempt.group_number])
+            step = steps[attempt.group_number]
+            stats = read_token_stats(path, step, ledger.get_step_trainer(step))
             logprobs, entropies = (values[start:stop] for values in stats.select_node(trace, node))
             if not np.isnan(logprobs).all():  # a filter excluded the rollout
                 num_trained += 1

@@ -192,6 +192,24 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
     assert audit(ledger) == []
 
 
+def test_a_step_belongs_to_the_trainer_that_committed_it_or_else_was_served_last(ledger):
+    for step in range(3):
+        issue_and_score(ledger, step)
+        record_batch(ledger, step, step)
+    assert ledger.get_step_trainer(0) is None
+    train(ledger, 0)
+    train(ledger, 1)
+    run_all(ledger.commit_version(make_commit(ledger, 1)))
+    assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 0)
+    run_all(ledger.begin_incarnation())
+    assert ledger.get_step_trainer(1) == 0
+    train(ledger, 1)
+    assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 1)
+    train(ledger, 2)
+    run_all(ledger.commit_version(make_commit(ledger, 3)), ledger.begin_incarnation())
+    assert [ledger.get_step_trainer(step) for step in range(4)] == [0, 1, 1, None]
+
+
 def test_replaced_trainer_changes_nothing(ledger):
     issue_and_score(ledger, 0)
     record_batch(ledger, 0, 0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ramify.errors import BatchCorrupt
+from ramify.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.token_stats import TokenStatsWriter, read_token_stats
@@ -16,21 +17,25 @@ from tests.train.models import CONFIGS, build_model, build_policy
 ATTEMPTS = [*build_group(Random(0), 3, [-1, 0, 1, 1]), build_attempt(Random(1), "forked", [-1, 0, 0, 1, 1])]
 
 
-def train(path, world_size: int) -> None:
+def train(path, world_size: int, *, incarnation: int = 0) -> None:
     """Train one step whose packs are shared by several ranks, each with a writer of its own."""
     packs = pack_forests([build_forest([a.sample() for a in group]) for group in (ATTEMPTS[:3], ATTEMPTS[3:])], 64)
     assert len(packs) >= 2
     for rank in range(world_size):
-        trainer = Trainer(build_policy(CONFIGS["llama"]), TrainerConfig())
-        trainer.token_stats = TokenStatsWriter(path, rank, world_size)
+        writer = TokenStatsWriter(path, rank)
+        trainer = Trainer(build_policy(CONFIGS["llama"]), TrainerConfig(), token_stats=writer)
         trainer.step(Batch.from_packs(7, packs[rank::world_size]))
-        trainer.token_stats.write(7)
+        writer.write(7, FencingToken.from_number(incarnation))
+
+
+def list_files(path) -> list[str]:
+    return sorted(file.name for file in (path / "token_stats").iterdir())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_trained_token_of_a_rollout_has_the_values_of_the_policy(tmp_path, world_size):
     train(tmp_path, world_size)
-    stats = read_token_stats(tmp_path, 7)
+    stats = read_token_stats(tmp_path, 7, 0)
     model = build_model(CONFIGS["llama"], "eager")
     num_tokens = 0
     for attempt in ATTEMPTS:
@@ -51,16 +56,26 @@ def test_every_trained_token_of_a_rollout_has_the_values_of_the_policy(tmp_path,
     assert len(stats.logprob) == num_tokens
 
 
-def test_files_of_ranks_that_no_longer_exist_are_removed(tmp_path):
+def test_a_replaced_trainer_leaves_the_values_of_its_successor_as_they_are(tmp_path):
+    train(tmp_path, 1, incarnation=1)
+    values = (tmp_path / "token_stats" / "step_000007-1.rank_0.npz").read_bytes()
+    train(tmp_path, 2)  # it was suspended in the step
+    assert (tmp_path / "token_stats" / "step_000007-1.rank_0.npz").read_bytes() == values
+    assert len(read_token_stats(tmp_path, 7, 1).logprob) == len(read_token_stats(tmp_path, 7, 0).logprob)
+
+
+def test_a_trainer_that_repeats_a_step_removes_the_files_of_its_predecessors(tmp_path):
     train(tmp_path, 2)
-    train(tmp_path, 1)
-    assert [file.name for file in (tmp_path / "token_stats").iterdir()] == ["step_000007.rank_0.npz"]
+    train(tmp_path, 1, incarnation=2)
+    assert list_files(tmp_path) == ["step_000007-2.rank_0.npz"]
+    train(tmp_path, 1, incarnation=FencingToken(epoch=1).number)
+    assert list_files(tmp_path) == ["step_000007-1.0.rank_0.npz"]
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(BatchCorrupt, match=r"no token stats of step 3; expected trainer\.record_token_stats = true"):
-        read_token_stats(tmp_path, 3)
+    with pytest.raises(BatchCorrupt, match="no token stats of step 3 by trainer 1; expected"):
+        read_token_stats(tmp_path, 3, 1)
     (tmp_path / "token_stats").mkdir()
-    (tmp_path / "token_stats" / "step_000003.rank_0.npz").write_bytes(b"PK\x03\x04nothing")
+    (tmp_path / "token_stats" / "step_000003-1.rank_0.npz").write_bytes(b"PK\x03\x04nothing")
     with pytest.raises(BatchCorrupt, match="token stats of step 3"):
-        read_token_stats(tmp_path, 3)
+        read_token_stats(tmp_path, 3, 1)

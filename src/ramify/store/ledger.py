@@ -381,6 +381,16 @@ class Ledger:
         rows = self.store.select("SELECT incarnation, step, members FROM served ORDER BY step, incarnation")
         return [(incarnation, step, tuple(msgspec.msgpack.decode(members))) for incarnation, step, members in rows]
 
+    def get_step_trainer(self, step: int) -> int | None:
+        """Return the incarnation whose training of a step counts; None if no trainer was served the step's batch.
+
+        It is the one that committed the step, and before that, the last one that was served.
+        """
+        query = "SELECT incarnation FROM commits WHERE version > ? ORDER BY version LIMIT 1"
+        rows = self.store.select(query, (step,))
+        rows = rows or self.store.select("SELECT max(incarnation) FROM served WHERE step = ?", (step,))
+        return rows[0][0]
+
     def _select_groups(self, condition: str, *values: Any) -> list[GroupRecord]:
         query = f"SELECT {_GROUP_COLUMNS} FROM groups WHERE {condition} ORDER BY number"
         return [GroupRecord.from_row(row) for row in self.store.select(query, values)]

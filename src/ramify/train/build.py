@@ -19,6 +19,7 @@ from ramify.train.losses import load_loss
 from ramify.train.metrics import MetricSums
 from ramify.train.policy import PolicyModel, compile_layers, load_policy
 from ramify.train.step_images import LoadImage
+from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
@@ -33,13 +34,15 @@ def build_trainer(
     seed: int = 0,
     flat: bool = False,
     media: Path | None = None,
+    token_stats: TokenStatsWriter | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
     """Build this rank's trainer of the model in `model_path`.
 
     `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
-    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash. `log`
-    receives lines on layout, experts, dtype and operators.
+    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash.
+    `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts,
+    dtype and operators.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     # FSDP moves the model layer by layer, so that no GPU holds all of it.
@@ -75,6 +78,7 @@ def build_trainer(
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
         num_ranks=ranks.world_size,
         load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
+        token_stats=token_stats,
     )
 
 

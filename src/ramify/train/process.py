@@ -56,6 +56,8 @@ class TrainerProcess:
     def run(self) -> int:
         """Train until the source has no more batches; returns the number of steps in the history."""
         config = self.config
+        records_stats = config.trainer.record_token_stats and self.save_outputs
+        token_stats = TokenStatsWriter(config.path, self.ranks.rank) if records_stats else None
         trainer = build_trainer(
             self.model_path,
             config.trainer,
@@ -63,10 +65,9 @@ class TrainerProcess:
             seed=config.seed,
             flat=self.flat,
             media=config.path / MEDIA_DIR,
+            token_stats=token_stats,
             log=self.log,
         )
-        if config.trainer.record_token_stats and self.save_outputs:
-            trainer.token_stats = TokenStatsWriter(config.path, self.ranks.rank, self.ranks.world_size)
         registration = self._register(trainer)
         schedule = config.trainer.optim.schedule.type
         if registration.steps is None and schedule != "constant":
@@ -91,9 +92,9 @@ class TrainerProcess:
                 break
             with self.training_lock.hold():
                 metrics = trainer.step(batch)
-            if trainer.token_stats is not None:
+            if token_stats is not None:
                 with self.ranks.raise_together():
-                    trainer.token_stats.write(metrics.step)
+                    token_stats.write(metrics.step, token)
             if metrics.chain_cost is not None and steps_done == registration.committed:
                 sums, cost = metrics.sums, f"{metrics.chain_cost:.2f} times what a forest would compute"
                 self.log(f"chains: {sums.tokens} tokens computed for {sums.unique_tokens} unique ones, {cost}")

@@ -1,10 +1,12 @@
 """The trainer's logprob and entropy of every trained token, stored with the batch of its step, to be looked at later.
 
 Each rank writes one NumPy archive (`.npz`) per step, with a row per trained token. A token is identified by its trace,
-its node and its depth, the number of tokens before it on its path. A trainer that repeats a step replaces its files.
+its node and its depth, the number of tokens before it on its path. File names hold the token of the trainer, so that a
+replaced trainer never writes over the values of its successor; the ledger knows whose count (`get_step_trainer`).
 """
 
 import io
+import re
 import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import BatchCorrupt
+from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
 from ramify.trace import Forest, Trace
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_STATS_DIR = "token_stats"  # in the run directory
-FILE_NAME = "step_{step:06}.rank_{rank}.npz"
+FILE_NAME = "step_{step:06}-{token}.rank_{rank}.npz"
+_TOKEN_PATTERN = re.compile(rf"-({TOKEN_PATTERN})\.rank_")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +55,8 @@ class TokenStats:
 class TokenStatsWriter:
     """Collects the values of a step's packs, and writes them once the step is done."""
 
-    def __init__(self, run: Path, rank: int, world_size: int) -> None:
-        self._directory, self._rank, self._world_size = run / TOKEN_STATS_DIR, rank, world_size
+    def __init__(self, run: Path, rank: int) -> None:
+        self._directory, self._rank = run / TOKEN_STATS_DIR, rank
         self._packs: list[tuple[Forest, Tensor, Tensor]] = []
 
     def add_pack(self, pack: Forest, logprob: "Tensor", entropy: "Tensor") -> None:
@@ -60,25 +64,35 @@ class TokenStatsWriter:
         if len(pack.targets):
             self._packs.append((pack, logprob, entropy))
 
-    def write(self, step: int) -> None:
-        """Write what was collected, and delete files of ranks that no longer exist. Raises StorageFull."""
+    def write(self, step: int, token: FencingToken) -> None:
+        """Write what was collected under the token of this trainer, and delete the files of the trainers before it.
+
+        Raises StorageFull.
+        """
         stats = [_build_stats(*pack) for pack in self._packs]
         self._packs.clear()
         archive = io.BytesIO()
         np.savez_compressed(archive, allow_pickle=False, **_concat_columns(stats))
         with wrap_storage_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._directory / FILE_NAME.format(step=step, rank=self._rank), archive.getvalue())
-            for path in self._directory.glob(FILE_NAME.format(step=step, rank="*")) if self._rank == 0 else ():
-                if int(path.stem.rpartition("_")[2]) >= self._world_size:
-                    path.unlink()
+            path = self._directory / FILE_NAME.format(step=step, token=token, rank=self._rank)
+            write_atomically(path, archive.getvalue())
+            for path in self._directory.glob(FILE_NAME.format(step=step, token="*", rank="*")):
+                match = _TOKEN_PATTERN.search(path.name)
+                if self._rank == 0 and match is not None and FencingToken.parse(match[1]) < token:
+                    path.unlink(missing_ok=True)
 
 
-def read_token_stats(run: Path, step: int) -> TokenStats:
-    """Return the values of all trained tokens of a step. Raises BatchCorrupt if they are missing or damaged."""
-    paths = sorted((run / TOKEN_STATS_DIR).glob(FILE_NAME.format(step=step, rank="*")))
+def read_token_stats(run: Path, step: int, incarnation: int) -> TokenStats:
+    """Return the values of all tokens that the trainer of `incarnation` trained in a step.
+
+    Raises BatchCorrupt if they are missing or damaged.
+    """
+    token = FencingToken.from_number(incarnation)
+    paths = sorted((run / TOKEN_STATS_DIR).glob(FILE_NAME.format(step=step, token=token, rank="*")))
     if not paths:
-        raise BatchCorrupt(f"{run} has no token stats of step {step}; expected trainer.record_token_stats = true")
+        problem = f"{run} has no token stats of step {step} by trainer {token}"
+        raise BatchCorrupt(f"{problem}; expected trainer.record_token_stats = true")
     try:
         parts: list[TokenStats] = []
         for path in paths:

@@ -39,10 +39,8 @@ class Trainer:
 
     `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
     adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
-    `token_stats`, if it is set, gets logprob and entropy of every trained token.
+    `token_stats`, if given, gets logprob and entropy of every trained token.
     """
-
-    token_stats: TokenStatsWriter | None = None
 
     def __init__(
         self,
@@ -54,8 +52,10 @@ class Trainer:
         merge_sums: Callable[[MetricSums], MetricSums] = lambda sums: sums,
         num_ranks: int = 1,
         load_image: LoadImage | None = None,
+        token_stats: TokenStatsWriter | None = None,
     ) -> None:
-        self.policy, self.config, self.merge_sums, self.load_image = policy, config, merge_sums, load_image
+        self.policy, self.config, self.merge_sums = policy, config, merge_sums
+        self.load_image, self.token_stats = load_image, token_stats
         self.master_weights = MasterWeights(policy, dtype)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
