@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding, prefork_shared_modules
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
+from tests.launch.launchers import build_leases
 from tests.launch.scripts import until
 
 ENVIRONMENT = {"RAMIFY_TEST": "seen"}
@@ -49,7 +51,8 @@ def has_exited(process: psutil.Process) -> bool:
 @asynccontextmanager
 async def run_process(spec: ProcessSpec, client):
     """Start a process, and stop it at the end."""
-    process = SupervisedProcess(spec, prefork_client=client)
+    process = SupervisedProcess(spec, LocalLauncher(prefork_client=client), build_leases())
+    await process.open()
     await process.start()
     try:
         yield process
@@ -72,7 +75,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
         command_line = (*RAMIFY_COMMAND, *env_server_arguments(tmp_path))
         spec = dataclasses.replace(help_spec, command=command_line, log=tmp_path / "serve.log")
         async with run_process(spec, client) as process:
-            command = psutil.Process(process.child.pid)
+            command = psutil.Process(process.pid)
             until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
             watcher = command.parent()
             assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", str(STOP_TIMEOUT)]
@@ -88,7 +91,7 @@ async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
     with prefork_shared_modules([spec, *others]) as client:
         async with run_process(spec, client) as process:
-            command = psutil.Process(process.child.pid)
+            command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
             assert await asyncio.wait_for(process.wait_for_exit(), 5) in (-9, 128 + 9)
             until(lambda: has_exited(command))
@@ -110,7 +113,7 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
     with prefork_shared_modules([spec, *others]) as client:
         async with run_process(spec, client) as process:
-            command = psutil.Process(process.child.pid)
+            command = psutil.Process(process.pid)
             server = command.parent().parent()
             server.kill()
             until(lambda: has_exited(server))

@@ -6,9 +6,10 @@
 The lease is counted from when its holder *sent* the renewal, because the holder cannot know how long the grant was on
 its way. The holder is a watchdog on the process's node, not the process: it kills the process tree when the lease ends,
 also while the process is stopped. All times come from a clock that runs while the machine is suspended
-(`time.clock_gettime(time.CLOCK_BOOTTIME)`), and are only compared with times of the same machine.
+(`read_lease_clock`), and are only compared with times of the same machine.
 """
 
+import time
 from dataclasses import dataclass
 
 from ramify.errors import ProcessReplaced
@@ -35,6 +36,11 @@ class LeaseTerms:
     def replacement_delay(self) -> float:
         """How long the head waits after the last grant before it starts a replacement."""
         return self.duration * (1 + 2 * self.max_drift) + self.slack
+
+
+def read_lease_clock() -> float:
+    """Return the time of this machine's clock for leases, which starts at boot and runs while it is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeaseHolder:

@@ -38,6 +38,7 @@ def rl(
     with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import RunContent
         from ramify.launch.execution import execute_plan
+        from ramify.launch.local_launcher import LocalLauncher
 
         return execute_plan(
             plan,
@@ -45,7 +46,7 @@ def rl(
             accept_changes=accept_changes,
             environments=check_plugin_tables(run_config),
             display=display or choose_api_display(RunContent()),
-            prefork_client=prefork_client,
+            launcher=LocalLauncher(prefork_client=prefork_client),
         )
 
 

@@ -14,12 +14,12 @@ from ramify.errors import ProviderError, RamifyError, RunBusy, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
+from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_record import RunRecord
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import RunOutcome, Supervisor
-from ramify.processes.prefork import PreforkClient
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import describe_holders, write_holder
@@ -51,7 +51,7 @@ def execute_plan(
     accept_changes: bool = False,
     environments: Mapping[str, dict[str, Any]] | None = None,
     display: RunDisplay,
-    prefork_client: PreforkClient | None = None,
+    launcher: Launcher | None = None,
 ) -> RunResult:
     """Run the processes of the plan until the run ends; the run directory is locked meanwhile.
 
@@ -67,7 +67,7 @@ def execute_plan(
             plan.write()
         with hold_weights_directory(config):
             try:
-                outcome = run_coroutine(_supervise(plan, display, prefork_client))
+                outcome = run_coroutine(_supervise(plan, display, launcher))
             except RamifyError as error:
                 _record_failure(path, error)
                 raise
@@ -84,7 +84,7 @@ def _record_failure(path: Path, error: RamifyError) -> None:
             RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
 
 
-async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: PreforkClient | None) -> RunOutcome:
+async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher | None) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     record = RunRecord(path, plan.status_address)
     with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
@@ -94,7 +94,7 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: Pref
             grace_period=launch.grace_period,
             print_line=print_line,
             on_change=record.write,
-            prefork_client=prefork_client,
+            launcher=launcher,
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)

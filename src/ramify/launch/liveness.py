@@ -23,7 +23,7 @@ async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], N
 
     `on_change` is called whenever the process becomes silent or answers again.
     """
-    address, hang_timeout = process.spec.address, process.spec.hang_timeout
+    address, hang_timeout = process.address, process.spec.hang_timeout
     assert hang_timeout is not None
     # A process is shown as silent after half of the timeout.
     interval = min(hang_timeout / (4 * MAX_UNANSWERED), MAX_PROBE_INTERVAL)

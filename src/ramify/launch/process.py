@@ -3,22 +3,28 @@
 STARTING -> READY <-> SILENT
     |         |         |
     +---------+---------+--> ENDED   it exited or was stopped
+
+The ranks of a gang are one process in this sense: they start together, and when one of them fails, all are stopped.
 """
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
+from ramify.async_calls import cancel_all
 from ramify.errors import DeadlineExceeded
-from ramify.processes.child import ChildProcess
+from ramify.fencing.lease import RoleLeases
+from ramify.launch.gang import build_gang_variables
+from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
+from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient, is_forkable, start_prefork_server
-from ramify.store import wrap_storage_errors
 from ramify.wire.address import is_listening
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
@@ -66,70 +72,161 @@ class ProcessSpec:
     """Called before each start."""
     preload_modules: tuple[str, ...] = ()
     """Modules that take long to import; the process may be forked from one that has imported them."""
+    num_ranks: int = 1
+    """Number of processes that run this command together, as one gang."""
+    placement: Placement | None = None
+    """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
+    build_start: Callable[[ProcessSlot], ProcessStart] | None = None
+    """Returns what to start in a slot, for each rank; None: `command`, with `env` and `address`."""
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """The log of each rank: `trainer.log`, `trainer-1.log`, `trainer-2.log`."""
+        names = (f"{self.log.stem}-{rank}{self.log.suffix}" for rank in range(1, self.num_ranks))
+        return (self.log, *(self.log.with_name(name) for name in names))
 
 
 class SupervisedProcess:
-    """One execution of a process; its output is appended to its log. Call `start` once, and `stop` in any case.
+    """One execution of a process; its output is appended to its log. Call `open` and `start` once, `stop` in any case.
 
     Attributes:
-        child: the process itself; it takes signals.
+        slots: the places of its ranks; empty before `open`.
+        address: the address at which this execution answers.
         state_since: monotonic time of the last change of `state`.
         silent_seconds: seconds without an answer after which it was killed; None if it was not killed for that.
     """
 
-    def __init__(self, spec: ProcessSpec, *, prefork_client: PreforkClient | None = None) -> None:
-        self.spec = spec
+    def __init__(self, spec: ProcessSpec, launcher: Launcher, leases: RoleLeases) -> None:
+        self.spec, self._launcher, self._leases, self._token = spec, launcher, leases, leases.token
         self.set_state(ProcessState.STARTING)
+        self.slots: Sequence[ProcessSlot] = ()
+        self.address = spec.address
         self.silent_seconds: float | None = None
-        self._prefork_client = prefork_client
-        self.child = ChildProcess(spec.command, env=spec.env)
-        self._log = ProcessLog(spec.log, append=True)
+        self._starts: list[ProcessStart] = []
+        self._logs = [ProcessLog(path, append=True) for path in spec.logs]
+        self._failed_rank = 0
+        self._pending_signal: signal.Signals | None = None  # to be sent when there is a slot
+
+    @property
+    def pid(self) -> int:
+        """Process id of rank 0, on its node; 0 until it is known."""
+        return self.slots[0].pid if self.slots else 0
+
+    @property
+    def node(self) -> str:
+        """Names of the nodes it runs on; empty for the head's own processes."""
+        return ", ".join(dict.fromkeys(slot.node for slot in self.slots if slot.node))
+
+    @property
+    def token(self) -> str:
+        """The fencing token of this execution; empty for a process that always runs on the head."""
+        return str(self._token) if self.spec.placement is not None else ""
+
+    @property
+    def lost_node(self) -> str:
+        """The node of the rank that failed, if it was lost, else an empty string."""
+        slot = self.slots[self._failed_rank] if self.slots else None
+        return slot.node if slot is not None and slot.is_lost else ""
+
+    @property
+    def failed_log(self) -> Path:
+        """The log of the rank that failed; of rank 0 if none did."""
+        return self._logs[self._failed_rank].path
 
     def set_state(self, state: ProcessState) -> None:
         """Change the state now."""
         self.state, self.state_since = state, time.monotonic()
 
-    async def start(self) -> None:
-        """Start the process. Raises StorageFull or StorageFailed if its log cannot be written."""
-        spec, client = self.spec, self._prefork_client
+    async def open(self) -> None:
+        """Find a place for each rank, and build what to start there. Raises DeadlineExceeded if there is no room."""
+        spec = self.spec
         if spec.prepare is not None:
             spec.prepare()
-        with wrap_storage_errors(spec.log):
-            log = self._log.open()
-        with log:
-            if client is None or not await self.child.start_preforked(client, spec.preload_modules, log.fileno()):
-                await self.child.start(log.fileno())
+        self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=spec.ready_timeout)
+        self._starts = [self._build_start(slot) for slot in self.slots]
+        self.address = self._starts[0].address
+
+    def _build_start(self, slot: ProcessSlot) -> ProcessStart:
+        spec = self.spec
+        if spec.build_start is not None:
+            return spec.build_start(slot)
+        return ProcessStart(spec.command, spec.env, address=spec.address, preload_modules=spec.preload_modules)
+
+    async def start(self) -> None:
+        """Start all ranks. Raises StorageFull or StorageFailed if a log cannot be written."""
+        variables = build_gang_variables(self.slots, self._token)
+        starts = [replace(start, env={**start.env, **more}) for start, more in zip(self._starts, variables)]
+        if self._pending_signal is not None:
+            self.send_signal(self._pending_signal)
+        await asyncio.gather(*(slot.start(start, log) for slot, start, log in zip(self.slots, starts, self._logs)))
 
     async def wait_until_ready(self) -> None:
         """Wait until the process answers or exits. Raises DeadlineExceeded after `ready_timeout` seconds."""
-        address, timeout = self.spec.address, self.spec.ready_timeout
+        address, timeout = self.address, self.spec.ready_timeout
         try:
-            is_ready = not address or await self.child.wait_until_ready(
-                lambda: is_responding(address), timeout=timeout, poll_interval=POLL_INTERVAL
+            is_ready = not address or await wait_until_ready(
+                self.slots[0].poll, lambda: is_responding(address), timeout=timeout, poll_interval=POLL_INTERVAL
             )
         except TimeoutError:
             message = f"{self.spec.name} did not answer at {address} within {timeout:g} s"
-            raise DeadlineExceeded(f"{message}; {self._log.describe_tail()}") from None
+            raise DeadlineExceeded(f"{message}; {self._logs[0].describe_tail()}") from None
         if is_ready and self.state is ProcessState.STARTING:
             self.set_state(ProcessState.READY)
 
     async def wait_for_exit(self) -> int:
-        """Wait until the process has exited, and return its exit code."""
-        code = await self.child.wait()
+        """Wait until all ranks have exited, and return the exit code of the first that failed, else 0.
+
+        When a rank fails, the others are stopped.
+        """
+        ranks = {asyncio.create_task(slot.wait()): rank for rank, slot in enumerate(self.slots)}
+        exit_code, running = 0, set(ranks)
+        try:
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.result() and not exit_code:
+                        exit_code, self._failed_rank = task.result(), ranks[task]
+                if exit_code:
+                    self._stop_other_ranks()
+        finally:
+            await cancel_all(list(ranks))
+        self._record_exits()
         self.set_state(ProcessState.ENDED)
-        return code
+        return exit_code
+
+    def _stop_other_ranks(self) -> None:
+        """Stop the ranks that still run; the leases of those that cannot be reached are no longer renewed."""
+        self._record_exits()
+        for slot in self.slots:
+            if slot.poll() is None:
+                slot.request_stop()
+
+    def _record_exits(self) -> None:
+        for rank, slot in enumerate(self.slots):
+            if slot.poll() is not None and not slot.is_lost:
+                self._leases.record_exit(self._token, rank)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank; before `open` has returned, when it has."""
+        self._pending_signal = None if self.slots else number
+        for slot in self.slots:
+            slot.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill all ranks with their descendants."""
+        await asyncio.gather(*(slot.kill() for slot in self.slots))
 
     async def stop(self) -> None:
-        """Stop the process and all its descendants, and return when they have exited."""
+        """Stop all ranks with their descendants, and return when they have exited."""
         try:
-            await self.child.stop()
+            await asyncio.gather(*(slot.stop() for slot in self.slots))
         finally:
             if self.state is not ProcessState.ENDED:
                 self.set_state(ProcessState.ENDED)
 
     def tail(self) -> str:
-        """Return the last lines that this execution has written to the log."""
-        return self._log.tail()
+        """Return the last lines that this execution has written to the log, of the rank that failed."""
+        return self._logs[self._failed_rank].tail()
 
 
 def prefork_shared_modules(specs: Sequence[ProcessSpec]) -> AbstractContextManager[PreforkClient | None]:

@@ -24,11 +24,14 @@ from enum import Enum
 
 from ramify.async_calls import cancel_all
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_classes
+from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
+from ramify.fencing.token import FencingToken
+from ramify.launch.launcher import Launcher
 from ramify.launch.liveness import get_process_state, wait_for_silence
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
-from ramify.processes.prefork import PreforkClient
 from ramify.processes.restart_budget import RestartBudget
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
@@ -56,6 +59,10 @@ class ProcessStatus:
     """Seconds since its last start or change of state."""
     address: str = ""
     log: str = ""
+    node: str = ""
+    """Names of the nodes that its ranks run on; empty on the head."""
+    token: str = ""
+    """Its fencing token; empty for a process that always runs on the head."""
 
 
 class Supervisor:
@@ -73,10 +80,11 @@ class Supervisor:
         grace_period: float,
         print_line: Callable[[str], None] = print,
         on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
-        prefork_client: PreforkClient | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.process_specs, self.grace_period = list(process_specs), grace_period
-        self._print_line, self._on_change, self._prefork_client = print_line, on_change, prefork_client
+        self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
+        self._leases: dict[str, RoleLeases] = {}
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
         self._processes: dict[str, SupervisedProcess] = {}
         # The last line of each consecutive crash of a process, as long as they are identical.
@@ -130,8 +138,11 @@ class Supervisor:
 
     async def _run_once(self, spec: ProcessSpec) -> tuple[int, SupervisedProcess]:
         """Run a process from its start to its exit, and return the exit code."""
-        process = SupervisedProcess(spec, prefork_client=self._prefork_client)
+        process = SupervisedProcess(spec, self._launcher, await self._begin_incarnation(spec))
         self._processes[spec.name] = process
+        await process.open()
+        if spec.placement is not None:
+            self._notify_changed()  # its address and token are recorded before they are used
         await process.start()
         self._notify_changed()
         exit_task = asyncio.create_task(process.wait_for_exit())
@@ -147,19 +158,32 @@ class Supervisor:
         self._notify_changed()
         return code, process
 
+    async def _begin_incarnation(self, spec: ProcessSpec) -> RoleLeases:
+        """Return the leases of the next execution of a process, when no earlier one can run any more."""
+        leases, now = self._leases.get(spec.name), read_lease_clock()
+        if leases is None:
+            terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
+            leases = RoleLeases(spec.name, FencingToken(), terms, num_ranks=spec.num_ranks, now=now)
+            self._leases[spec.name] = leases
+            return leases
+        await asyncio.sleep(max(0.0, leases.replaceable_at - now))
+        leases.replace(read_lease_clock())
+        return leases
+
     async def _watch(self, process: SupervisedProcess) -> None:
         """Wait until a process is ready, and kill it if it stops answering. Raises DeadlineExceeded if it never is."""
         await process.wait_until_ready()
         self._notify_changed()
-        spec, pid = process.spec, process.child.pid
+        spec = process.spec
         if spec.hang_timeout is None:
             return
         process.silent_seconds = await wait_for_silence(process, self._notify_changed)
-        label = f"{spec.name} (process {pid}, {get_process_state(pid)})"
-        self._print_line(f"{label} has not answered at {spec.address} for {process.silent_seconds:.0f} s")
+        where = f"on {process.node}" if process.node else get_process_state(process.pid)
+        label = f"{spec.name} (process {process.pid}, {where})"
+        self._print_line(f"{label} has not answered at {process.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
             self._print_line(spec.last_state())
-        await process.child.kill()
+        await process.kill()
 
     def _should_restart(self, process: SupervisedProcess, code: int) -> bool:
         """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""
@@ -188,7 +212,7 @@ class Supervisor:
         if delay is None:
             restarts = f"after {budget.num_restarts} restarts"
             reason = f"the same error {num_identical} times in a row" if is_bug else restarts
-            raise ProcessDied(f"{spec.name} {ending}, {reason}; last lines of {spec.log}:\n{process.tail()}")
+            raise ProcessDied(f"{spec.name} {ending}, {reason}; last lines of {process.failed_log}:\n{process.tail()}")
         count = f"restart {budget.num_restarts} of {budget.max_restarts}"
         self._print_line(f"{spec.name} {ending}; restarting in {delay:g} s ({count})")
         process.set_state(ProcessState.WAITING)
@@ -216,7 +240,7 @@ class Supervisor:
         leader = next(spec for spec in self.process_specs if spec.role is ProcessRole.LEADER)
         process = self._processes.get(leader.name)
         if process is not None and process.state in ALIVE_STATES:
-            process.child.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             await asyncio.sleep(self.grace_period)
         self._print_line("no new checkpoint; the previous one is used")
         self._set_outcome(RunOutcome.STOPPED)
@@ -242,12 +266,14 @@ class Supervisor:
             self._on_change(self.get_process_statuses())
 
     def _build_status(self, spec: ProcessSpec, process: SupervisedProcess | None, now: float) -> ProcessStatus:
-        state, pid, seconds = ProcessState.WAITING, 0, 0.0
-        if process is not None:
-            state, seconds = process.state, now - process.state_since
-            pid = process.child.pid if state in ALIVE_STATES else 0
         restarts = self._budgets[spec.name].num_restarts
-        return ProcessStatus(spec.name, state, pid, restarts, seconds, spec.address, str(spec.log))
+        if process is None:
+            return ProcessStatus(spec.name, ProcessState.WAITING, 0, restarts, 0.0, spec.address, str(spec.log))
+        state, seconds = process.state, now - process.state_since
+        pid = process.pid if state in ALIVE_STATES else 0
+        return ProcessStatus(
+            spec.name, state, pid, restarts, seconds, process.address, str(spec.log), process.node, process.token
+        )
 
     @contextlib.contextmanager
     def _install_signal_handlers(self) -> Generator[None]:
@@ -268,6 +294,8 @@ class Supervisor:
 
 def _describe_end(process: SupervisedProcess, code: int) -> str:
     """Describe how a process ended, as the end of a sentence."""
+    if process.lost_node:
+        return f"is lost: its node {process.lost_node} could not be reached until its lease ended"
     if process.silent_seconds is None:
         return describe_exit(code)
     return f"did not answer for {process.silent_seconds:.0f} s and was killed"

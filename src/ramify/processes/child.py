@@ -89,16 +89,7 @@ class ChildProcess:
         self, is_ready: Callable[[], Awaitable[bool]], *, timeout: float, poll_interval: float
     ) -> bool:
         """Wait until `is_ready()`; return False if the process exits first. Raises TimeoutError after `timeout`."""
-        deadline = time.monotonic() + timeout
-        while True:
-            exit_code = self.poll()  # before `is_ready`, which may read the last output
-            if await is_ready():
-                return True
-            if exit_code is not None:
-                return False
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not ready within {timeout:g} s")
-            await asyncio.sleep(poll_interval)
+        return await wait_until_ready(self.poll, is_ready, timeout=timeout, poll_interval=poll_interval)
 
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
@@ -202,6 +193,22 @@ class ChildProcess:
             message = self._control_socket.recv(64) if self._control_socket is not None else b""
             return int(message or -signal.SIGKILL)  # a killed watcher sends nothing
         return -signal.SIGKILL
+
+
+async def wait_until_ready(
+    poll: Callable[[], int | None], is_ready: Callable[[], Awaitable[bool]], *, timeout: float, poll_interval: float
+) -> bool:
+    """Wait until `is_ready()`; return False if `poll` returns an exit code first. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout
+    while True:
+        exit_code = poll()  # before `is_ready`, which may read the last output
+        if await is_ready():
+            return True
+        if exit_code is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not ready within {timeout:g} s")
+        await asyncio.sleep(poll_interval)
 
 
 def _is_readable(fd: int) -> bool:

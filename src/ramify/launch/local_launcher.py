@@ -1,0 +1,126 @@
+"""Starts processes on this machine, as children of this process."""
+
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ramify.fencing.lease import RoleLeases
+from ramify.launch.devices import visible_gpus
+from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
+from ramify.launch.machine import usable_cores
+from ramify.launch.ports import HOST, PortReservation
+from ramify.processes.child import ChildProcess
+from ramify.processes.log import ProcessLog
+from ramify.processes.prefork import PreforkClient
+from ramify.store import wrap_storage_errors
+from ramify.wire.listener import RESERVED_PORTS_VARIABLE
+
+
+class LocalLauncher:
+    """Starts processes on this machine; those that preload modules are forked from the server of `prefork_client`."""
+
+    def __init__(self, *, prefork_client: PreforkClient | None = None) -> None:
+        self._prefork_client = prefork_client
+
+    def list_nodes(self) -> list[ClusterNode]:
+        """Return this machine."""
+        return [ClusterNode(socket.gethostname(), HOST, usable_cores(), len(visible_gpus()), is_head=True)]
+
+    async def open_slots(
+        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+    ) -> Sequence[ProcessSlot]:
+        """Return one slot per rank. This machine runs whatever it is given, so `timeout` is not needed."""
+        client = self._prefork_client
+        return [LocalSlot(has_port=placement is not None, prefork_client=client) for _ in range(leases.num_ranks)]
+
+    async def close(self) -> None:
+        """Do nothing: the fork server belongs to the caller."""
+
+
+class LocalSlot:
+    """The place of one execution of a process on this machine."""
+
+    node = ""
+    is_lost = False
+
+    def __init__(
+        self, *, host: str = HOST, has_port: bool = False, prefork_client: PreforkClient | None = None
+    ) -> None:
+        """Reserve a port at `host` if the process needs one."""
+        self.host, self._prefork_client = host, prefork_client
+        self._reservation = PortReservation({"port": f"tcp://{host}:0"} if has_port else {})
+        self.port = urlsplit(self._reservation.addresses["port"]).port or 0 if has_port else 0
+        self._directory: Path | None = None
+        self._child: ChildProcess | None = None
+        self._pending_signal: signal.Signals | None = None
+
+    @property
+    def directory(self) -> Path:
+        """A temporary directory, which is created on first use."""
+        if self._directory is None:
+            with wrap_storage_errors(Path(tempfile.gettempdir())):
+                self._directory = Path(tempfile.mkdtemp(prefix="ramify-"))
+        return self._directory
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 until it is known."""
+        return self._child.pid if self._child is not None else 0
+
+    async def start(self, start: ProcessStart, log: ProcessLog) -> None:
+        """Write the files and start the process, forked from the fork server if that is possible."""
+        for name, text in start.files.items():
+            path = self.directory / name
+            with wrap_storage_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+        ports = {RESERVED_PORTS_VARIABLE: str(self.port)} if self.port else {}
+        child = self._child = ChildProcess(start.command, env={**start.env, **ports})
+        if self._pending_signal is not None:
+            child.send_signal(self._pending_signal)
+        client = self._prefork_client
+        with wrap_storage_errors(log.path):
+            output = log.open()
+        with output:
+            if client is None or not await child.start_preforked(client, start.preload_modules, output.fileno()):
+                await child.start(output.fileno())
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process and its descendants have exited, else None."""
+        return self._child.poll() if self._child is not None else None
+
+    async def wait(self) -> int:
+        """Wait until the process and its descendants have exited, and return the exit code."""
+        assert self._child is not None, "the process was not started"
+        return await self._child.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process if it runs; before it has started, as soon as it has."""
+        if self._child is None:
+            self._pending_signal = number
+        else:
+            self._child.send_signal(number)
+
+    def request_stop(self) -> None:
+        """Let the watcher stop the process."""
+        if self._child is not None:
+            self._child.request_stop()
+
+    async def kill(self) -> None:
+        """Kill the process; its watcher kills the descendants."""
+        if self._child is not None:
+            await self._child.kill()
+
+    async def stop(self) -> int | None:
+        """Stop the process and release port and directory."""
+        try:
+            return await self._child.stop() if self._child is not None else None
+        finally:
+            self._reservation.close()
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
