@@ -1,7 +1,9 @@
 """Images of real SDKs in three dialects become nodes of one trace; bad images are refused by name."""
 
+import asyncio
 import base64
 import resource
+import threading
 from typing import Any
 
 import anthropic
@@ -9,7 +11,7 @@ import openai
 import pytest
 
 from ramify.gateway.session import MAX_IMAGE_BYTES
-from ramify.images import load_image_family
+from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_family
 from ramify.render import load_renderer
 from ramify.trace import Media, decode_trace, encode_trace
 from tests.gateway.fake_engine import TINY, check_tokens
@@ -203,6 +205,61 @@ def test_an_image_for_a_text_model_is_refused(run_scenario):
         assert scenario.trace.info["refusals"][0]["name"] == "ImageInvalid"
 
     run_scenario([], check, renderer=TINY)
+
+
+class SlowFamily:
+    """An image family whose `process` waits for `gate` if the image is `slow`."""
+
+    def __init__(self, family: ImageFamily, slow: Media) -> None:
+        self._family, self._slow = family, slow
+        self.gate, self.started = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def process(self, media: Media) -> ProcessedImage:
+        if media.hash == self._slow.hash:
+            self.started.set()
+            assert self.gate.wait(10)
+        return self._family.process(media)
+
+
+@pytest.fixture
+def slow_vision(tmp_path):
+    """A renderer that is slow to process BLUE, and keeps the arrays of one image only; and its family."""
+    renderer = load_renderer(write_vision_model(tmp_path, "tiny"))
+    family = SlowFamily(load_image_family(tmp_path), slow=BLUE)
+    renderer.image_cache = ImageCache(family, max_bytes=1)
+    yield renderer, family
+    family.gate.set()
+
+
+def test_a_call_does_not_wait_for_the_images_of_others(run_scenario, slow_vision):
+    renderer, family = slow_vision
+
+    async def check(scenario: Scenario) -> None:
+        await converse_with_chat(scenario, [[RED]])
+        await converse_with_chat(scenario, [[GREEN]])  # drops the arrays of RED
+        blue = asyncio.create_task(converse_with_chat(scenario, [[BLUE]]))
+        assert await asyncio.to_thread(family.started.wait, 10)
+        assert await converse_with_chat(scenario, [[RED]]) == ["ABC"]  # its layout is known, the engine has the arrays
+        assert not blue.done()
+        family.gate.set()
+        assert await blue == ["D"]
+
+    run_scenario([*SCRIPT, "D"], check, renderer=renderer)
+
+
+def test_processing_an_image_has_a_deadline(run_scenario, slow_vision):
+    renderer, _ = slow_vision
+
+    async def check(scenario: Scenario) -> None:
+        messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(BLUE)}}]}]
+        answer = await scenario.post("/chat/completions", {"messages": messages})
+        assert answer.status_code == 504 and answer.json()["error"]["type"] == "DeadlineExceeded", answer.text
+        assert not scenario.engine.asked
+
+    run_scenario([], check, renderer=renderer, call_timeout=0.2)
 
 
 def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):

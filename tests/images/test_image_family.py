@@ -187,3 +187,15 @@ def test_threads_that_need_the_same_image_process_it_once(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         images = list(threads.map(lambda _: cache.process(media), range(16)))
     assert all(image is images[0] for image in images)
+
+
+def test_layouts_outlive_the_arrays(tmp_path):
+    family = load_image_family(write_qwen3_vl_config(tmp_path))
+    cache = ImageCache(family, max_bytes=1)
+    first, second = make_media(50, 40), make_media(80, 40)
+    processed = cache.process(first)
+    cache.process(second)  # drops the arrays of the first
+    assert cache.find_layout(first.hash) == processed.layout == (processed.grid, processed.num_tokens)
+    assert cache.get_layout(first) == processed.layout
+    assert cache.process(first) is not processed
+    assert cache.find_layout("0" * 64) is None

@@ -43,8 +43,7 @@ class DialectHandler(ABC):
         try:
             session = self._get_session(http)
             parsed = await _parse_http_request(http, self._dialect, session)
-            await session.load_images(parsed.request)
-            send_response = self._start(http, session, parsed)
+            send_response = await self._start(http, session, parsed)
         except RamifyError as error:
             if session is not None:
                 _record_refusal(session, http, error)
@@ -54,15 +53,15 @@ class DialectHandler(ABC):
         await send_response(scope, receive, send)
 
     @abstractmethod
-    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+    async def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
         """Start the work of a request; return what sends its response. Raises RamifyError."""
 
 
 class TokenCountHandler(DialectHandler):
     """Handles requests for the number of prompt tokens."""
 
-    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
-        return JSONResponse(self._dialect.format_token_count(session.count_prompt_tokens(parsed.request)))
+    async def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        return JSONResponse(self._dialect.format_token_count(await session.count_prompt_tokens(parsed.request)))
 
 
 class ReplyHandler(DialectHandler):
@@ -72,7 +71,8 @@ class ReplyHandler(DialectHandler):
         super().__init__(get_session, dialect)
         self._keepalive_interval = keepalive_interval
 
-    def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+    async def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        await session.check_and_process_images(parsed.request)
         return partial(self._send_when_ready, http, session, parsed, session.start_call(parsed.request))
 
     async def _send_when_ready(

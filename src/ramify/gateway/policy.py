@@ -107,8 +107,8 @@ class Policy(Protocol):
         """
         ...
 
-    def load_images(self, images: Iterable[Media]) -> None:
-        """Check and process images before they are rendered; this may take long. Raises ImageInvalid."""
+    async def process_images(self, images: Iterable[Media]) -> None:
+        """Check and process images before they are rendered; this may take seconds. Raises ImageInvalid."""
         ...
 
     def prepare(
@@ -188,13 +188,14 @@ class TokenPolicy:
     def _accepts_late_system(self) -> bool:
         return accepts_late_system(self.renderer)
 
-    def load_images(self, images: Iterable[Media]) -> None:
-        """Process images, so that rendering finds them in the cache. Raises ImageInvalid."""
+    async def process_images(self, images: Iterable[Media]) -> None:
+        """Process images, so that rendering knows their numbers of tokens. Raises ImageInvalid."""
         cache = self.renderer.image_cache
         if cache is None:
             return
         for image in images:
-            cache.process(image)
+            if cache.find_layout(image.hash) is None:
+                await cache.process_async(image)
 
     def prepare(
         self,
@@ -203,7 +204,10 @@ class TokenPolicy:
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
-        """Render the prompt. Raises ImageInvalid if the model takes no images, or not so many."""
+        """Render the prompt.
+
+        Raises ImageInvalid if the model takes no images, or if the prompt has more than MAX_PROMPT_IMAGES.
+        """
         all_media = media or {}
         check_image_count(len(find_image_parts(messages)) + (len(history.images) if history else 0))
         if history is None:
@@ -286,7 +290,7 @@ class MessagePolicy:
         """Return the messages unchanged."""
         return messages
 
-    def load_images(self, images: Iterable[Media]) -> None:
+    async def process_images(self, images: Iterable[Media]) -> None:
         """Do nothing: the endpoint checks the images that it is sent."""
 
     def prepare(

@@ -5,7 +5,6 @@ sampled tokens are reused unchanged; reserves its budget; samples, with retries 
 recorded before the reply is returned.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +108,7 @@ class RolloutSession:
             raise EnvironmentFault(f"the environment sent an image that cannot be used: {error.message}") from error
 
     async def _generate(self, request: ModelRequest) -> ModelReply:
-        await self.load_images(request)
+        await self.check_and_process_images(request)
         if request.idempotency_key is None and not request.retry_count:
             return await self._run_call(request, *self._find_or_insert_position(request))
         call = self.start_call(request)
@@ -121,8 +120,8 @@ class RolloutSession:
         call.leave(delivered=True)
         return reply
 
-    async def load_images(self, request: ModelRequest) -> None:
-        """Check and process the new images of a request, in a thread. To be called before the other functions.
+    async def check_and_process_images(self, request: ModelRequest) -> None:
+        """Check and process the new images of a request. To be called before `start_call` and `keeps_history`.
 
         Raises ImageInvalid if an image cannot be used, or if there are too many of them.
         """
@@ -133,7 +132,8 @@ class RolloutSession:
         num_bytes = sum(len(image.data) for image in (*self._media.values(), *new_images))
         if num_bytes > MAX_IMAGE_BYTES:
             raise ImageInvalid(f"image: a rollout may have {MAX_IMAGE_BYTES} bytes of images; this makes {num_bytes}")
-        await asyncio.to_thread(self._select_policy(request).load_images, new_images)
+        async with fail_after(self.call_timeout, "processing the images of a request"):
+            await self._select_policy(request).process_images(new_images)
 
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
@@ -141,8 +141,9 @@ class RolloutSession:
         fingerprint = (id(policy), id(position), encode_canonical([request.tools, request.sampling_overrides]))
         return self._deduplicator.join_or_start(request, fingerprint, lambda: self._run_call(request, policy, position))
 
-    def count_prompt_tokens(self, request: ModelRequest) -> int:
+    async def count_prompt_tokens(self, request: ModelRequest) -> int:
         """Return the number of prompt tokens of a request; for a policy without tokens, estimate it from the text."""
+        await self.check_and_process_images(request)
         policy, position = self._find_or_insert_position(request)
         prepared = self._prepare(policy, position, request)
         if prepared.rendered is not None:

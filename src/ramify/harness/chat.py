@@ -122,7 +122,7 @@ class ChatLoop:
         while True:
             if self._session.exhausted_limit is not None:
                 return self._session.exhausted_limit
-            if compactor.is_due(request):
+            if await compactor.is_due(request):
                 request = await compactor.compact(request)
                 continue
             reply = self.last_reply = await self._session.generate(request)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ramify.dialects.model_call import ModelRequest
+from ramify.errors import ImageInvalid
 from ramify.trace import Message
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Compactor:
         self._session, self._compact_at = session, compact_at
         self._initial_messages = tuple(initial_messages)
 
-    def is_due(self, request: ModelRequest) -> bool:
+    async def is_due(self, request: ModelRequest) -> bool:
         """Return whether the conversation must be compacted before this request.
 
         The first turn of a branch is never preceded by a compaction, so every branch makes progress. Neither is the
@@ -49,7 +50,10 @@ class Compactor:
         remaining_tokens = self._session.remaining_tokens
         if remaining_tokens is not None and remaining_tokens < self._compact_at // SUMMARY_SHARE:
             return False
-        return self._session.count_prompt_tokens(request) >= self._compact_at
+        try:
+            return await self._session.count_prompt_tokens(request) >= self._compact_at
+        except ImageInvalid:  # the request itself reports it
+            return False
 
     async def compact(self, request: ModelRequest) -> ModelRequest:
         """Let the policy summarize the conversation before `request`; return the first request of the next branch.
@@ -60,7 +64,7 @@ class Compactor:
         results = [message for message in request.messages if message.role != "user"]
         questions = [message for message in request.messages if message.role == "user"]
         summary_request = self._ask_for_summary(request, results)
-        if results and not self._has_room(summary_request):
+        if results and not await self._has_room(summary_request):
             notes = [_replace_content(result, OMITTED_RESULT) for result in results]
             summary_request = self._ask_for_summary(request, notes)
         reply = await self._session.generate(summary_request)
@@ -82,9 +86,9 @@ class Compactor:
         last = _replace_content(results[-1], f"{results[-1].text}\n\n{SUMMARY_REQUEST.text}")
         return replace(request, messages=(*results[:-1], last))
 
-    def _has_room(self, request: ModelRequest) -> bool:
+    async def _has_room(self, request: ModelRequest) -> bool:
         limit = self._session.max_path_tokens
-        return limit is None or self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
+        return limit is None or await self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
 
 
 def _replace_content(result: Message, content: str) -> Message:

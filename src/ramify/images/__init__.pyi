@@ -13,4 +13,5 @@ from .image_store import ImageStore as ImageStore
 from .positions import ImageSpan as ImageSpan
 from .positions import compute_positions as compute_positions
 from .positions import next_position as next_position
+from .processed_image import ImageLayout as ImageLayout
 from .processed_image import ProcessedImage as ProcessedImage

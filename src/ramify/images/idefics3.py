@@ -9,7 +9,7 @@ import numpy as np
 from ramify.errors import ConfigInvalid
 from ramify.images.decode import RgbArray, decode_image
 from ramify.images.pixels import PixelScaling, read_size, resize
-from ramify.images.processed_image import ProcessedImage
+from ramify.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
 
 DEFAULT_MEAN = DEFAULT_STD = (0.5, 0.5, 0.5)
@@ -55,13 +55,13 @@ class Idefics3Family:
         grid = (1, rows, columns) if rows else (1, 1, 1)
         return ProcessedImage(media.hash, self.name, {"pixel_values": values}, grid, len(tiles) * self._tokens_per_tile)
 
-    def placeholder_text(self, image: ProcessedImage) -> str:
+    def placeholder_text(self, layout: ImageLayout) -> str:
         """Return the image tokens of all tiles, with the tokens and line breaks that separate them."""
         tokens = self.image_token * self._tokens_per_tile
         whole_image = f"<fake_token_around_image><global-img>{tokens}<fake_token_around_image>"
-        if image.num_tokens == self._tokens_per_tile:
+        if layout.num_tokens == self._tokens_per_tile:
             return whole_image
-        _, rows, columns = image.grid
+        _, rows, columns = layout.grid
         tiles = (
             "".join(f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns))
             for row in range(rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ramify.errors import ConfigInvalid, ModelUnsupported
-from ramify.images.processed_image import ProcessedImage
+from ramify.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
 
 REFUSED_FAMILIES = {
@@ -33,7 +33,7 @@ class ImageFamily(Protocol):
         """Return the model's inputs for an image. Raises ImageInvalid."""
         ...
 
-    def placeholder_text(self, image: ProcessedImage) -> str:
+    def placeholder_text(self, layout: ImageLayout) -> str:
         """Return the text that replaces the marker: image tokens, and the separators of tiles if there are any.
 
         Only the tokens `image_token_id` of this text get embeddings, in order.

@@ -1,13 +1,20 @@
 """The inputs of a model for one image, and their binary form."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import RequestInvalid
+
+
+class ImageLayout(NamedTuple):
+    """What a prompt needs to know of an image: frames, rows and columns of its tokens, and their number."""
+
+    grid: tuple[int, int, int]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,11 @@ class ProcessedImage:
     arrays: dict[str, npt.NDArray[Any]]
     grid: tuple[int, int, int]
     num_tokens: int
+
+    @property
+    def layout(self) -> ImageLayout:
+        """The layout of the tokens."""
+        return ImageLayout(self.grid, self.num_tokens)
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from ramify.errors import ImageInvalid
 from ramify.images.decode import decode_image
 from ramify.images.pixels import Float32Array, PixelScaling, read_size, resize
-from ramify.images.processed_image import ProcessedImage
+from ramify.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
 
 DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -55,9 +55,9 @@ class Qwen3VLFamily:
         arrays = {"pixel_values": patches, "image_grid_thw": np.array([[1, rows, columns]], np.int64)}
         return ProcessedImage(media.hash, self.name, arrays, grid, math.prod(grid))
 
-    def placeholder_text(self, image: ProcessedImage) -> str:
+    def placeholder_text(self, layout: ImageLayout) -> str:
         """Return one image token per embedding; the template writes the tokens around them."""
-        return self.image_token * image.num_tokens
+        return self.image_token * layout.num_tokens
 
     def _find_size(self, height: int, width: int) -> tuple[int, int]:
         """Return a size of about the same shape whose sides are multiples of a token's and whose area is allowed."""

@@ -1,6 +1,5 @@
 """Encoding of texts and conversations. Those that cannot fit are rejected; large ones are encoded in a thread."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ async def render_chat(
     _check_length(characters, engine, renderer)
     check_image_count(len(find_image_parts(parsed)))
     if media:
-        await asyncio.to_thread(_upload_images, media.values(), engine, renderer)
+        await _upload_images(media.values(), engine, renderer)
     try:
         return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas, media=media)
     except TemplateRefused as error:
@@ -71,12 +70,12 @@ async def encode_prompts(prompt: Any, engine: Engine, renderer: Renderer | None)
     return prompts
 
 
-def _upload_images(images: Iterable[Media], engine: Engine, renderer: Renderer) -> None:
+async def _upload_images(images: Iterable[Media], engine: Engine, renderer: Renderer) -> None:
     """Process images and give them to the engine. Raises ImageInvalid."""
     cache = renderer.image_cache
     if cache is not None:  # otherwise the renderer refuses the images
         for image in images:
-            engine.upload_image(cache.process(image))
+            engine.upload_image(await cache.process_async(image))
 
 
 def _check_length(characters: int, engine: Engine, renderer: Renderer) -> None:

@@ -32,5 +32,5 @@ def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRend
         eos_ids=eos_ids,
         tool_format=config.tool_format,
         history=config.history,
-        load_images=partial(load_image_family, files.directory),
+        load_image_family=partial(load_image_family, files.directory),
     )

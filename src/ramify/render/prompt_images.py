@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ramify.errors import ImageInvalid, TemplateRefused
-from ramify.images import ImageCache, ProcessedImage
+from ramify.images import ImageCache, ImageLayout
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.trace.message import Part
 
@@ -40,11 +40,14 @@ class ImagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image at the characters [start, stop) of a text. `media` has no bytes, because prompts are cached."""
+    """An image at the characters [start, stop) of a text; `num_tokens` of its tokens get an embedding.
+
+    `media` has no bytes, because prompts are cached.
+    """
 
     part: ImagePart
     media: Media
-    processed: ProcessedImage
+    num_tokens: int
     start: int
     stop: int
 
@@ -137,21 +140,21 @@ class PromptImages:
             replacement = self._family.marker
             if match[0] == self._family.marker:
                 part = next(remaining)
-                processed = self._process(part, media)
-                replacement = self._family.placeholder_text(processed)
+                layout = self._get_layout(part, media)
+                replacement = self._family.placeholder_text(layout)
                 start = length + len(before)
                 stop = start + len(replacement)
-                images.append(PlacedImage(part, without_data(media[part.hash]), processed, start, stop))
+                images.append(PlacedImage(part, without_data(media[part.hash]), layout.num_tokens, start, stop))
             pieces += [before, replacement]
             length += len(before) + len(replacement)
             position = match.end()
             edits.append((match.start(), len(replacement) - len(match[0])))
         return ExpandedText("".join([*pieces, text[position:]]), tuple(images), tuple(edits))
 
-    def _process(self, part: ImagePart, media: Mapping[str, Media]) -> ProcessedImage:
+    def _get_layout(self, part: ImagePart, media: Mapping[str, Media]) -> ImageLayout:
         if part.hash not in media:
             raise ImageInvalid(f"image: message {part.message_index} refers to image {part.hash[:8]}, which is missing")
-        return self.cache.process(media[part.hash])
+        return self.cache.get_layout(media[part.hash])
 
     def _hide_in_message(self, message: Message) -> Message:
         content = message.content

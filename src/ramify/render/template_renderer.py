@@ -42,7 +42,7 @@ from ramify.trace import Media, Message, MessageSpan, PromptMedia
 class TemplateRenderer(Renderer):
     """The `Renderer` of a tokenizer and a chat template.
 
-    `load_images` returns the model's image family; it is called when the first image is rendered.
+    `load_image_family` returns the model's image family; it is called when the first image is rendered.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class TemplateRenderer(Renderer):
         eos_ids: Sequence[int] = (),
         tool_format: str = "auto",
         history: Literal["template", "verbatim"] = "template",
-        load_images: Callable[[], ImageFamily | None] = lambda: None,
+        load_image_family: Callable[[], ImageFamily | None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._load_images = load_images
+        self._load_image_family = load_image_family
         self.tokenizer = tokenizer
         self._adapter = TemplateAdapter(template)
         self.stop_ids = self._find_stop_ids(eos_ids)
@@ -77,7 +77,7 @@ class TemplateRenderer(Renderer):
     @cached_property
     def image_cache(self) -> ImageCache | None:
         """Processes the images of the model; None if it takes none. Raises ModelUnsupported for an unknown family."""
-        family = self._load_images()
+        family = self._load_image_family()
         return None if family is None else ImageCache(family)
 
     @cached_property
@@ -183,9 +183,9 @@ class TemplateRenderer(Renderer):
             start, stop = bisect_right(stops, image.start), bisect_left(starts, image.stop)
             image_token_id = self._prompt_images.cache.family.image_token_id
             num_tokens = int((encoded.ids[start:stop] == image_token_id).sum())
-            if num_tokens != image.processed.num_tokens:
+            if num_tokens != image.num_tokens:
                 raise ConfigInvalid(
-                    f"model: the tokenizer writes an image of {image.processed.num_tokens} tokens with {num_tokens} "
+                    f"model: the tokenizer writes an image of {image.num_tokens} tokens with {num_tokens} "
                     f"tokens of id {image_token_id}; correct image_token_id, or add the image token to the tokenizer"
                 )
             located.append(PromptMedia(image.media, image.part.message_index, image.part.part, start, stop))
