@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ramify.cli.parser import CommandParser
 
+DEFAULT_FOLDER = "outputs"
 DEFAULT_PORT = 7420
 
 
@@ -18,25 +19,32 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.rollout and not options.export:
         parser.error("--rollout chooses what is exported; give --export FILE too")
+    folder = _find_folder(options.outputs)
     if options.export:
-        return _export(Path(options.outputs), Path(options.export), options.rollout)
-    asyncio.run(_serve(options))
+        return _export(folder, Path(options.export), options.rollout)
+    asyncio.run(_serve(folder, options))
     return 0
 
 
-def _export(outputs: Path, file: Path, rollouts: Sequence[str]) -> int:
-    """Write one run to a file. `outputs` is its directory, or its name in ./outputs."""
+def _find_folder(outputs: str) -> Path:
+    """Return the folder with this path, or the run with this name. The default folder need not exist yet."""
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
-    from ramify.view.export import export_run, find_only_run
+
+    return Path(outputs) if outputs == DEFAULT_FOLDER or Path(outputs).is_dir() else find_run(outputs)
+
+
+def _export(folder: Path, file: Path, rollouts: Sequence[str]) -> int:
+    """Write the only run of a folder to a file."""
+    from ramify.view.export import export_run, find_only_run  # loaded here, not for help
     from ramify.view.queries import RunQueries
 
-    with contextlib.closing(RunQueries(outputs if outputs.is_dir() else find_run(str(outputs)))) as queries:
+    with contextlib.closing(RunQueries(folder)) as queries:
         count = export_run(queries, find_only_run(queries), file, rollouts)
     print(f"wrote {file}, with {count} rollout{'' if count == 1 else 's'}")
     return 0
 
 
-async def _serve(options: argparse.Namespace) -> None:
+async def _serve(folder: Path, options: argparse.Namespace) -> None:
     """Serve the page until SIGINT or SIGTERM."""
     from ramify.view.serving import open_browser, serve_page  # loaded here, not for help
 
@@ -45,18 +53,21 @@ async def _serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     def announce(address: str) -> None:
-        print(f"the runs in {options.outputs} are shown at {address}; stop with Ctrl-C", flush=True)
+        print(f"the runs in {folder} are shown at {address}; stop with Ctrl-C", flush=True)
         if options.open:
             open_browser(address)
 
-    folder, hosts = Path(options.outputs), options.allow_host
-    await serve_page(folder, stop, announce, host=options.host, port=options.port, allowed_hosts=hosts)
+    await serve_page(folder, stop, announce, host=options.host, port=options.port, allowed_hosts=options.allow_host)
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = CommandParser("view")
     parser.add_argument(
-        "outputs", metavar="OUTPUTS", nargs="?", default="outputs", help="folder of runs, or one run (outputs)"
+        "outputs",
+        metavar="OUTPUTS",
+        nargs="?",
+        default=DEFAULT_FOLDER,
+        help=f"folder of runs, or one run ({DEFAULT_FOLDER})",
     )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port ({DEFAULT_PORT}); 0 takes a free one")
     parser.add_argument(
