@@ -78,7 +78,7 @@ def _build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="host name under which a proxy serves the page",
+        help="host name under which a proxy serves the page; readers need the printed token",
     )
     parser.add_argument("--export", metavar="FILE", help="write the run OUTPUTS as one HTML file, and exit")
     parser.add_argument(

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ramify.files import write_atomically
 
 SNAPSHOT_FILE = "status.json"
@@ -49,6 +51,6 @@ def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str,
 def read_snapshot(path: Path) -> Snapshot | None:
     """Return the last snapshot of the run at `path`; None if there is none that can be read."""
     try:
-        return Snapshot(**json.loads((path / SNAPSHOT_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return msgspec.convert(json.loads((path / SNAPSHOT_FILE).read_text(encoding="utf-8")), Snapshot)
+    except (OSError, ValueError, msgspec.ValidationError):
         return None

@@ -1,8 +1,9 @@
 """Who may read the page: it shows what models wrote and how a run is configured.
 
-The page is bound to the loopback address unless the user says otherwise; then every request needs a token, which the
-printed address contains. The browser gets it as a cookie, so that it is in no link that is copied. `BrowserGuard`
-refuses other web pages. The headers let the page load nothing but its own files, and let no other page embed it.
+The page is bound to the loopback address unless the user says otherwise. If other machines can reach it, directly or
+through a proxy, every request needs a token, which the printed address contains. The browser gets it as a cookie, so
+that it is in no link that is copied. `BrowserGuard` refuses other web pages. The headers let the page load nothing but
+its own files, and let no other page embed it.
 """
 
 import hmac
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "ramify_token"
+COOKIE_PREFIX = "ramify_token_"  # with the port: browsers send the cookies of a host to all of its ports
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -63,12 +64,12 @@ class AccessControl:
         if self._token is None:
             await self._app(scope, receive, send_with_headers)
             return
-        request = Request(scope)
+        request, cookie = Request(scope), f"{COOKIE_PREFIX}{_get_port(scope)}"
         if self._matches(request.query_params.get("token")):
             response = RedirectResponse("/", 303)
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send_with_headers)
-        elif self._matches(request.cookies.get(COOKIE)):
+        elif self._matches(request.cookies.get(cookie)):
             await self._app(scope, receive, send_with_headers)
         else:
             text = "This page needs its token: open the address that 'ramify view' printed.\n"
@@ -76,3 +77,9 @@ class AccessControl:
 
     def _matches(self, value: str | None) -> bool:
         return value is not None and hmac.compare_digest(value.encode(), (self._token or "").encode())
+
+
+def _get_port(scope: Scope) -> int:
+    """Return the port that the server listens on."""
+    server = scope.get("server")
+    return server[1] if server else 0

@@ -1,6 +1,7 @@
-"""The state of a run: asked at its status address while it runs, read from its files otherwise."""
+"""The state of a run: asked at its status address while it runs on this machine, read from its files otherwise."""
 
 import platform
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ import msgspec
 from ramify.errors import ProviderError, RamifyError, failure_classes
 from ramify.launch.run_queries import has_finished, query_status
 from ramify.launch.run_record import read_record
-from ramify.orchestrate.snapshot import read_snapshot
+from ramify.orchestrate.snapshot import Snapshot, read_snapshot
 from ramify.store import Ledger, RunStore
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import find_writer
@@ -23,7 +24,7 @@ from ramify.view.run_folder import CONFIG_FILE
 RunKind = Literal["rl", "sft", "eval"]
 ActivityState = Literal["starting", "running", "unresponsive", "finished", "stopped", "ended", "planned", "damaged"]
 
-FRESH_SNAPSHOT = 60.0  # seconds for which a run on another machine may be running, after its last snapshot
+FRESH_SNAPSHOT = 60.0  # seconds between this machine's clock and the last snapshot of a run that runs on another one
 CURVE_POINTS = 60  # of the small curve in the list of runs
 CURVE_METRICS = ("reward/all/mean", "train/loss")  # the first that a run has is its small curve
 STATUS_TIMEOUT = 3.0  # seconds
@@ -74,8 +75,9 @@ def read_activity(path: Path, kind: RunKind) -> RunActivity:
         return RunActivity("planned")
     is_held = find_writer(path / LOCK_NAME) is not None
     snapshot = read_snapshot(path) if kind == "rl" else None
-    is_elsewhere = snapshot is not None and snapshot.host != platform.node() and snapshot.age < FRESH_SNAPSHOT
-    if kind == "rl" and (is_held or is_elsewhere):
+    if snapshot is not None and not is_held and _is_running_elsewhere(snapshot):
+        return RunActivity(_get_snapshot_state(snapshot, "running"), snapshot.status, snapshot.waits, snapshot.age)
+    if kind == "rl" and is_held:
         if (live := query_status(path, timeout=STATUS_TIMEOUT)) is not None:
             client, status = live
             try:
@@ -84,7 +86,7 @@ def read_activity(path: Path, kind: RunKind) -> RunActivity:
                 return RunActivity("unresponsive", status)
         if snapshot is None:
             return RunActivity("unresponsive")
-        state: ActivityState = "starting" if snapshot.status.get("state") == "starting" else "unresponsive"
+        state = _get_snapshot_state(snapshot, "unresponsive")
         return RunActivity(state, snapshot.status, snapshot.waits, snapshot.age)
     try:
         with open_last_commit(path) as store:
@@ -95,6 +97,18 @@ def read_activity(path: Path, kind: RunKind) -> RunActivity:
             return RunActivity("finished" if has_finished(store) else "stopped")
     except RamifyError as error:
         return RunActivity("damaged", problem=f"{error.name}: {error.message}")
+
+
+def _is_running_elsewhere(snapshot: Snapshot) -> bool:
+    """Return whether the snapshot is of a run on another machine that shares the folder.
+
+    The status address of such a run is not asked: anybody may have written the directory, and the address in it.
+    """
+    return snapshot.host != platform.node() and abs(time.time() - snapshot.time) < FRESH_SNAPSHOT
+
+
+def _get_snapshot_state(snapshot: Snapshot, default: ActivityState) -> ActivityState:
+    return "starting" if snapshot.status.get("state") == "starting" else default
 
 
 def summarize_run(name: str, path: Path) -> dict[str, Any]:
@@ -140,7 +154,7 @@ def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActiv
         "reward": None,
         "curve": [],
         "rollouts": 0,
-        "waits": [f"{wait['who']} waits for {wait['waits_for']}" for wait in activity.waits],
+        "waits": [f"{wait.get('who')} waits for {wait.get('waits_for')}" for wait in activity.waits],
         "updated": _last_change(path),
     }
     if activity.state not in ("planned", "damaged"):

@@ -29,9 +29,11 @@ async def serve_page(
 ) -> None:
     """Serve the runs in a folder until `stop` is set; `on_address` gets the address, with the token if one is needed.
 
+    `allowed_hosts` are the names under which proxies serve the page.
+
     Raises PortTaken if the port is in use, and ConfigInvalid if the host is no address of this machine.
     """
-    token = None if is_loopback(host) else make_token()
+    token = None if is_loopback(host) and not allowed_hosts else make_token()
     with contextlib.closing(RunQueries(folder)) as queries:
         app = build_app(queries, token=token, hosts=tuple(allowed_hosts))
         async with HttpServer(app, host, port, name="--port") as server:

@@ -1,0 +1,84 @@
+"""Who may read the page, and which addresses the page asks."""
+
+import asyncio
+import json
+import platform
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
+from ramify.store import RunStore
+from ramify.view.queries import RunQueries
+from ramify.view.server import build_app
+from ramify.view.serving import serve_page
+from tests.launch.status_stub import STATUS, WAITS, serve_status
+from tests.view.sample_runs import write_rl_run
+
+DEADLINE = 20.0  # seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "needs_token"),
+    [({}, False), ({"host": "0.0.0.0"}, True), ({"allowed_hosts": ["proxy.example"]}, True)],
+)
+def test_a_page_that_other_machines_can_reach_needs_a_token(tmp_path, options, needs_token):
+    async def get_address():
+        stop, addresses = asyncio.Event(), []
+
+        def announce(address):
+            addresses.append(address)
+            stop.set()
+
+        await asyncio.wait_for(serve_page(tmp_path, stop, announce, **options), DEADLINE)
+        return addresses[0]
+
+    assert ("?token=" in asyncio.run(get_address())) is needs_token
+
+
+def test_two_pages_of_one_host_keep_their_tokens_apart(tmp_path):
+    """Browsers send the cookies of a host to all of its ports."""
+    cookies = {}
+    for port, token in ((7420, "first"), (7421, "second")):
+        app = build_app(RunQueries(tmp_path), token=token)
+        client = TestClient(app, base_url=f"http://10.0.0.1:{port}", cookies=cookies, follow_redirects=False)
+        assert client.get("/api/runs").status_code == 401
+        assert client.get("/", params={"token": token}).status_code == 303
+        cookies |= dict(client.cookies)
+    for port, token in ((7420, "first"), (7421, "second")):
+        app = build_app(RunQueries(tmp_path), token=token)
+        client = TestClient(app, base_url=f"http://10.0.0.1:{port}", cookies=cookies)
+        assert client.get("/api/runs").status_code == 200
+
+
+def write_remote_snapshot(path, *, age):
+    """Write the snapshot of an orchestrator on another machine."""
+    write_snapshot(path, {**STATUS, "run": str(path)}, WAITS)
+    snapshot = json.loads((path / SNAPSHOT_FILE).read_text())
+    changes = {"host": f"not-{platform.node()}", "time": time.time() - age}
+    (path / SNAPSHOT_FILE).write_text(json.dumps({**snapshot, **changes}))
+
+
+def test_a_run_of_another_machine_is_shown_from_its_files_only(tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    write_remote_snapshot(path, age=5.0)
+    with serve_status(path, step=11):  # an address in the run directory, which somebody else may have written
+        run = RunQueries(tmp_path).get_run("run")
+    assert (run["state"], run["step"], run["wait_list"]) == ("running", 7, WAITS)
+    assert run["age"] == pytest.approx(5.0, abs=3.0)
+
+
+@pytest.mark.parametrize("age", [-3600.0, 3600.0])
+def test_a_snapshot_of_another_time_does_not_make_a_run_live(tmp_path, age):
+    path = write_rl_run(tmp_path / "run")
+    write_remote_snapshot(path, age=age)
+    assert RunQueries(tmp_path).get_run("run")["state"] == "finished"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"status": 1}', '{"time": "x", "host": 1, "pid": 1, "status": 1, "waits": 1}'])
+def test_a_damaged_snapshot_is_ignored(tmp_path, text):
+    path = write_rl_run(tmp_path / "run")
+    (path / SNAPSHOT_FILE).write_text(text)
+    with RunStore.open(path):
+        assert [run["state"] for run in RunQueries(tmp_path).list_runs()] == ["unresponsive"]
