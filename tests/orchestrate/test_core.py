@@ -100,7 +100,7 @@ def make_commit(core: OrchestratorCore, version: int) -> CommitRecord:
 
 async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
     """Drive the core like env servers, a trainer and engines do."""
-    await core.restart_trainer()
+    await core.register_trainer()
     version = core.ledger_progress.committed
     in_flight = []
     turns = 0
@@ -134,7 +134,8 @@ async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
             await core.acknowledge_step(version, core.ledger_progress.incarnation)
             version += 1
             if rng.random() < world.trainer_kill_rate:
-                version = (await core.restart_trainer()).committed
+                await core.register_trainer()
+                version = core.ledger_progress.committed
                 continue
             if version % 2 == 0 or version == world.steps:
                 await core.commit_version(make_commit(core, version))
@@ -421,10 +422,10 @@ def test_concurrent_calls_take_turns(ledger):
 def test_version_of_an_earlier_incarnation_frees_no_slot(ledger):
     async def main():
         core = await open_core(ledger, World())
-        marks = await core.restart_trainer()
-        core.record_applied_version(marks.incarnation - 1, 3)
+        replaced, newest = await core.register_trainer(), await core.register_trainer()
+        core.record_applied_version(replaced.incarnation, 3)
         assert core.admission.applied_version == 0
-        core.record_applied_version(marks.incarnation, 3)
+        core.record_applied_version(newest.incarnation, 3)
         assert core.admission.applied_version == 3
 
     asyncio.run(main())

@@ -44,7 +44,8 @@ def play_game(group: int, attempt: int) -> list[Trace]:
 async def drive(ledger: Ledger) -> None:
     """Run every step of the run; the trainer is replaced after each commit."""
     core = await open_core(ledger, WORLD, algorithm=RAE)
-    for step in range((await core.restart_trainer()).committed, WORLD.steps):
+    await core.register_trainer()
+    for step in range(core.ledger_progress.committed, WORLD.steps):
         for number in core.get_groups_to_score():
             await core.score_group(number)
         await core.issue_groups()

@@ -65,6 +65,13 @@ def train(ledger, step):
     run_all(ledger.record_served(step, incarnation=incarnation), ledger.acknowledge_step(step, incarnation=incarnation))
 
 
+def replace_trainer(ledger):
+    """Register a trainer that replaces another one."""
+    run_all(ledger.register_trainer())
+    if not ledger.progress().incarnation:
+        run_all(ledger.register_trainer())
+
+
 def make_commit(ledger, version):
     incarnation = ledger.progress().incarnation
     return CommitRecord(version, incarnation, f"step_{version:06}-{incarnation}", "digest")
@@ -175,7 +182,8 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
         record_batch(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
     run_all(ledger.commit_version(make_commit(ledger, 1)))
-    assert run_all(ledger.begin_incarnation()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
+    replace_trainer(ledger)
+    assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1, registered=1)
     assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
     with pytest.raises(TransitionRefused, match="already committed"):
         run_all(ledger.record_served(0, incarnation=1))
@@ -201,12 +209,13 @@ def test_a_step_belongs_to_the_trainer_that_committed_it_or_else_was_served_last
     train(ledger, 1)
     run_all(ledger.commit_version(make_commit(ledger, 1)))
     assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 0)
-    run_all(ledger.begin_incarnation())
+    replace_trainer(ledger)
     assert ledger.get_step_trainer(1) == 0
     train(ledger, 1)
     assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 1)
     train(ledger, 2)
-    run_all(ledger.commit_version(make_commit(ledger, 3)), ledger.begin_incarnation())
+    run_all(ledger.commit_version(make_commit(ledger, 3)))
+    replace_trainer(ledger)
     assert [ledger.get_step_trainer(step) for step in range(4)] == [0, 1, 1, None]
 
 
@@ -215,7 +224,7 @@ def test_replaced_trainer_changes_nothing(ledger):
     record_batch(ledger, 0, 0)
     train(ledger, 0)
     commit = make_commit(ledger, 1)
-    run_all(ledger.begin_incarnation())
+    replace_trainer(ledger)
     before = ledger.groups(), ledger.served_batches(), ledger.progress(), ledger.commits()
     for change in (
         lambda: ledger.record_served(0, incarnation=0),
@@ -367,7 +376,8 @@ def finished_run():
             record_batch(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            run_all(ledger.commit_version(make_commit(ledger, 1)), ledger.begin_incarnation())
+            run_all(ledger.commit_version(make_commit(ledger, 1)))
+            replace_trainer(ledger)
             train(ledger, 1)
             run_all(ledger.commit_version(make_commit(ledger, 2)))
             assert audit(ledger) == []

@@ -86,6 +86,7 @@ class Run(RuleBasedStateMachine):
         self.open()
         self.model = self.before = Model()
         self.last_change: tuple[int, int] = (0, 0)  # length of the log before and after it
+        self.run(lambda ledger: ledger.register_trainer())
         self.run(lambda ledger: ledger.declare_source("reverse", NUM_TASKS))
 
     def open(self) -> None:
@@ -177,7 +178,7 @@ class Run(RuleBasedStateMachine):
         expected = self.copy_model()
         expected.incarnation += 1
         expected.acknowledged = expected.committed
-        self.run(lambda ledger: ledger.begin_incarnation(), expected)
+        self.run(lambda ledger: ledger.register_trainer(), expected)
 
     @rule(share=st.floats(0, 1))
     def kill_run(self, share: float) -> None:

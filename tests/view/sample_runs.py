@@ -69,7 +69,8 @@ def write_rl_run(path: Path, *, num_groups: int = 4, texts: dict[tuple[int, int]
 async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int, int], str]) -> None:
     ledger, log = Ledger.open(store), RunLog(store)
     log.log_event("started", committed=0, incarnation=0)
-    incarnation = (await ledger.begin_incarnation()).incarnation
+    await ledger.register_trainer()  # it is replaced
+    incarnation = (await ledger.register_trainer()).incarnation
     for number in range(num_groups):
         group = GroupRecord(number, "reverse", number, 3)
         await ledger.issue_group(group)

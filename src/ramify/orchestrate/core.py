@@ -40,6 +40,7 @@ from ramify.orchestrate.top_logprobs import (
 from ramify.store import RolloutRecord
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.store.ledger_tables import TrainerRegistration
 from ramify.trace import Forest, Trace
 
 ALGORITHM_STATE_PREFIX = "algorithm/"  # of the ledger keys for the state of each source's algorithm
@@ -85,7 +86,7 @@ class OrchestratorCore:
     ) -> "OrchestratorCore":
         """Start a run, or restore it from the ledger; only attempts without a result are queued.
 
-        The caller must then call `record_applied_version` if trainer and engines are still alive, or `restart_trainer`
+        The caller must then call `record_applied_version` if trainer and engines are still alive, or `register_trainer`
         if they are not. Until it does, the committed version counts as applied.
         """
         core = cls(ledger, source_mix, sources, scoring_rules, AdmissionControl(limits, max_steps=max_steps))
@@ -282,21 +283,12 @@ class OrchestratorCore:
         await self.ledger.commit_version(commit)
         self.ledger_progress = self.ledger.progress()
 
-    async def register_trainer(self) -> bool:
-        """Register a new trainer; return whether it replaces another one, and so starts at the committed version."""
-        if is_replacement := bool(self.ledger_progress.registered):
-            await self.restart_trainer()
-        else:
-            await self.ledger.record_first_trainer()
-            self.ledger_progress = self.ledger.progress()
-        return is_replacement
-
-    async def restart_trainer(self) -> LedgerProgress:
-        """Start a new incarnation at the committed version; the trainer gets all later batches again, unchanged."""
+    async def register_trainer(self) -> TrainerRegistration:
+        """Register a new trainer, which starts at the committed version and gets all later batches, unchanged."""
         async with self._numbering_lock:
-            await self.ledger.begin_incarnation()
+            registration = await self.ledger.register_trainer()
             self._rewind_to_committed()
-        return self.ledger_progress
+        return registration
 
     async def drop_open_groups(self) -> None:
         """Drop all open groups with the reason RUN_ENDED. Raises TransitionRefused before the last batch is formed."""

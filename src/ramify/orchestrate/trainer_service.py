@@ -91,14 +91,17 @@ class TrainerService:
     async def handle_hello(self, message: IncomingRequest) -> WireMessage:
         """Register a trainer. A new one starts a new incarnation, unless it is the first of the run."""
         request = message.decode(RegisterRequest)
-        if request.incarnation is not None:
-            self._check_incarnation(request.incarnation)
-        elif await self._core.register_trainer():
-            self._on_trainer_replaced()
-            await self.notify_waiters()
+        incarnation = request.incarnation
+        if incarnation is None:
+            registration = await self._core.register_trainer()
+            incarnation = registration.incarnation
+            if registration.is_replacement:
+                self._on_trainer_replaced()
+                await self.notify_waiters()
+        self._check_incarnation(incarnation)  # another trainer may have registered during an await
         self.has_trainer, self._encoded_shares, self._last_trained = True, {}, None
         self._pack_spec, self._num_ranks = request.pack_spec, request.world_size
-        committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
+        committed = self._core.ledger_progress.committed
         commit = self._core.ledger.get_commit(committed)
         reply = RegisterReply(
             committed=committed,

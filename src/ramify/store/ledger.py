@@ -23,6 +23,7 @@ from ramify.store.ledger_tables import (
     CommitRecord,
     GroupRecord,
     LedgerProgress,
+    TrainerRegistration,
 )
 from ramify.store.rollout_table import RolloutRecord
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, EpisodeData, RunStore, TableChange
@@ -242,14 +243,18 @@ class Ledger:
 
         await self._submit_change(apply)
 
-    async def record_first_trainer(self) -> None:
-        """Record that a trainer has registered: every later one begins a new incarnation."""
-        await self._submit_change(lambda connection: _set_progress(connection, "registered", 1))
+    async def register_trainer(self) -> TrainerRegistration:
+        """Register a new trainer. Unless it is the first, it has a new incarnation, and repeats uncommitted steps."""
+        registrations: list[TrainerRegistration] = []
 
-    async def begin_incarnation(self) -> LedgerProgress:
-        """Begin a new incarnation of the trainer, which repeats the steps after the last committed version."""
-        await self._submit_change(_begin_incarnation)
-        return self.progress()
+        def apply(connection: sqlite3.Connection) -> None:
+            if is_replacement := bool(_get_progress(connection, "registered")):
+                _begin_incarnation(connection)
+            _set_progress(connection, "registered", 1)
+            registrations.append(TrainerRegistration(_get_progress(connection, "incarnation"), is_replacement))
+
+        await self._submit_change(apply)
+        return registrations[-1]
 
     async def roll_back(self, version: int, directory: str) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.

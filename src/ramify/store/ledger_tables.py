@@ -140,3 +140,11 @@ class LedgerProgress:
     acknowledged: int = 0
     incarnation: int = 0
     registered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRegistration:
+    """What a new trainer was given. `is_replacement` says whether another trainer had registered before."""
+
+    incarnation: int
+    is_replacement: bool
