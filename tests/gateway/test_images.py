@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import resource
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from ramify.gateway.session import MAX_IMAGE_BYTES
 from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_family
 from ramify.render import load_renderer
+from ramify.render.prompt_images import MAX_PROMPT_IMAGES
 from ramify.trace import Media, decode_trace, encode_trace
 from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
@@ -146,6 +148,31 @@ def test_images_of_tool_results_reach_the_model(run_scenario, vision):
         assert [image["hash"] for image in scenario.engine.asked[0]["images"]] == [RED.hash]
 
     run_scenario(["red"], check, renderer=vision)
+
+
+def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_images(run_scenario, tmp_path):
+    directory = write_vision_model(tmp_path, "tiny")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
+    num_images = MAX_PROMPT_IMAGES + 1  # the limit is for images that the model sees
+    images = [{"type": "image_url", "image_url": {"url": data_url(make_square((n, 0, 0)))}} for n in range(num_images)]
+    call = {"id": "c1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": images},
+    ]
+
+    async def check(scenario: Scenario) -> None:
+        answer = await scenario.post("/chat/completions", {"messages": messages})
+        assert answer.status_code == 200, answer.text
+        assert scenario.trace.nodes[2].message.text.count("100 x 100 pixels") == num_images
+        assert not scenario.trace.graph.media
+        user_message = {"role": "user", "content": images[:1]}
+        answer = await scenario.post("/chat/completions", {"messages": [user_message]})
+        assert answer.json()["error"]["type"] == "ModelUnsupported" and "gemma3" in answer.text
+
+    run_scenario(["red"], check, renderer=load_renderer(directory))
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.render import TokenHistory
-from ramify.render.prompt_images import PromptImage, check_image_count, without_data
-from ramify.trace import Media, ModelCall, Trace
+from ramify.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
+from ramify.trace import Media, Message, ModelCall, Trace
 
 RETRY_BACKOFF = 0.25  # seconds before the first retry of a failed sample; doubled each time
 MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout
@@ -123,17 +123,21 @@ class RolloutSession:
     async def check_and_process_images(self, request: ModelRequest) -> None:
         """Check and process the new images of a request. To be called before `start_call` and `keeps_history`.
 
-        Raises ImageInvalid if an image cannot be used, or if there are too many of them.
+        Raises ImageInvalid if an image cannot be used, or if there are too many of them. Images that the policy only
+        gets described do not count.
         """
-        new_images = [image for hash, image in request.media.items() if hash not in self._media]
+        if not request.media:
+            return
+        policy, messages, media = self._adapt(request)
+        new_images = [image for hash, image in media.items() if hash not in self._media]
         if not new_images:
             return
-        check_image_count(len(request.media))
+        check_image_count(len(find_image_parts(messages)))
         num_bytes = sum(len(image.data) for image in (*self._media.values(), *new_images))
         if num_bytes > MAX_IMAGE_BYTES:
             raise ImageInvalid(f"image: a rollout may have {MAX_IMAGE_BYTES} bytes of images; this makes {num_bytes}")
         async with fail_after(self.call_timeout, "processing the images of a request"):
-            await self._select_policy(request).process_images(new_images)
+            await policy.process_images(new_images)
 
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
@@ -236,20 +240,27 @@ class RolloutSession:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _select_policy(self, request: ModelRequest) -> Policy:
-        return self.models.get(request.model, self.policy)
+    def _adapt(self, request: ModelRequest) -> tuple[Policy, Sequence[Message], Mapping[str, Media]]:
+        """Return the policy of a request, its messages in the form that the policy accepts, and their media.
+
+        Media of the request that these messages do not contain are left out.
+        """
+        policy = self.models.get(request.model, self.policy)
+        available = {**self._media, **request.media} if request.media else self._media
+        messages = policy.adapt(request.messages, available, starts_conversation=request.parent_node is None)
+        hashes = {part.hash for part in find_image_parts(messages)} if request.media else set[str]()
+        return policy, messages, {hash: media for hash, media in request.media.items() if hash in hashes}
 
     def _find_or_insert_position(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
         """Return the policy of a request, and the node of its conversation trie after the request's messages.
 
         Messages that are new are inserted, and the request's media are stored. Raises RequestInvalid.
         """
-        policy = self._select_policy(request)
+        policy, messages, media = self._adapt(request)
         trie = self._trie_by_policy.get(id(policy))
         if trie is None:
             trie = self._trie_by_policy[id(policy)] = ConversationTrie()
-        self._media.update(request.media)
-        messages = policy.adapt(request.messages, self._media, starts_conversation=request.parent_node is None)
+        self._media.update(media)
         if request.parent_node is None:
             if not messages:
                 raise RequestInvalid("messages: expected at least one message, found none")
