@@ -9,6 +9,7 @@ from PIL import Image
 from ramify.errors import ImageInvalid
 from ramify.images import decode_image, describe_image, read_image_header
 from ramify.images.decode import MAX_BYTES, check_image
+from ramify.images.image_header import MAX_JPEG_MARKERS
 from tests.images.samples import encode_image, make_animation, make_pixels, make_png_header
 
 PNG = encode_image(make_pixels(40, 30))
@@ -43,6 +44,15 @@ def test_a_bomb_is_refused_without_decoding_it():
     with pytest.raises(ImageInvalid):
         decode_image(make_png_header(30_000, 30_000))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kilobytes
+
+
+def test_a_jpeg_of_fill_bytes_and_markers_is_not_walked_byte_by_byte():
+    fill = b"\xff" * 2**20
+    assert read_image_header(JPEG[:2] + fill + JPEG[2:]) == read_image_header(JPEG)
+    assert read_image_header(JPEG[:2] + fill) is None
+    restart = b"\xff\xd0"  # a marker without a length
+    assert read_image_header(JPEG[:2] + 10 * restart + JPEG[2:]) == read_image_header(JPEG)
+    assert read_image_header(JPEG[:2] + 2 * MAX_JPEG_MARKERS * restart + JPEG[2:]) is None
 
 
 @pytest.mark.parametrize(

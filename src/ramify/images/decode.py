@@ -22,10 +22,15 @@ RgbArray = npt.NDArray[np.uint8]
 """Pixels as [height, width, 3]."""
 
 
+def check_image_size(num_bytes: int) -> None:
+    """Raise ImageInvalid if an image has too many bytes."""
+    if num_bytes > MAX_BYTES:
+        raise ImageInvalid(f"image: {num_bytes} bytes are more than the limit of {MAX_BYTES}; send a smaller image")
+
+
 def check_image(data: bytes) -> None:
     """Raise ImageInvalid if the data is too large or no PNG, JPEG or WebP. Nothing is decoded."""
-    if len(data) > MAX_BYTES:
-        raise ImageInvalid(f"image: {len(data)} bytes are more than the limit of {MAX_BYTES}; send a smaller image")
+    check_image_size(len(data))
     if data.startswith(ADDRESS_SCHEMES):
         raise ImageInvalid(
             f"image: expected a data URL, found {data.decode(errors='replace')[:80]!r}; addresses are not fetched"

@@ -4,12 +4,15 @@ The size is known before any pixel is decoded, so that an image which would fill
 a few bytes. It needs no Pillow, so that every installation can describe an image.
 """
 
+import re
 import struct
 from dataclasses import dataclass
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 JPEG_SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # frame headers; the three are other tables
 JPEG_BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a length
+JPEG_FILL = re.compile(rb"\xff+")
+MAX_JPEG_MARKERS = 1000  # read before the size; a JPEG of an attacker may have millions
 MIME_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 """The mime types of the formats that are accepted."""
 
@@ -57,18 +60,17 @@ def describe_image(data: bytes, hash: str) -> str:
 
 def _read_jpeg_header(data: bytes) -> ImageHeader | None:
     position = 2
-    while position < len(data):
-        if data[position] != 0xFF:
+    for _ in range(MAX_JPEG_MARKERS):
+        fill = JPEG_FILL.match(data, position)  # a marker may have any number of bytes 255 before its own
+        if fill is None:
             return None
-        marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
-            continue
+        position = fill.end()
+        marker = data[position]
         if marker in JPEG_SIZE_MARKERS:
-            height, width = struct.unpack_from(">HH", data, position + 5)
+            height, width = struct.unpack_from(">HH", data, position + 4)
             return ImageHeader("jpeg", width, height)
-        length = 0 if marker in JPEG_BARE_MARKERS else int.from_bytes(data[position + 2 : position + 4], "big")
-        position += 2 + length
+        length = 0 if marker in JPEG_BARE_MARKERS else int.from_bytes(data[position + 1 : position + 3], "big")
+        position += 1 + length
     return None
 
 
