@@ -11,7 +11,8 @@ from urllib.parse import unquote
 
 from ramify.errors import ImageInvalid
 from ramify.images import read_image_header
-from ramify.images.decode import MAX_BYTES
+from ramify.images.decode import check_image_size
+from ramify.images.image_file import read_image_file
 from ramify.images.image_header import MIME_TYPES
 from ramify.trace import Media
 
@@ -22,11 +23,11 @@ FILE_SCHEME = "file://"
 def media_from_url(url: str, *, read_files: bool = False) -> Media:
     """Return the image of a data URL, or an entry that holds any other URL.
 
-    With `read_files`, which only environments may set, a file such as `file:///data/cat.png` is read. Raises
-    ImageInvalid.
+    With `read_files`, which only environments may set, an image file such as `file:///data/cat.png` is read.
+    Raises ImageInvalid.
     """
     if read_files and url.startswith(FILE_SCHEME):
-        return _read_file(Path(unquote(url.removeprefix(FILE_SCHEME))))
+        return _build_media(read_image_file(Path(unquote(url.removeprefix(FILE_SCHEME)))), "")
     if not url.startswith("data:"):
         return Media.from_bytes(url.encode(), URI_LIST_MIME)
     head, comma, data = url.partition(",")
@@ -37,21 +38,13 @@ def media_from_url(url: str, *, read_files: bool = False) -> Media:
 
 
 def media_from_base64(data: str, mime: str) -> Media:
-    """Return the image of a base64 text."""
+    """Return the image of a base64 text. Raises ImageInvalid."""
+    check_image_size(len(data) * 3 // 4 - 2)  # padding may stand for two bytes
     try:
         decoded = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageInvalid(f"image: not valid base64: {error}") from error
     return _build_media(decoded, mime)
-
-
-def _read_file(path: Path) -> Media:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ImageInvalid(f"image: {path} has more than {MAX_BYTES} bytes; make it smaller")
-        return _build_media(path.read_bytes(), "application/octet-stream")
-    except OSError as error:
-        raise ImageInvalid(f"image: {path} cannot be read: {error.strerror}") from error
 
 
 def _build_media(data: bytes, mime: str) -> Media:

@@ -1,16 +1,19 @@
 """Parse the content of a message of a dataset: text, or parts of text and images.
 
 An image is given inside its part (OpenAI's `image_url`, or `image`, `path` or `url` of a part of type `image`), or the
-part only says `{"type": "image"}` and the row has a column with its images in order. It is a data URL, a file beside
-the dataset, bytes, or a table with `bytes` or `path`, as Hugging Face datasets store images. Nothing is downloaded.
+part only says `{"type": "image"}` and the row has a column with its images in order. It is a data URL, a file below
+the directory of the dataset, bytes, or a table with `bytes` or `path`, as Hugging Face datasets store images. Nothing
+is downloaded.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ramify.dialects.media import media_from_url
 from ramify.images import check_image, read_image_header
+from ramify.images.image_file import read_image_file
 from ramify.images.image_header import MIME_TYPES
 from ramify.trace import Media, MediaPart, TextPart
 
@@ -21,7 +24,7 @@ class ContentParser:
     """Parses the contents of one dataset, whose files are below `directory`. Equal images are kept once."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory = Path(os.path.normpath(directory))
         self._known: dict[str, Media] = {}
 
     def parse(
@@ -67,7 +70,9 @@ class ContentParser:
             raise ValueError(f"an image is {value!r:.60}; expected a data URL, a file or bytes")
         if value.startswith("data:"):
             return media_from_url(value).data
-        try:
-            return (self._directory / value).read_bytes()
-        except OSError as error:
-            raise ValueError(f"an image cannot be read: {error}") from error
+        path = Path(
+            os.path.normpath(self._directory / value)
+        )  # symbolic links may leave: Hugging Face's cache has them
+        if not path.is_relative_to(self._directory):
+            raise ValueError(f"an image is {value!r:.200}; expected a file below the directory of the dataset")
+        return read_image_file(path)
