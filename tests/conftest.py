@@ -3,6 +3,7 @@
 Properties have two sizes: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for a long search.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 TIME_DEPENDENT_CHECKS = [HealthCheck.too_slow]
 
 settings.register_profile(
-    "bounded", max_examples=50, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
+    "bounded", max_examples=30, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
 )
 settings.register_profile(
     "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=TIME_DEPENDENT_CHECKS
@@ -31,8 +32,18 @@ SHARED_FIXTURES = "tests/rl/"  # a directory whose modules share the run of a pa
 
 
 def pytest_collection_modifyitems(items):
-    """Start the slowest tests first: the others fill the time of the second worker."""
+    """Skip what is marked `full`, and start the slowest tests first: the others fill the time of the second worker."""
+    for item in items:
+        if (mark := item.get_closest_marker("full")) and not os.environ.get("RAMIFY_FULL"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED_FIXTURES))
+
+
+def pytest_collection_finish():
+    """Keep the garbage collector from traversing a million objects of imported modules again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,6 +15,7 @@ from ramify.runtime.bwrap import find_unsupported_reason
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.full("a run; tests/harness and tests/rl have the parts")
 @pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}")
 @pytest.mark.skipif(find_spec("openai") is None, reason="openai is not installed")
 def test_ten_lines_train_an_agent_program_in_a_sandbox(tmp_path):

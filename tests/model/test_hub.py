@@ -177,22 +177,17 @@ def test_other_names_do_not_use_the_hub(remote, tmp_path, monkeypatch):
             fetch_model(name, log=pytest.fail)
 
 
-def test_commands_download_and_dry_runs_do_not(remote, tmp_path, capsys):
-    arguments = [
-        "eval",
-        "reverse-text",
-        "-m",
-        NAME,
-        "-o",
-        str(tmp_path),
-        "--num_tasks",
-        "1",
-        "--sampling.max_tokens",
-        "4",
-    ]
-    assert main([*arguments, "--dry-run"]) == 2
+EVAL = ("eval", "reverse-text", "-m", NAME, "--num_tasks", "1", "--sampling.max_tokens", "4", "-o")
+
+
+def test_dry_runs_do_not_download(remote, tmp_path, capsys):
+    assert main([*EVAL, str(tmp_path), "--dry-run"]) == 2
     assert f"ramify model fetch {NAME}" in capsys.readouterr().err
     assert remote.sent == []
-    assert main(arguments) == 0
+
+
+@pytest.mark.full("starts an engine")
+def test_commands_download(remote, tmp_path, capsys):
+    assert main([*EVAL, str(tmp_path)]) == 0
     assert f"downloading {NAME}" in capsys.readouterr().err
     assert "model.safetensors" in remote.sent

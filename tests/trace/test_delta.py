@@ -296,7 +296,7 @@ def test_invalid_value_raises_by_name_and_the_encoder_continues():
 
 
 def test_large_trace_round_trips_through_deltas():
-    num_turns = 1600 if os.environ.get("RAMIFY_FULL") else 600
+    num_turns = 1600 if os.environ.get("RAMIFY_FULL") else 300
     script = big_script(5, num_turns)
     trace, deltas = sent(script, random.Random(5))
     num_runs = len(list(trace.graph.runs()))

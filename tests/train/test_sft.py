@@ -289,7 +289,11 @@ def read_weights(path: Path) -> bytes:
     return file.read_bytes()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(False, marks=pytest.mark.full("LoRA is killed, too")), True],
+    ids=["full", "lora"],
+)
 def test_a_killed_run_resumes_exactly(world, lora):
     trainer = {"lora": {"enabled": True, "rank": 4}} if lora else {}
     name = "lora" if lora else "full"

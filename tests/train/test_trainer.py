@@ -161,7 +161,7 @@ def test_training_lowers_the_loss():
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("type", ["adamw", "muon"])
+@pytest.mark.parametrize("type", ["adamw", pytest.param("muon", marks=pytest.mark.full("the rounding is the same"))])
 def test_bfloat16_computes_with_rounded_weights_and_keeps_small_updates(type):
     exact, rounded = make_trainer(type=type, lr=1e-5), make_trainer(type=type, lr=1e-5, dtype=torch.bfloat16)
     before = copy_weights(rounded)

@@ -12,7 +12,7 @@ from ramify.errors import Failure
 from ramify.wire import PROTOCOL_VERSION, IncomingRequest, WireClient, WireMessage, WireServer, WireSettings, headers
 from ramify.wire.address import make_proof
 
-COUNT = 10_000 if os.environ.get("RAMIFY_FULL") else 500
+COUNT = 10_000 if os.environ.get("RAMIFY_FULL") else 200
 SETTINGS = WireSettings(heartbeat_interval=0.1, server_timeout=10.0, session_timeout=5.0, max_frame_bytes=1 << 20)
 
 
