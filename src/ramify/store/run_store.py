@@ -65,8 +65,9 @@ class RunStore:
     def open(cls, path: Path, *, write: bool = True, lock: bool = True, required_fact: str | None = None) -> Self:
         """Open the run at `path`. With `write`, create it if missing and truncate torn writes; else open it read-only.
 
-        A reader without `lock` may open a run that is being written, and does not keep others from writing it. It
-        should close the run soon, because the write-ahead log of SQLite grows while a reader uses it.
+        A reader without `lock` may open a run that is being written, and does not keep others from writing it. All that
+        it reads is of one commit, the last when it was opened. It should close the run soon, because the write-ahead
+        log of SQLite grows while a reader uses it.
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
@@ -211,9 +212,23 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _connect_readonly(path: Path) -> sqlite3.Connection:
-    """Open the database such that nothing can be written through this connection."""
-    uri = f"file:{quote(str((path / DATABASE_NAME).absolute()))}?mode=ro"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0, check_same_thread=False)
+    """Open the database such that nothing can be written through this connection, and all of it is of one commit."""
+    connection = sqlite3.connect(
+        make_readonly_uri(path), uri=True, isolation_level=None, timeout=5.0, check_same_thread=False
+    )
+    connection.execute("BEGIN")
+    return connection
+
+
+def make_readonly_uri(path: Path) -> str:
+    """Return the address of a run's database for a connection of SQLite that only reads.
+
+    SQLite needs two files beside a database with a write-ahead log, even to read. In a directory where they neither
+    exist nor can be made, such as that of an archived run, nobody writes the run, and it is read without them.
+    """
+    file = path.absolute() / DATABASE_NAME
+    is_archived = not os.access(path, os.W_OK) and not file.with_name(f"{DATABASE_NAME}-wal").exists()
+    return f"file:{quote(str(file))}?mode=ro{'&immutable=1' if is_archived else ''}"
 
 
 def acquire_lock(path: Path, *, write: bool = True) -> int:

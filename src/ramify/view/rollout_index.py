@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.errors import RamifyError, TraceCorrupt
-from ramify.store.index import DATABASE_NAME
+from ramify.store.run_store import make_readonly_uri
 from ramify.store.run_writer import to_storage_error
 from ramify.trace import Timing, Trace
 from ramify.view.run_state import open_last_commit
@@ -95,9 +95,9 @@ class RolloutIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = path / INDEX_FILE
-        if not os.access(path, os.W_OK):
-            self.file = Path(tempfile.mkdtemp(prefix="ramify-view-")) / INDEX_FILE
+        is_writable = os.access(path, os.W_OK)
+        self._folder = None if is_writable else tempfile.TemporaryDirectory(prefix="ramify-view-")
+        self.file = (path if self._folder is None else Path(self._folder.name)) / INDEX_FILE
         self._lock = threading.Lock()
         self._facets: tuple[int, dict[str, dict[str, int]]] | None = None
         self._thread: threading.Thread | None = None
@@ -108,10 +108,12 @@ class RolloutIndex:
             _create_tables(connection)
 
     def close(self) -> None:
-        """Stop indexing."""
+        """Stop indexing. An index that could not be stored with the run is removed."""
         self._is_closed.set()
         if self._thread is not None:
             self._thread.join(BUSY_TIMEOUT)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     # -- queries -------------------------------------------------------------------------------------------------
 
@@ -234,12 +236,12 @@ class RolloutIndex:
     @contextlib.contextmanager
     def _connect(self) -> Generator[sqlite3.Connection]:
         """Yield a connection to the index, with the run's database attached read-only as `run`."""
-        index_uri, run_uri = (f"file:{quote(str(file.absolute()))}" for file in (self.file, self.path / DATABASE_NAME))
+        index_uri = f"file:{quote(str(self.file.absolute()))}"
         connection = sqlite3.connect(index_uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")  # an index that is lost is built again
-            connection.execute("ATTACH ? AS run", (f"{run_uri}?mode=ro",))
+            connection.execute("ATTACH ? AS run", (make_readonly_uri(self.path),))
             yield connection
         finally:
             connection.close()
