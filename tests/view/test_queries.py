@@ -11,11 +11,12 @@ from ramify.cli.app import main
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import Ledger, RunStore
+from ramify.view import run_state
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_index import RolloutFilter, RolloutIndex
 from ramify.view.token_check import _compare
 from tests.launch.status_stub import WAITS, serve_status
-from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run
+from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run, write_token_stats
 
 DEADLINE = 20.0  # seconds for the index
 
@@ -96,6 +97,26 @@ def test_an_eval_has_scores_with_intervals(queries):
     assert names[0] == "avg@2"
 
 
+def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
+    write_eval_run(tmp_path / "other")
+    path = write_rl_run(tmp_path / "run")
+    summarized, summarize = [], run_state.summarize_run
+    monkeypatch.setattr(
+        "ramify.view.queries.summarize_run", lambda name, path: summarized.append(name) or summarize(name, path)
+    )
+    queries = RunQueries(tmp_path)
+    first = queries.list_runs()
+    assert queries.list_runs() == first
+    assert sorted(summarized) == ["other", "run"]
+    with RunStore.open(path) as store:
+        trace = make_trace("late", 0, [50, 2], 0.25)
+        asyncio.run(store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace]))
+        assert {run["name"]: run["state"] for run in queries.list_runs()} == {"run": "unresponsive", "other": "ended"}
+    [run] = [run for run in queries.list_runs() if run["name"] == "run"]
+    assert (run["state"], run["rollouts"]) == ("finished", 13)
+    assert summarized[2:] == ["run", "run"]
+
+
 def test_metrics_are_read_by_name_and_only_the_new_ones_on_request(queries):
     answer = queries.get_metrics("run", ["entropy"])
     assert answer["points"] == {"entropy": [(0, 1.0), (1, 0.5), (2, 1 / 3)]}
@@ -149,12 +170,15 @@ def test_the_index_follows_a_run_that_is_being_written(tmp_path):
     index.close()
 
 
-def test_an_index_that_cannot_be_stored_with_the_run_is_stored_elsewhere(folder, monkeypatch):
+def test_a_run_that_cannot_be_written_is_shown_and_nothing_is_stored_with_it(tmp_path, monkeypatch):
+    path = write_rl_run(tmp_path / "run")
+    files = {file.name for file in path.iterdir()}
     monkeypatch.setattr("os.access", lambda *_: False)
-    index = RolloutIndex(folder / "run")
-    assert index.refresh(wait=DEADLINE) == 1.0
-    assert index.file.parent != folder / "run"
-    index.close()
+    queries = RunQueries(tmp_path)
+    assert len(list_ids(queries)) == 12
+    assert queries.get_run("run")["state"] == "finished"
+    queries.close()
+    assert {file.name for file in path.iterdir()} == files
 
 
 def test_a_rollout_has_its_messages_as_a_tree(queries):
@@ -175,6 +199,39 @@ def test_tokens_have_the_values_that_are_stored_for_them(queries):
     assert node["values"]["advantage"] == [None, 0.0, 0.0, 0.0, 0.0]
     assert node["values"]["logprob"] == [None, -0.1, -0.2, -0.3, -0.4]
     assert node["values"]["version"] == [None, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_trained_tokens_have_the_values_of_the_trainer(queries):
+    [node] = queries.get_tokens("run", "1.1", 0, [1])
+    assert node["values"]["entropy"] == [None, 0.0, 0.5, 1.0, 1.5]
+    assert node["values"]["mismatch"] == pytest.approx([None, 0.0, -0.01, -0.02, -0.03], abs=1e-6)
+    measures = {entry["name"]: entry for entry in queries.get_rollout("run", "1.1")["traces"][0]["measures"]}
+    assert [entry["token"] for entry in measures["entropy"]["extremes"]] == [4, 3, 2, 1]
+    assert [entry["token"] for entry in measures["mismatch"]["extremes"]] == [4, 3, 2, 1]
+    assert "sampler" in measures["mismatch"]["description"]
+
+
+def read_served(path):
+    with RunStore.open(path, write=False) as store:
+        return Ledger.open_readonly(store).served_batches()
+
+
+def test_values_of_the_trainer_are_shown_only_where_they_were_recorded(tmp_path):
+    path = write_rl_run(tmp_path / "run", num_groups=3)
+    stats = sorted((path / "token_stats").iterdir())
+    stats[0].unlink()
+    stats[1].write_bytes(b"damaged")
+    queries = RunQueries(tmp_path)
+    for id in ("0.0", "1.0", "2.0"):  # not recorded; damaged; a group that was dropped
+        names = [entry["name"] for entry in queries.get_rollout("run", id)["traces"][0]["measures"]]
+        assert "logprob" in names
+        assert not {"entropy", "mismatch"} & set(names)
+    [trainer] = {incarnation for incarnation, _, _ in read_served(path)}
+    write_token_stats(path, 0, trainer + 1, [make_trace("0.0", 0, [50, 51, 52, 2], 1.0)])  # one that does not count
+    assert "entropy" not in queries.get_tokens("run", "0.0", 0, [1])[0]["values"]
+    write_token_stats(path, 0, trainer, [make_trace("0.0", 0, [50, 51, 52, 2], 1.0)])
+    assert "entropy" in queries.get_tokens("run", "0.0", 0, [1])[0]["values"]
+    queries.close()
 
 
 def test_the_reward_changes_where_attempts_part(queries):

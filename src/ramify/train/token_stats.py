@@ -8,6 +8,7 @@ replaced trainer never writes over the values of its successor; the ledger knows
 import io
 import re
 import zipfile
+import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,15 +42,31 @@ class TokenStats:
     logprob: Float32Array
     entropy: npt.NDArray[np.float16]
 
+    def select_trace(self, trace_id: str) -> "TokenStats":
+        """Return the rows of one trace; looking for its nodes in them is quicker than in those of the whole step."""
+        rows = self._find_rows(trace_id)
+        return TokenStats(
+            self.trace_ids,
+            self.trace[rows],
+            self.node[rows],
+            self.depth[rows],
+            self.logprob[rows],
+            self.entropy[rows],
+        )
+
     def select_node(self, trace: Trace, node: int) -> tuple[Float32Array, Float32Array]:
         """Return logprob and entropy of each token of a node; NaN for tokens that were not trained."""
         graph = trace.graph
         size = graph.token_stop(node) - graph.token_start(node)
         logprobs, entropies = np.full((2, size), np.nan, np.float32)
-        rows = np.flatnonzero((self.trace_ids[self.trace] == trace.id) & (self.node == node))
-        offsets = self.depth[rows] - (len(graph.path_tokens(node)) - size)
+        rows = self._find_rows(trace.id)
+        rows = rows[self.node[rows] == node]
+        offsets = self.depth[rows] - graph.depth(node)
         logprobs[offsets], entropies[offsets] = self.logprob[rows], self.entropy[rows]
         return logprobs, entropies
+
+    def _find_rows(self, trace_id: str) -> npt.NDArray[np.intp]:
+        return np.flatnonzero(np.isin(self.trace, np.flatnonzero(self.trace_ids == trace_id)))
 
 
 class TokenStatsWriter:
@@ -83,22 +100,27 @@ class TokenStatsWriter:
                     path.unlink(missing_ok=True)
 
 
+def list_token_stats(run: Path, step: int, incarnation: int) -> list[Path]:
+    """Return the files that the trainer of `incarnation` wrote for a step, one per rank; none if it recorded none."""
+    token = FencingToken.from_number(incarnation)
+    return sorted((run / TOKEN_STATS_DIR).glob(FILE_NAME.format(step=step, token=token, rank="*")))
+
+
 def read_token_stats(run: Path, step: int, incarnation: int) -> TokenStats:
     """Return the values of all tokens that the trainer of `incarnation` trained in a step.
 
     Raises BatchCorrupt if they are missing or damaged.
     """
-    token = FencingToken.from_number(incarnation)
-    paths = sorted((run / TOKEN_STATS_DIR).glob(FILE_NAME.format(step=step, token=token, rank="*")))
+    paths = list_token_stats(run, step, incarnation)
     if not paths:
-        problem = f"{run} has no token stats of step {step} by trainer {token}"
+        problem = f"{run} has no token stats of step {step} by trainer {FencingToken.from_number(incarnation)}"
         raise BatchCorrupt(f"{problem}; expected trainer.record_token_stats = true")
     try:
         parts: list[TokenStats] = []
         for path in paths:
             with np.load(path, allow_pickle=False) as archive:
                 parts.append(TokenStats(*(archive[column.name] for column in fields(TokenStats))))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise BatchCorrupt(f"the token stats of step {step} of {run} cannot be read: {error}") from error
     return TokenStats(**_concat_columns(parts))
 

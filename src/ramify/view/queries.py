@@ -2,29 +2,45 @@
 
 import tomllib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
+from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores
 from ramify.images import elide_data_urls
 from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
+from ramify.train.token_stats import TokenStats
 from ramify.view.forest_view import annotate_all, describe_forest
+from ramify.view.last_used import MAX_CACHED, LastUsed
 from ramify.view.reward_changes import compute_reward_changes
 from ramify.view.rollout_index import SORT_COLUMNS, RolloutFilter, RolloutIndex
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
 from ramify.view.run_folder import CONFIG_FILE, RunFolder
-from ramify.view.run_state import describe_run, has_metrics, open_last_commit, read_config, summarize_run
+from ramify.view.run_state import (
+    LASTING_STATES,
+    describe_run,
+    has_metrics,
+    open_last_commit,
+    read_change_key,
+    read_config,
+    summarize_run,
+)
 from ramify.view.token_texts import TokenTexts
 from ramify.view.token_view import FloatArray, TokenMeasures
-from ramify.view.training_record import GroupTraining, find_attempt, read_group_training
+from ramify.view.training_record import (
+    GroupTraining,
+    TokenStatsKey,
+    find_attempt,
+    find_token_stats,
+    read_group_training,
+)
 
 PAGE_SIZE = 50
 MAX_NODES = 60  # whose tokens are sent at once
@@ -32,10 +48,8 @@ MAX_EXCERPT_CHARS = 240
 MAX_REPLY_CHARS = 4000
 MAX_ATTEMPTS = 64  # of a task of an eval that are shown as a group
 INDEX_WAIT = 0.4  # seconds a page of rollouts waits for the index
-MAX_CACHED = 8  # runs, tokenizers and rollouts
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 
-Value = TypeVar("Value")
 Traces = Sequence[Trace]
 
 
@@ -47,10 +61,12 @@ class RunQueries:
 
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
-        self._indexes = _LastUsed[Path, RolloutIndex](RolloutIndex, lambda index: index.close())
-        self._texts = _LastUsed[str, TokenTexts](TokenTexts.load)
+        self._indexes = LastUsed[Path, RolloutIndex](RolloutIndex, lambda index: index.close())
+        self._texts = LastUsed[str, TokenTexts](TokenTexts.load)
         self._changes: OrderedDict[tuple[Path, str, float], Mapping[int, FloatArray]] = OrderedDict()
         self._changes_lock = Lock()
+        self._token_stats = LastUsed[TokenStatsKey, TokenStats](TokenStatsKey.read)
+        self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self._scores: dict[Path, tuple[Any, list[dict[str, Any]]]] = {}
 
     def close(self) -> None:
@@ -61,8 +77,18 @@ class RunQueries:
 
     def list_runs(self) -> list[dict[str, Any]]:
         """Return a summary of every run, the last changed first; one that cannot be read has a `problem`."""
-        runs = [summarize_run(name, path) for name, path in self.folder.list_runs().items()]
+        runs = [self._summarize(name, path) for name, path in self.folder.list_runs().items()]
         return sorted(runs, key=lambda run: -run["updated"])
+
+    def _summarize(self, name: str, path: Path) -> dict[str, Any]:
+        """Return the summary of a run. The list is asked every few seconds, so a run that has not changed is kept."""
+        key = read_change_key(path)
+        entry = self._summaries.get(path)
+        if entry is None or entry[0] != key:
+            entry = key, summarize_run(name, path)
+            if entry[1]["state"] in LASTING_STATES:
+                self._summaries[path] = entry
+        return entry[1]
 
     def get_run(self, run: str) -> dict[str, Any]:
         """Return state, waits, flow, failures and events of a run, and the scores of an eval."""
@@ -175,7 +201,7 @@ class RunQueries:
         path = self.folder.find_run(run)
         with open_last_commit(path) as store:
             record, traces, training = _read_rollout(store, id)
-            measures = [TokenMeasures(trace, training, self._compute_changes(store, record, trace)) for trace in traces]
+            measures = [self._measure_tokens(store, record, trace, training) for trace in traces]
         return describe_rollout(record, measures, training, self._load_texts(path))
 
     def get_tokens(self, run: str, id: str, trace: int, nodes: Sequence[int]) -> list[dict[str, Any]]:
@@ -184,10 +210,9 @@ class RunQueries:
         with open_last_commit(path) as store:
             record, traces, training = _read_rollout(store, id)
             selected = _get_trace(traces, trace)
-            changes = self._compute_changes(store, record, selected)
+            measures = self._measure_tokens(store, record, selected, training)
         if missing := [node for node in nodes if not 0 <= node < len(selected.nodes)]:
             raise ConfigInvalid(f"rollout {id} has no nodes {missing}")
-        measures = TokenMeasures(selected, training, changes)
         return measures.describe_tokens(nodes[:MAX_NODES], self._load_texts(path))
 
     def get_message(self, run: str, id: str, trace: int, node: int, start: int, count: int) -> dict[str, Any]:
@@ -269,6 +294,17 @@ class RunQueries:
             ],
             **describe_forest(annotated, attempts, seq_len, self._load_texts(path)),
         }
+
+    def _measure_tokens(
+        self, store: RunStore, record: RolloutRecord, trace: Trace, training: GroupTraining | None
+    ) -> TokenMeasures:
+        changes = self._compute_changes(store, record, trace)
+        key = None if training is None else find_token_stats(store.path, training, trace.id)
+        try:
+            token_stats = None if key is None else self._token_stats.get(key)
+        except BatchCorrupt:  # the other values can still be shown
+            token_stats = None
+        return TokenMeasures(trace, training, changes, token_stats)
 
     def _compute_changes(self, store: RunStore, record: RolloutRecord, trace: Trace) -> Mapping[int, FloatArray]:
         """Return the reward changes of a trace; of the last few traces they are kept, as tokens are asked in parts."""
@@ -364,30 +400,3 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> "list[tuple[str, Any
         else:
             items.append((name, cast(Any, value)))
     return items
-
-
-Key = TypeVar("Key")
-
-
-class _LastUsed(Generic[Key, Value]):
-    """The values that were used last, made on first use."""
-
-    def __init__(self, make: Callable[[Key], Value], discard: Callable[[Value], object] = lambda _: None) -> None:
-        self._make, self._discard = make, discard
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: Key) -> Value:
-        with self._lock:
-            if key not in self._values:
-                self._values[key] = self._make(key)
-            self._values.move_to_end(key)
-            oldest = self._values.popitem(last=False)[1] if len(self._values) > MAX_CACHED else None
-            value = self._values[key]
-        if oldest is not None:
-            self._discard(oldest)
-        return value
-
-    def clear(self) -> None:
-        while self._values:
-            self._discard(self._values.popitem()[1])

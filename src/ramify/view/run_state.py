@@ -13,7 +13,7 @@ import msgspec
 from ramify.errors import ProviderError, RamifyError, failure_classes
 from ramify.launch.run_queries import has_finished, query_status
 from ramify.launch.run_record import read_record
-from ramify.orchestrate.snapshot import Snapshot, read_snapshot
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
 from ramify.store import Ledger, RunStore
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import find_writer
@@ -26,8 +26,11 @@ ActivityState = Literal["starting", "running", "unresponsive", "finished", "stop
 
 FRESH_SNAPSHOT = 60.0  # seconds between this machine's clock and the last snapshot of a run that runs on another one
 CURVE_POINTS = 60  # of the small curve in the list of runs
-CURVE_METRICS = ("reward/all/mean", "train/loss")  # the first that a run has is its small curve
+CURVE_METRICS = ("reward/all/mean", "train/loss")  # the second is the small curve of a run without rewards
 STATUS_TIMEOUT = 3.0  # seconds
+INDEX_FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal", CONFIG_FILE)
+CHANGING_FILES = (*INDEX_FILES, SNAPSHOT_FILE)
+LASTING_STATES = ("finished", "stopped", "ended", "planned")  # a run keeps them until something of it is written
 MAX_EVENTS_READ = 2000  # last events whose failures are counted
 MAX_EVENTS_SHOWN = 12
 MAX_DROP_REASONS = 8
@@ -117,6 +120,14 @@ def summarize_run(name: str, path: Path) -> dict[str, Any]:
     return _summarize(name, path, config, read_activity(path, get_kind(config)))
 
 
+def read_change_key(path: Path) -> tuple[Any, ...]:
+    """Return a value that changes whenever a run is started, continued or written.
+
+    A run that nothing writes keeps its value, so what was read of it is still true.
+    """
+    return find_writer(path / LOCK_NAME), *(_stat_contents(path / name) for name in CHANGING_FILES)
+
+
 def describe_run(name: str, path: Path) -> dict[str, Any]:
     """Return what the page of a run shows, besides metrics and rollouts."""
     config = read_config(path)
@@ -182,9 +193,20 @@ def _list_processes(record: Mapping[str, Any], activity: RunActivity) -> list[di
 
 def _last_change(path: Path) -> float:
     """Return the Unix time of the last change of the index."""
-    files = (path / DATABASE_NAME, path / f"{DATABASE_NAME}-wal", path / CONFIG_FILE)
-    stats = [file.stat() for file in files if file.exists()]
-    return max((stat.st_mtime for stat in stats if stat.st_size), default=0.0)  # a reader makes an empty -wal
+    stats = [_stat_contents(path / name) for name in INDEX_FILES]
+    return max((stat[0] / 1e9 for stat in stats if stat), default=0.0)
+
+
+def _stat_contents(file: Path) -> tuple[int, int] | None:
+    """Return when a file was written, in ns of Unix time, and its size; None without contents.
+
+    A reader of SQLite creates an empty -wal file.
+    """
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return (stat.st_mtime_ns, stat.st_size) if stat.st_size else None
 
 
 def has_metrics(store: RunStore) -> bool:
@@ -200,8 +222,9 @@ def _read_progress(store: RunStore) -> dict[str, Any]:
         progress["step"] = Ledger.open_readonly(store).progress().acknowledged
     if has_metrics(store):
         log = RunLog(store)
-        name = next((name for name in CURVE_METRICS if log.metrics(name)), CURVE_METRICS[0])
-        points = log.metrics(name)
+        name, points = CURVE_METRICS[0], log.metrics(CURVE_METRICS[0])
+        if not points:
+            name, points = CURVE_METRICS[1], log.metrics(CURVE_METRICS[1])
         stride = max(1, len(points) // CURVE_POINTS)
         progress["curve"] = [point.value for point in points[::-1][::stride]][::-1]
         progress["reward"] = points[-1].value if points and name == CURVE_METRICS[0] else None

@@ -1,4 +1,4 @@
-"""The tokens of a rollout with what is known of each: logprobs, versions, advantages, logprobs of other models."""
+"""The tokens of a rollout with what is known of each: logprobs of several models, entropies, versions, advantages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.trace import Annotation, Node, Trace
+from ramify.train.token_stats import TokenStats
 from ramify.view.token_texts import TokenTexts
 from ramify.view.training_record import GroupTraining
 
@@ -18,6 +19,8 @@ MEASURES: Mapping[str, str] = {
     "reward_change": "change of the mean reward of the attempts that share all tokens up to this one",
     "advantage": "how much better the rollout was than its group; the policy gradient is weighted with it",
     "logprob": "log probability that the sampler gave the token",
+    "entropy": "entropy of the distribution of the trainer at the token, in nats",
+    "mismatch": "log probability that the trainer gave the token minus that of the sampler",
     "reference_kl": "log probability of the policy minus that of the teacher or reference model",
     "version": "step of the weights that sampled the token",
     "weight": "weight of the token in the loss; a token of weight 0 is masked",
@@ -28,12 +31,18 @@ class TokenMeasures:
     """The measures of the tokens of one trace.
 
     `training` is what the ledger knows of its group. `reward_changes` are those of `compute_reward_changes`, by node.
+    `token_stats` are the trainer's values of the trace, if the run recorded them.
     """
 
     def __init__(
-        self, trace: Trace, training: GroupTraining | None, reward_changes: Mapping[int, FloatArray] | None = None
+        self,
+        trace: Trace,
+        training: GroupTraining | None,
+        reward_changes: Mapping[int, FloatArray] | None = None,
+        token_stats: TokenStats | None = None,
     ) -> None:
-        self.trace, self._training, self._reward_changes = trace, training, reward_changes or {}
+        self.trace, self._training = trace, training
+        self._reward_changes, self._token_stats = reward_changes or {}, token_stats
 
     def list_measures(self, texts: TokenTexts) -> list[dict[str, Any]]:
         """Return the measures that the trace has, with their range and the tokens that stand out most."""
@@ -63,6 +72,10 @@ class TokenMeasures:
                 measures["version"] = _spread(count, start, stop, steps)
             if (changes := self._reward_changes.get(node.index)) is not None:
                 measures["reward_change"] = _spread(count, start, stop, changes[start:stop])
+            if self._token_stats is not None:
+                logprobs, entropies = self._token_stats.select_node(self.trace, node.index)
+                measures["entropy"] = entropies.astype(np.float64)
+                measures["mismatch"] = logprobs - measures["logprob"]
         if self._training is None:
             return measures
         annotations = self._training.annotations.get((self.trace.id, node.index), [])

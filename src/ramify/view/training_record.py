@@ -1,7 +1,8 @@
-"""What the ledger knows of a rollout: its group, its attempt, and the annotations of its tokens in a batch."""
+"""What training recorded of a rollout: its group, its attempt, the annotations of its tokens, the trainer's values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ramify.errors import BatchCorrupt
@@ -9,16 +10,21 @@ from ramify.orchestrate.batches import BatchGroup, decode_batch
 from ramify.store import Ledger, RunStore
 from ramify.store.ledger_tables import AttemptRecord, GroupRecord
 from ramify.trace import Annotation
+from ramify.train.token_stats import TokenStats, list_token_stats, read_token_stats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTraining:
-    """A group, its attempts by index, and what of it is in a batch; None if it is in none."""
+    """A group, its attempts by index, and what of it is in a batch; None if it is in none.
+
+    `trainer` is the incarnation of the trainer whose training of the batch counts.
+    """
 
     group: GroupRecord
     attempts: Mapping[int, AttemptRecord]
     batch_group: BatchGroup | None = None
     seq_len: int | None = None
+    trainer: int | None = None
     annotations: Mapping[tuple[str, int], list[Annotation]] = field(
         default_factory=dict[tuple[str, int], list[Annotation]]
     )
@@ -78,4 +84,32 @@ def read_group_training(store: RunStore, group_number: int) -> GroupTraining:
     annotations: dict[tuple[str, int], list[Annotation]] = {}
     for annotation in batch_group.annotations:
         annotations.setdefault((annotation.trace_id, annotation.node), []).append(annotation)
-    return GroupTraining(group, attempts, batch_group, seq_len, annotations)
+    trainer = ledger.get_step_trainer(stored_batch.step)
+    return GroupTraining(group, attempts, batch_group, seq_len, trainer, annotations)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatsKey:
+    """Names the trainer's values of one trace. `changed` is when their files were written, in ns of Unix time."""
+
+    run: Path
+    step: int
+    trainer: int
+    trace_id: str
+    changed: int
+
+    def read(self) -> TokenStats:
+        """Return the values. Raises BatchCorrupt if they cannot be read."""
+        return read_token_stats(self.run, self.step, self.trainer).select_trace(self.trace_id)
+
+
+def find_token_stats(run: Path, training: GroupTraining, trace_id: str) -> TokenStatsKey | None:
+    """Return the key of the trainer's values of a trace; None if the trainer recorded none for the group."""
+    step, trainer = training.group.step, training.trainer
+    if step is None or trainer is None:
+        return None
+    try:
+        times = [path.stat().st_mtime_ns for path in list_token_stats(run, step, trainer)]
+    except FileNotFoundError:  # a later trainer repeated the step and removed them
+        return None
+    return TokenStatsKey(run, step, trainer, trace_id, max(times)) if times else None
