@@ -9,13 +9,11 @@ import argparse
 import io
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ramify.view.export import INDEX_TIMEOUT
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import RolloutFilter
 from ramify.view.serving import serve_in_thread
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -29,49 +27,47 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("outputs", type=Path, help="folder of runs")
     flags.add_argument("--run", default="reverse-16", help="the run to show")
-    flags.add_argument("--group", type=int, help="the group to show as a forest")
+    flags.add_argument("--group", type=int, help="the group to show as a forest; that of the worst rollout")
     flags.add_argument("--chromium", default="chromium", help="the browser")
     flags.add_argument("--folder", type=Path, default=IMAGES, help="where the images are written")
     options = flags.parse_args()
-    rollout, group = choose(options.outputs, options.run)
+    queries = RunQueries(options.outputs)
+    queries.wait_for_index(options.run, INDEX_TIMEOUT)
+    queries.close()
     with serve_in_thread(options.outputs) as address:
-        write_images(address, options, rollout, group if options.group is None else options.group)
+        write_images(address, options)
     return 0
 
 
-def choose(outputs: Path, run: str) -> tuple[str, int]:
-    """Return the worst rollout of the run, and a group whose rewards differ much."""
-    queries = RunQueries(outputs)
-    queries.wait_for_index(run, INDEX_TIMEOUT)
-    rows = RolloutFilter(source=queries.get_run(run)["sources"][0], max_reward=0.3)
-    worst = queries.list_rollouts(run, rows, sort="reward", descending=False)["rows"]
-    queries.close()
-    first = next(row for row in worst if row["step"])
-    return first["id"], first["group_number"]
-
-
-def write_images(address: str, options: argparse.Namespace, rollout: str, group: int) -> None:
-    """Open each view and write its image."""
+def write_images(address: str, options: argparse.Namespace) -> None:
+    """Click from the list of runs to the token that cost the worst rollout, and write an image of each view."""
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
-    run = f"#/run/{options.run}"
-    views: Mapping[str, tuple[str, str, int]] = {
-        "view-runs": ("#/", "tbody tr", 460),
-        "view-run": (run, "path.series-line", 820),
-        "view-rollouts": (f"{run}/rollouts?sort=reward&order=asc&source=reverse", "a.rollout-link", 520),
-        "view-tokens": (f"{run}/rollout/{rollout}?tab=tokens", ".token[data-at]", 900),
-    }
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=shutil.which(options.chromium), args=["--no-sandbox"])
-        for name, (view, selector, height) in views.items():
-            page = browser.new_page(viewport={"width": 1280, "height": height})
-            page.goto(f"{address}/{view}")
+        page = browser.new_page()
+
+        def write_image(name: str, selector: str, height: int) -> None:
+            page.set_viewport_size({"width": 1280, "height": height})
             page.wait_for_selector(selector)
             page.wait_for_timeout(SETTLE)
             save(page.screenshot(), options.folder / f"{name}.png")
+
+        page.goto(f"{address}/")
+        write_image("view-runs", "tbody tr", 460)
+        page.get_by_role("link", name=options.run, exact=True).click()
+        write_image("view-run", "path.series-line", 820)
+        page.get_by_role("link", name="Worst rollouts").click()
+        write_image("view-rollouts", "a.rollout-link", 520)
+        page.locator("a.rollout-link").first.click()
+        write_image("view-messages", ".message", 700)
+        page.get_by_role("tab", name="Tokens").click()
+        write_image("view-tokens", ".token[data-at]", 900)
+        link = page.get_by_role("link", name="all attempts").get_attribute("href")
+        group = link if options.group is None else f"#/run/{options.run}/group/{options.group}"
         for theme in ("light", "dark"):
             page = browser.new_page(viewport={"width": 1180, "height": FOREST_HEIGHT}, color_scheme=theme)
-            page.goto(f"{address}/{run}/group/{group}")
+            page.goto(f"{address}/{group}")
             page.wait_for_selector("svg.forest")
             page.wait_for_timeout(SETTLE)
             save(page.locator(".panel").first.screenshot(), options.folder / f"forest-{theme}.png")

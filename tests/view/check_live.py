@@ -13,7 +13,7 @@ import pytest
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
 from tests.launch.status_stub import serve_status
-from tests.view.browser import open_browser, open_view
+from tests.view.browser import check_accessibility, open_browser, open_page, open_view, save_screenshots
 from tests.view.sample_runs import write_rl_run
 
 CONFIG = """
@@ -59,11 +59,11 @@ def wait_for_steps(page, steps: int) -> None:
         page.wait_for_timeout(200)
 
 
-def start_run(folder: Path) -> subprocess.Popen:
+def start_run(folder: Path, *arguments: str) -> subprocess.Popen:
     (folder / "rl.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "ramify", "rl", "@", str(folder / "rl.toml"), "-o", str(folder)]
-    log = (folder / "rl.log").open("ab")
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    command = [sys.executable, "-m", "ramify", "rl", "@", str(folder / "rl.toml"), "-o", str(folder), *arguments]
+    with (folder / "rl.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def test_numbers_move_without_a_reload_and_nothing_shifts(browser, tmp_path):
@@ -101,10 +101,13 @@ def test_a_run_is_watched_killed_and_continued(browser, tmp_path):
             page.wait_for_selector(".pill-running", timeout=RUN_DEADLINE * 1000)
             wait_for_steps(page, 3)
             page.wait_for_selector(".processes")
+            check_accessibility(page)
+            save_screenshots(page, "live")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
         page.wait_for_selector(".pill-stopped", timeout=60_000)
+        save_screenshots(page, "killed")
         stopped_at = read_steps(page)
         process = start_run(tmp_path)
         try:
@@ -116,7 +119,30 @@ def test_a_run_is_watched_killed_and_continued(browser, tmp_path):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         page.wait_for_selector(".pill-finished", timeout=60_000)
+        save_screenshots(page, "continued")
         assert stopped_at < 24
         assert page.inner_text(".events").count("started") == 2
         page.get_by_role("link", name="Worst rollouts").click()
         page.wait_for_selector("a.rollout-link")
+
+
+def test_rl_view_serves_the_page_of_the_run_until_it_ends(browser, tmp_path):
+    process = start_run(tmp_path, "--view", "--max_steps", "8")
+    log = tmp_path / "rl.log"
+    try:
+        deadline = time.monotonic() + RUN_DEADLINE
+        while not (address := re.search(r"http://127\S+/#/run/live", log.read_text())):
+            assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        origin = address[0].partition("/#")[0]
+        with open_page(browser, offline_origin=origin, expected=["ERR_CONNECTION_REFUSED"]) as page:
+            page.goto(address[0])
+            page.wait_for_selector(".pill-running", timeout=RUN_DEADLINE * 1000)
+            wait_for_steps(page, 2)
+            assert process.wait(RUN_DEADLINE) == 0, log.read_text()[-2000:]
+            page.wait_for_selector(".offline:not([hidden])")
+            assert "does not answer" in page.inner_text(".offline")
+            assert read_steps(page) >= 2  # what was shown stays
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,17 +1,18 @@
 """The page in a browser, on runs that the test wrote: views, keyboard, themes, hostile content, export."""
 
-import os
+import json
 import re
-from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
 from ramify.interactive import run_coroutine
-from ramify.store import RunStore
+from ramify.store import RunLog, RunStore
 from ramify.store.run_directory import IDENTITY_KEY
+from ramify.trace import Message, ModelCall, Trace
 from ramify.view.export import export_run
 from ramify.view.queries import RunQueries
-from tests.view.browser import open_browser, open_page, open_view, show
+from tests.view.browser import THEMES, check_accessibility, open_browser, open_page, open_view, save_screenshots, show
 from tests.view.sample_runs import EVAL_CONFIG, make_record, make_trace, write_eval_run, write_rl_run
 
 HOSTILE = {
@@ -72,26 +73,41 @@ def hostile_folder(tmp_path_factory):
             trace = make_trace(id, 0, [50, 2], 0.5, text=text)
             trace.info[text[:200]] = text[:200]
             run_coroutine(store.add_rollout(make_record(id, name, 0, "", [trace]), [trace]))
+    write_hostile_training(path.parent / "training")
     return path.parent
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+def write_hostile_training(path):
+    """Write a run with hostile configuration, failures, events and metrics, and a message of 100,000 tokens."""
+    write_rl_run(path)
+    text = " ".join(HOSTILE.values())
+    config = (path / "config.toml").read_text()
+    quoted = json.dumps(HOSTILE["html"] + HOSTILE["bidi"])
+    (path / "config.toml").write_text(f"{config}# {HOSTILE['html']}\n[orchestrator]\nnote = {quoted}\n")
+    with RunStore.open(path) as store:
+        log = RunLog(store)
+        log.log_event("failure", where=HOSTILE["html"], name=HOSTILE["link"], message=text)
+        log.log_event("note", **{HOSTILE["html"]: text})
+        for step in range(3):
+            log.log_metrics(step, {f"reward/{HOSTILE['html']}{HOSTILE['bidi']}/mean": 0.5})
+        trace = Trace(id="many", task={"prompt": text})
+        question = trace.add_node(-1, Message("user", text), [40 + number % 30 for number in range(100_000)])
+        span, logprobs = (0, 5000), [-0.1] * 4990 + [-9.0] * 10
+        reply = Message("assistant", text)
+        call = ModelCall("c", finish_reason="stop")
+        trace.add_node(question, reply, [50] * 5000, sampled_span=span, logprobs=logprobs, call=call)
+        trace.rewards = {HOSTILE["html"]: (0.5, 1.0)}
+        run_coroutine(store.add_rollout(make_record("many", HOSTILE["html"], 0, HOSTILE["link"], [trace]), [trace]))
+
+
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_view_is_shown_and_accessible(browser, folder, name, theme):
     with open_view(browser, folder, VIEWS[name], theme=theme) as page:
         assert page.locator("h1, .notice h2").first.is_visible()
         page.wait_for_timeout(400)
-        page.evaluate(Path(os.environ["RAMIFY_AXE"]).read_text())
-        result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        serious = [
-            (violation["id"], violation["nodes"][0]["html"][:160], violation["nodes"][0]["failureSummary"][:300])
-            for violation in result["violations"]
-            if violation["impact"] in ("serious", "critical")
-        ]
-        assert serious == []
-        if folder := os.environ.get("RAMIFY_SCREENSHOTS"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=Path(folder) / f"{name}-{theme}.png", full_page=True)
+        check_accessibility(page)
+        save_screenshots(page, name, [theme])
 
 
 def test_the_list_shows_every_run_with_its_state(browser, folder):
@@ -106,6 +122,8 @@ def test_the_list_shows_every_run_with_its_state(browser, folder):
 def test_an_empty_folder_says_what_to_do(browser, tmp_path):
     with open_view(browser, tmp_path) as page:
         assert "ramify rl reverse-text -m tiny" in page.inner_text("main")
+        check_accessibility(page)
+        save_screenshots(page, "empty")
 
 
 def test_a_broken_run_says_what_is_wrong(browser, folder):
@@ -248,9 +266,57 @@ def test_hostile_content_is_shown_and_never_executed(browser, hostile_folder, na
         if name == "bidi":
             assert "\u202e" not in page.inner_text("main")
             assert "U+202E" in page.inner_text("main")
+        save_screenshots(page, f"hostile-{name}-{view}")
         if view == "messages" and name == "long":
             page.get_by_role("button", name="Show more").click()
             page.wait_for_function("() => document.querySelector('.messages').textContent.length > 200000")
+
+
+HOSTILE_GROUP = urlencode({"source": HOSTILE["link"], "task": HOSTILE["html"]})
+INJECTED = "main iframe, main script, main img, main b.injected, main a[href^='javascript']"
+
+
+@pytest.mark.parametrize(
+    "view",
+    ["", "/config", "/rollouts?sort=newest", "/rollout/many", f"/group/task?{HOSTILE_GROUP}"],
+)
+def test_hostile_names_and_messages_of_a_run_are_only_text(browser, hostile_folder, view):
+    with open_view(browser, hostile_folder, f"#/run/training{view}") as page:
+        page.wait_for_timeout(400)
+        assert page.locator(INJECTED).count() == 0
+        text = page.inner_text("main")
+        assert not re.search("[\u202a-\u202e\u2066-\u2069\x1b]", text)
+        if view in ("", "/config", "/rollout/many"):
+            assert "<script>alert('script')</script>" in text
+
+
+def test_a_message_of_many_tokens_is_shown_in_parts(browser, hostile_folder):
+    with open_view(browser, hostile_folder, "#/run/training/rollout/many?tab=tokens") as page:
+        page.wait_for_selector(".token[data-at]")
+        question, reply = page.locator(".tokens").all()
+        assert question.locator(".token").count() == 4000
+        page.get_by_role("button", name="96,000 of 100,000 tokens are hidden").click()
+        assert question.locator(".token").count() == 8000
+        assert page.get_by_role("button", name="92,000 of 100,000").is_visible()
+        page.locator(".extremes button").first.click()  # a token that is not shown yet
+        page.wait_for_selector(".token-found")
+        assert reply.locator(".token").count() == 5000
+
+
+def test_tokens_are_coloured_by_what_the_trainer_recorded(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollout/1.2?tab=tokens") as page:
+        page.wait_for_selector(".token[data-at]")
+        names = page.locator(".token-bar option").all_inner_texts()
+        assert {"entropy", "mismatch of trainer and sampler"} <= set(names)
+        page.locator(".token-bar select").select_option("mismatch")
+        assert "minus that of the sampler" in page.inner_text(".token-bar")
+        colours = [token.evaluate("span => span.style.background") for token in page.locator(".token").all()]
+        assert [bool(colour) for colour in colours] == [False] * 4 + [True] * 4
+        page.locator(".token").last.hover()
+        assert "-0.0300" in page.inner_text(".token-tip")
+        page.reload()  # the choice is in the address
+        page.wait_for_selector(".token[data-at]")
+        assert page.locator(".token-bar select").input_value() == "mismatch"
 
 
 def test_an_exported_file_shows_the_same_and_is_as_safe(browser, hostile_folder, folder, tmp_path):
@@ -270,6 +336,8 @@ def test_an_exported_file_shows_the_same_and_is_as_safe(browser, hostile_folder,
             page.get_by_role("link", name=re.compile("ll attempts")).click()
             page.wait_for_selector("svg.forest")
             assert page.locator("main iframe, main script, main img").count() == 0
+            check_accessibility(page)
+            save_screenshots(page, f"export-{'hostile' if source == hostile_folder else 'run'}")
 
 
 def test_a_rollout_is_saved_as_a_file(browser, folder):

@@ -139,6 +139,13 @@ def test_the_page_is_small_and_asks_no_other_server():
         assert addresses <= {"http://www.w3.org/2000/svg"}, file.name
 
 
+def test_the_modules_of_the_page_are_loaded_at_once():
+    """Without it, the browser would ask for a module only after it has read the one that imports it."""
+    names = {file.name for file in STATIC_DIR.glob("*.js")} - {"main.js", "theme.js"}
+    preloaded = re.findall(r'<link rel="modulepreload" href="/static/(.*?)">', (STATIC_DIR / "index.html").read_text())
+    assert sorted(preloaded) == sorted(names)
+
+
 def test_no_text_is_parsed_as_html_or_code():
     for file in list_files():
         unsafe = re.findall(

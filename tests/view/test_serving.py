@@ -1,17 +1,24 @@
 """The page in a thread beside a run, as `ramify rl --view` serves it."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
+from ramify.cli.app import main
 from ramify.cli.rl import serve_page_of_run
-from ramify.errors import DeadlineExceeded, PortTaken
+from ramify.errors import DeadlineExceeded, PortTaken, WorkerDied
+from ramify.launch import api
+from ramify.launch.execution import RunResult
+from ramify.launch.supervisor import RunOutcome
 from ramify.view import serving
 from ramify.view.serving import serve_in_thread
+from tests.view.sample_runs import write_rl_run
 
 DEADLINE = 20.0  # seconds for an answer, or for the thread
 
@@ -69,3 +76,31 @@ def test_a_run_prints_the_address_of_its_page_and_opens_no_browser(tmp_path, mon
         address = capsys.readouterr().out.split()[-1]
     assert address.startswith("http://127.0.0.1:")
     assert address.endswith("/#/run/a%20run")
+
+
+class TrainingStub:
+    """Stands in for the run itself: it writes a run directory, and asks the page about it while it is served."""
+
+    def __init__(self, capsys, failure):
+        self._capsys, self._failure = capsys, failure
+        self.address, self.states = "", {}
+
+    def __call__(self, config, **_):
+        write_rl_run(config.path)
+        self.address = self._capsys.readouterr().out.split()[-1].partition("/#")[0]
+        with urlopen(f"{self.address}/api/runs", timeout=DEADLINE) as response:
+            self.states = {run["name"]: run["state"] for run in json.load(response)}
+        if self._failure is not None:
+            raise self._failure
+        return RunResult(config.path, RunOutcome.FINISHED, steps=4)
+
+
+@pytest.mark.parametrize(("failure", "exit_code"), [(None, 0), (WorkerDied("exit code -9"), 1)])
+def test_rl_view_serves_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys, failure, exit_code):
+    training = TrainingStub(capsys, failure)
+    monkeypatch.setattr(api, "rl", training)
+    arguments = ["reverse-text", "-m", "tiny", "--name", "a run", "-o", str(tmp_path), "--view"]
+    assert main(["rl", *arguments]) == exit_code
+    assert training.states == {"a run": "finished"}
+    with pytest.raises(URLError, match="refused"):
+        urlopen(f"{training.address}/api/runs", timeout=DEADLINE)

@@ -75,7 +75,8 @@ export class LineChart {
     if (this.isLog) ys = ys.filter((y) => y > 0);
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
     if (!ys.length) [low, high] = [0.1, 1];
-    if (low === high) [low, high] = this.isLog ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+    if (low === 0 && high === 0) high = 1;
+    else if (low === high) [low, high] = this.isLog ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
     else if (!this.isLog) [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
     this.yTicks = this.isLog ? logTicks(low, high) : linearTicks(low, high, height < 170 ? 3 : 5);
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];

@@ -1,4 +1,8 @@
-// Elements and number formats. All text becomes text nodes: nothing that a model wrote is parsed as HTML.
+// Elements and number formats. All text becomes text nodes with visible characters: nothing that a model wrote is parsed
+// as HTML, and nothing in it can change how the text around it is shown.
+
+const TEXT_ATTRIBUTES = /^(title|alt|aria-.*)$/;
+const INVISIBLE = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
 
 export function h(tag, props, ...children) {
   return build(document.createElement(tag), props, children);
@@ -14,14 +18,26 @@ function build(element, props, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "style") for (const [key, entry] of Object.entries(value)) element.style.setProperty(key, entry);
     else if (name === "value" && "value" in element) element.value = value;
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true ? "" : TEXT_ATTRIBUTES.test(name) ? makeVisible(String(value)) : value);
   }
   element.append(...flatten(children));
   return element;
 }
 
 function flatten(children) {
-  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  const shown = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  return shown.map((child) => (typeof child === "string" ? makeVisible(child) : child));
+}
+
+// Colours of a terminal are left out. Other control characters are shown as symbols, and marks that would change the
+// direction of the text around them by their code.
+export function makeVisible(text) {
+  if (!INVISIBLE.test(text)) return text;
+  return text
+    .replace(/\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)/g, "")
+    .replace(/\r\n/g, "\n")
+    .replace(/[\x00-\x08\x0b-\x1f]/g, (character) => String.fromCharCode(0x2400 + character.charCodeAt(0)))
+    .replace(new RegExp(INVISIBLE, "g"), (character) => `⟦U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟧`);
 }
 
 export function fill(element, ...children) {
@@ -31,7 +47,8 @@ export function fill(element, ...children) {
 
 // Replace the text only if it changed, so that a selection in a live page survives.
 export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const visible = makeVisible(text);
+  if (element.textContent !== visible) element.textContent = visible;
 }
 
 export function formatNumber(value, digits = 3) {
@@ -46,6 +63,11 @@ export function formatNumber(value, digits = 3) {
 
 export function formatCount(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+}
+
+// With the same number of digits for all values, so that a column of them is aligned.
+export function formatReward(value, digits = 3) {
+  return value === null || value === undefined ? "–" : Math.abs(value) < 1000 ? value.toFixed(digits) : formatNumber(value);
 }
 
 export function formatSigned(value, digits = 2) {

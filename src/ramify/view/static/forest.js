@@ -1,8 +1,7 @@
 // The merged forest of a group: every token once, as wide as the tokens of its path, as high as the attempts that share it.
 
 import { divergingColor } from "./colors.js";
-import { fill, formatCount, formatNumber, formatSigned, h, svg } from "./dom.js";
-import { makeVisible } from "./highlight.js";
+import { fill, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, svg } from "./dom.js";
 import { href } from "./routes.js";
 
 const ROW = 26; // height of one attempt
@@ -118,7 +117,7 @@ function drawLabel(run, attempt, row, selected) {
     { href: href(["run", run, "rollout", attempt.id]), class: `forest-label${isSelected ? " forest-selected" : ""}` },
     svg("rect", { x: 2, y: row * ROW + 2, width: LABEL_WIDTH - 2, height: ROW - 2, rx: 4 }),
     svg("text", { class: "forest-id", x: 10, y }, attempt.id.length > 9 ? `…${attempt.id.slice(-8)}` : attempt.id),
-    svg("text", { class: "forest-reward", x: 108, y, "text-anchor": "end" }, formatNumber(attempt.reward, 2)),
+    svg("text", { class: "forest-reward", x: 108, y, "text-anchor": "end" }, formatReward(attempt.reward, 2)),
     svg("text", { class: (attempt.advantage ?? 0) < 0 ? "forest-low" : "forest-high", x: 166, y, "text-anchor": "end" }, attempt.advantage === null ? "–" : formatSigned(attempt.advantage)),
   );
 }

@@ -1,7 +1,7 @@
 // A group as a unit: its attempts as one forest, and side by side.
 
 import { get } from "./api.js";
-import { code, formatCount, formatNumber, h, plural } from "./dom.js";
+import { code, formatCount, formatReward, h, plural } from "./dom.js";
 import { describeForest, drawForest } from "./forest.js";
 import { renderText } from "./highlight.js";
 import { advantageText, rewardBar } from "./rollouts.js";
@@ -48,7 +48,7 @@ function drawCard(run, attempt) {
   return h(
     "article",
     { class: "card" },
-    h("header", {}, h("a", { class: "mono", href: href(["run", run, "rollout", attempt.id]) }, attempt.id), h("span", { class: "spacer" }), rewardBar(attempt.reward), h("b", {}, formatNumber(attempt.reward)), advantageText(attempt.advantage)),
+    h("header", {}, h("a", { class: "mono", href: href(["run", run, "rollout", attempt.id]) }, attempt.id), h("span", { class: "spacer" }), rewardBar(attempt.reward), h("b", {}, formatReward(attempt.reward)), advantageText(attempt.advantage)),
     h("div", { class: "message-body card-text" }, attempt.reply ? renderText(attempt.reply) : h("span", { class: "muted" }, "no reply")),
     h("footer", { class: "muted" }, `${plural(attempt.calls, "call")} · ${formatCount(attempt.tokens)} tokens · `, attempt.stop ? code(attempt.stop) : null),
   );

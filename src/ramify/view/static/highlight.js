@@ -1,6 +1,6 @@
 // Readable messages: fenced code, JSON, diffs and tags are highlighted. The result is elements and text nodes only.
 
-import { h } from "./dom.js";
+import { h, makeVisible } from "./dom.js";
 
 const MAX_HIGHLIGHTED = 40000; // characters of a block; longer ones are shown plain
 const FENCE = /^(```+|~~~+)([^\n`]*)\n([\s\S]*?)(?:\n\1[ \t]*$|$(?![\s\S]))/gm;
@@ -81,14 +81,4 @@ function colorCode(text) {
   }
   if (start < text.length) parts.push(text.slice(start));
   return parts;
-}
-
-// Colours of a terminal are left out. Other control characters are shown as symbols, and marks that would change the
-// direction of the text around them by their code.
-export function makeVisible(text) {
-  return text
-    .replace(/\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)/g, "")
-    .replace(/\r\n/g, "\n")
-    .replace(/[\x00-\x08\x0b-\x1f]/g, (character) => String.fromCharCode(0x2400 + character.charCodeAt(0)))
-    .replace(/[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) => `⟦U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟧`);
 }

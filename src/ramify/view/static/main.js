@@ -1,7 +1,7 @@
 // The frame of the page: header, theme, and the view that the address names.
 
 import { isExport } from "./api.js";
-import { fill, h, notice, svg } from "./dom.js";
+import { fill, h, makeVisible, notice, svg } from "./dom.js";
 import { href, parseRoute } from "./routes.js";
 import { showCompare, showRuns } from "./runs.js";
 import { showConfig, showRun } from "./run.js";
@@ -61,7 +61,7 @@ async function show() {
   current = view;
   fill(content, view.node);
   content.removeAttribute("aria-busy");
-  document.title = view.title ? `${view.title} · Ramify` : "Ramify";
+  document.title = view.title ? `${makeVisible(view.title)} · Ramify` : "Ramify";
   if (!view.keepsScroll) window.scrollTo(0, 0);
   view.onShow?.();
 }

@@ -1,8 +1,8 @@
 // One rollout as the tree it is: an outline that folds, and the messages or tokens of the branch that is selected.
 
 import { fileAddress, get, isExport } from "./api.js";
-import { code, fill, formatCount, formatNumber, formatSeconds, h, plural } from "./dom.js";
-import { codeBlock, makeVisible, prettyJson, renderText } from "./highlight.js";
+import { code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
+import { codeBlock, prettyJson, renderText } from "./highlight.js";
 import { href, replaceParams } from "./routes.js";
 import { advantageText } from "./rollouts.js";
 import { TokenPane } from "./tokens.js";
@@ -32,11 +32,12 @@ export async function showRollout(run, id, params) {
     const tree = makeTree(trace);
     const place = h("div", { class: "messages" });
     const outline = h("nav", { class: "outline", "aria-label": "Outline of the rollout" });
-    const select = (node) => {
+    const select = (node, token = null) => {
       state.node = node;
       drawBranch();
       remember();
       place.querySelector(`[data-node="${node}"]`)?.scrollIntoView({ block: "start" });
+      if (token) pane.goTo(token);
     };
     const folded = new Set();
     const drawBranch = () => {
@@ -87,7 +88,7 @@ function drawHeader(run, rollout) {
   const { group } = rollout;
   const groupLink = group ? href(["run", run, "group", group.number], { rollout: rollout.id }) : href(["run", run, "group", "task"], { source: rollout.source, task: rollout.task, rollout: rollout.id });
   const facts = [
-    ["Reward", formatNumber(rollout.reward), listRewards(trace)],
+    ["Reward", formatReward(rollout.reward), listRewards(trace)],
     group && ["Advantage", advantageText(rollout.advantage), group.step === null ? describeGroupState(group) : `${group.state} in step ${group.step}`],
     ["End", rollout.failure ?? (rollout.stop || "–")],
     ["Tokens", formatCount(sum(rollout.traces, "tokens")), `${formatCount(sum(rollout.traces, "sampled"))} sampled`],
@@ -124,7 +125,7 @@ function describeGroupState(group) {
 
 function keyValues(title, entries) {
   if (!entries.length) return null;
-  return h("details", { class: "more" }, h("summary", {}, title), h("dl", { class: "key-values" }, entries.map(([name, value]) => [h("dt", {}, makeVisible(name)), h("dd", { dir: "auto" }, makeVisible(String(value)))])));
+  return h("details", { class: "more" }, h("summary", {}, title), h("dl", { class: "key-values" }, entries.map(([name, value]) => [h("dt", {}, name), h("dd", { dir: "auto" }, String(value))])));
 }
 
 function listRewards(trace) {
@@ -180,7 +181,7 @@ function drawOutline(tree, path, selected, select, folded, redraw) {
 }
 
 function outlineRow(node, path, selected, select) {
-  const text = makeVisible(node.text.trim().slice(0, 80)) || node.calls?.map((call) => `→ ${call.name}`).join(" ") || "–";
+  const text = node.text.replace(/```+\w*/g, "").trim().slice(0, 80) || node.calls?.map((call) => `→ ${call.name}`).join(" ") || "–";
   return h(
     "button",
     { type: "button", class: `outline-row role-${node.role}${path.has(node.index) ? "" : " off-path"}`, "aria-current": node.index === selected ? "true" : null, title: `${node.role}, ${plural(node.tokens, "token")}`, onclick: () => select(node.index) },
@@ -238,7 +239,7 @@ function moreButton(run, rollout, trace, node, place) {
   }
   async function load() {
     const part = await get("message", { run, id: rollout.id, trace, node: node.index, start: shown });
-    place.append(h("div", { class: "prose", dir: "auto" }, makeVisible(part.text)));
+    place.append(h("div", { class: "prose", dir: "auto" }, part.text));
     shown += part.text.length;
     button.textContent = label();
     button.hidden = shown >= node.chars;

@@ -1,8 +1,7 @@
 // The table of rollouts: filtered, sorted and paged by the server.
 
 import { get, isExport } from "./api.js";
-import { fill, formatCount, formatNumber, formatSeconds, formatSigned, h, plural } from "./dom.js";
-import { makeVisible } from "./highlight.js";
+import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, makeVisible, plural } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 import { runTabs } from "./run.js";
 
@@ -143,7 +142,7 @@ function drawRow(run, row) {
     h("td", { class: "nowrap" }, h("a", { class: "rollout-link mono", href: href(["run", run, "rollout", row.id]) }, row.id)),
     h("td", { class: "nowrap" }, row.source || "–", " ", h("a", { class: "group-link", href: group }, row.group_number === null ? "attempts" : `group ${row.group_number}`)),
     h("td", { class: "number" }, row.step ?? (row.state === "dropped" ? h("span", { class: "muted", title: row.reason }, "dropped") : "–")),
-    h("td", { class: "number" }, rewardBar(row.reward), formatNumber(row.reward)),
+    h("td", { class: "number" }, rewardBar(row.reward), formatReward(row.reward)),
     h("td", { class: "number" }, advantageText(row.advantage)),
     h("td", { class: "number" }, formatCount(row.calls)),
     h("td", { class: "number" }, formatCount(row.tokens)),

@@ -3,7 +3,7 @@
 import { get, isExport } from "./api.js";
 import { LineChart, SERIES_COLORS, legend } from "./chart.js";
 import { drawFlow, drawProcesses } from "./diagram.js";
-import { fill, formatCount, formatNumber, formatSeconds, formatTime, h, isLive, notice, plural, statePill } from "./dom.js";
+import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
 import { chooser, placePoints } from "./runs.js";
 
@@ -180,16 +180,16 @@ function lastValue(data, name) {
 
 function listStats(data) {
   const { description } = data;
-  if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatNumber(description.reward), "mean of counted rollouts"]];
+  if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatReward(description.reward), "mean of counted rollouts"], ["Tasks", formatCount(description.scores[0]?.tasks)]];
+  if (description.kind === "sft") return [["Loss", formatNumber(lastValue(data, "train/loss"))], countSteps(description), ["Tokens per second", formatNumber(lastValue(data, "train/tokens_per_second"), 0), "trained"]];
   const first = data.points["reward/all/mean"]?.[0]?.[1];
   const evalName = data.names.find((name) => /^eval\/.+\/avg$/.test(name));
   const error = evalName ? lastValue(data, evalName.replace(/avg$/, "error")) : null;
   const status = description.status;
-  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : description.progress ? `${formatCount(description.progress.committed)} committed` : "";
   return [
-    ["Reward", formatNumber(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
+    ["Reward", formatReward(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
     evalName && [evalName.split("/").slice(0, -1).join("/"), formatNumber(lastValue(data, evalName)), error === null ? "" : `± ${formatNumber(1.96 * error)} (95 %)`],
-    ["Steps", `${formatCount(description.step)}${description.max_steps ? ` / ${formatCount(description.max_steps)}` : ""}`, left],
+    countSteps(description),
     ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],
     ["Tokens per second", formatNumber(status.tokens_per_s || lastValue(data, "tokens_per_s"), 0), "sampled"],
     ["Staleness", formatNumber(lastValue(data, "staleness/mean"), 2), `at most ${formatNumber(lastValue(data, "staleness/max"), 0)}`],
@@ -197,13 +197,18 @@ function listStats(data) {
   ].filter(Boolean);
 }
 
+function countSteps({ status, progress, step, max_steps }) {
+  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : progress ? `${formatCount(progress.committed)} committed` : "";
+  return ["Steps", `${formatCount(step)}${max_steps ? ` / ${formatCount(max_steps)}` : ""}`, left];
+}
+
 function showScores(scores) {
   const rows = scores.map((score) => {
     const [low, high] = score.interval ?? [score.mean, score.mean];
     const bar = h("span", { class: "interval", "aria-hidden": "true" }, h("span", { class: "interval-range", style: { left: `${clip(low) * 100}%`, width: `${Math.max(0.4, (clip(high) - clip(low)) * 100)}%` } }), h("span", { class: "interval-mean", style: { left: `${clip(score.mean) * 100}%` } }));
-    return h("tr", {}, h("th", { scope: "row" }, score.name), h("td", { class: "number" }, formatNumber(score.mean)), h("td", {}, bar), h("td", { class: "muted" }, score.interval ? `${formatNumber(low)} to ${formatNumber(high)}` : "one task"), h("td", { class: "muted" }, plural(score.tasks, "task")));
+    return h("tr", {}, h("th", { scope: "row" }, score.name), h("td", { class: "number" }, formatReward(score.mean)), h("td", {}, bar), h("td", { class: "muted" }, score.interval ? `${formatReward(low)} to ${formatReward(high)}` : "one task"), h("td", { class: "muted" }, plural(score.tasks, "task")));
   });
-  return h("div", { class: "panel" }, h("h2", {}, "Scores"), h("table", { class: "scores" }, h("thead", {}, h("tr", {}, ["Score", "Mean", "0 to 1", "95 % interval", "Tasks"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
+  return h("div", { class: "panel" }, h("h2", {}, "Scores"), h("table", { class: "scores" }, h("thead", {}, h("tr", {}, ["Score", "Mean", "0 to 1", "95 % interval", "Tasks"].map((name) => h("th", { scope: "col", class: name === "Mean" ? "number" : null }, name)))), h("tbody", {}, rows)));
 }
 
 function clip(value) {
@@ -227,10 +232,10 @@ function showFailures(run, failures) {
       h("th", { scope: "row" }, h("a", { href: href(["run", run, "rollouts"], { error: failure.name }) }, failure.name)),
       h("td", {}, h("span", { class: `blame blame-${failure.blame}` }, failure.blame)),
       h("td", {}, failure.origin),
-      h("td", { class: "message" }, failure.message),
+      h("td", { class: "failure-message", title: failure.message }, failure.message),
     ),
   );
-  return h("div", { class: "panel" }, h("h2", {}, "Failures"), h("div", { class: "table-box" }, h("table", { class: "failures" }, h("thead", {}, h("tr", {}, ["Count", "Name", "Blame", "Where", "Last message"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))));
+  return h("div", { class: "panel" }, h("h2", {}, "Failures"), h("div", { class: "table-box" }, h("table", { class: "failures" }, h("thead", {}, h("tr", {}, ["Count", "Name", "Blame", "Where", "Last message"].map((name, at) => h("th", { scope: "col", class: at ? null : "number" }, name)))), h("tbody", {}, rows))));
 }
 
 function showEvents(events) {

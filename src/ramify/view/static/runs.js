@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { LineChart, SERIES_COLORS, legend, sparkline } from "./chart.js";
-import { code, fill, formatAgo, formatCount, formatNumber, formatSeconds, h, isLive, notice, setText, statePill } from "./dom.js";
+import { code, fill, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, notice, setText, statePill } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 
 const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
@@ -49,7 +49,7 @@ export async function showRuns() {
     h(
       "table",
       { class: "runs" },
-      h("thead", {}, h("tr", {}, heads.map((name, at) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, labels[at]))))),
+      h("thead", {}, h("tr", {}, heads.map((name, at) => h("th", { scope: "col", class: name === "Rollouts" ? "number" : null }, name || h("span", { class: "hidden" }, labels[at]))))),
       body,
     ),
   );
@@ -60,7 +60,7 @@ export async function showRuns() {
 }
 
 function makeRunRow(run, chosen, onChoose) {
-  const cells = Object.fromEntries(["state", "reward", "curve", "steps", "rollouts", "waits", "changed"].map((name) => [name, h("td", { class: `run-${name}` })]));
+  const cells = Object.fromEntries(["state", "reward", "curve", "steps", "rollouts", "waits", "changed"].map((name) => [name, h("td", { class: `run-${name}${name === "rollouts" ? " number" : ""}` })]));
   const box = h("input", {
     type: "checkbox",
     "aria-label": `Compare ${run.name}`,
@@ -82,7 +82,7 @@ function makeRunRow(run, chosen, onChoose) {
     last = state;
     setText(subtitle, [entry.kind, entry.model, entry.sources.join(", ")].filter(Boolean).join(" · "));
     fill(cells.state, statePill(entry.state));
-    fill(cells.reward, entry.reward === null ? "–" : formatNumber(entry.reward));
+    fill(cells.reward, formatReward(entry.reward));
     fill(cells.curve, entry.curve.length > 1 ? sparkline(entry.curve) : null);
     const fraction = entry.max_steps ? Math.min(1, (entry.step ?? 0) / entry.max_steps) : 0;
     fill(cells.steps, entry.step === null ? "–" : [`${formatCount(entry.step)}`, entry.max_steps && h("span", { class: "muted" }, ` / ${formatCount(entry.max_steps)}`), h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${fraction * 100}%` } }))]);

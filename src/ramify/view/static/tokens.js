@@ -2,11 +2,11 @@
 
 import { get } from "./api.js";
 import { scaleFor } from "./colors.js";
-import { fill, formatCount, formatNumber, h } from "./dom.js";
+import { fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
 import { showToken } from "./forest.js";
-import { makeVisible } from "./highlight.js";
 
 const NODES_PER_REQUEST = 12;
+const TOKENS_PER_PART = 4000; // of a message that are shown at once; a button shows more
 const MEASURE_NAMES = { reward_change: "reward change at forks", advantage: "advantage", logprob: "logprob", entropy: "entropy", reference_kl: "KL to teacher or reference", mismatch: "mismatch of trainer and sampler", version: "policy version", weight: "loss weight" };
 
 export class TokenPane {
@@ -37,14 +37,17 @@ export class TokenPane {
 
   makePlace(node) {
     const body = h("div", { class: "tokens", tabindex: "0", "aria-label": `Tokens of message ${node.index}; arrow keys move`, role: "group" }, h("span", { class: "muted" }, node.tokens ? "…" : node.text));
-    const height = 46 + Math.max(1, Math.ceil(Math.max(node.chars, node.tokens * 1.2) / 92)) * 26;
+    const more = h("button", { type: "button", class: "more-tokens", hidden: true, onclick: () => this.drawMore(node.index, this.places.get(node.index).drawn + TOKENS_PER_PART) });
+    const shown = Math.min(1, TOKENS_PER_PART / (node.tokens || 1));
+    const height = 46 + Math.max(1, Math.ceil((shown * Math.max(node.chars, node.tokens * 1.2)) / 92)) * 26;
     const article = h(
       "article",
       { class: `message role-${node.role}`, "data-node": node.index, style: { "contain-intrinsic-size": `auto ${height}px` } },
       h("header", {}, h("b", {}, node.role), h("span", { class: "mono" }, `[${node.index}]`), h("span", {}, `${formatCount(node.tokens)} tokens${node.sampled ? `, ${formatCount(node.sampled)} sampled` : ""}`), node.untrained ? h("span", { class: "badge badge-untrained" }, node.untrained) : null),
       body,
+      more,
     );
-    return { node, body, article };
+    return { node, body, article, more, drawn: 0 };
   }
 
   drawBar() {
@@ -97,31 +100,42 @@ export class TokenPane {
 
   draw(tokens) {
     this.tokens.set(tokens.node, tokens);
-    const { body, node } = this.places.get(tokens.node);
-    const [start, stop] = tokens.sampled;
-    fill(
-      body,
-      tokens.texts.map((text, at) => {
-        const isSampled = at >= start && at < stop;
-        const isMasked = isSampled && (node.untrained || tokens.values.weight?.[at] === 0);
-        return h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(text));
-      }),
-    );
-    this.color(tokens.node);
+    const place = this.places.get(tokens.node);
+    fill(place.body);
+    place.drawn = 0;
+    this.drawMore(tokens.node, TOKENS_PER_PART);
     if (this.target?.node === tokens.node) this.mark();
   }
 
-  color(index) {
-    const { body } = this.places.get(index);
+  drawMore(index, until) {
+    const tokens = this.tokens.get(index), place = this.places.get(index);
+    const [start, stop] = tokens.sampled, first = place.drawn, total = tokens.ids.length;
+    place.drawn = Math.min(until, total);
+    place.body.append(
+      ...tokens.texts.slice(first, place.drawn).map((text, offset) => {
+        const at = first + offset;
+        const isSampled = at >= start && at < stop;
+        const isMasked = isSampled && (place.node.untrained || tokens.values.weight?.[at] === 0);
+        return h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(text));
+      }),
+    );
+    this.color(index, first);
+    place.more.hidden = place.drawn === total;
+    fill(place.more, `Show more: ${formatCount(total - place.drawn)} of ${formatCount(total)} tokens are hidden`);
+  }
+
+  color(index, first = 0) {
+    const { body, drawn } = this.places.get(index);
     const values = this.measure ? this.tokens.get(index).values[this.measure.name] : null;
     const scale = this.measure && scaleFor(this.measure);
-    for (const [at, span] of [...body.children].entries()) span.style.background = values && values[at] !== null ? scale.color(values[at]) : "";
+    const spans = [...body.children];
+    for (let at = first; at < drawn; at++) spans[at].style.background = values && values[at] !== null ? scale.color(values[at]) : "";
   }
 
   goTo(target) {
     this.target = target;
     if (!this.places.has(target.node)) {
-      this.select(target.node);
+      this.select(target.node, target);
       return;
     }
     if (this.tokens.has(target.node)) this.mark();
@@ -133,7 +147,9 @@ export class TokenPane {
 
   mark() {
     for (const span of this.node.querySelectorAll(".token-found")) span.classList.remove("token-found");
-    const span = this.places.get(this.target.node).body.children[this.target.token];
+    const { node, token } = this.target;
+    if (token >= this.places.get(node).drawn) this.drawMore(node, token + TOKENS_PER_PART);
+    const span = this.places.get(node).body.children[token];
     span?.classList.add("token-found");
     span?.scrollIntoView({ block: "center" });
     if (span) this.showTip(span);
