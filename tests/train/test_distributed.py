@@ -51,7 +51,7 @@ def train_as_rank(model: Path, directory: Path) -> None:
 def test_two_ranks_equal_one_rank_and_one_rank_resumes_their_checkpoint(shape, tmp_path):
     model = tmp_path / "model"
     build_model(CONFIGS[shape], "eager").save_pretrained(model)
-    run_ranks(2, train_as_rank, model, tmp_path)
+    run_ranks(2, train_as_rank, model, tmp_path, gang="0")
     two_ranks = json.loads((tmp_path / "steps.json").read_text())
     config = TrainerConfig.model_validate(CONFIG)
     trainer = build_trainer(model, config, SINGLE_RANK)

@@ -89,10 +89,11 @@ def test_a_killed_trainer_restarts_at_the_commit_and_ends_with_the_same_weights(
 def test_two_ranks_are_one_trainer(model, tmp_path):
     batches = random_batches(4)
     with FakeOrchestrator(batches) as two:
-        run_ranks(2, run_trainer, arguments(model, tmp_path / "two", "--address", two.address))
+        run_ranks(2, run_trainer, arguments(model, tmp_path / "two", "--address", two.address), gang="3")
     with FakeOrchestrator(batches) as one:
         assert wait_for_exit(start_trainer(arguments(model, tmp_path / "one", "--address", one.address))) == 0
     assert (two.incarnation, two.world_size, two.commits) == (0, 2, [2, 4])
+    assert [version for version, _ in two.published] == [version for version, _ in one.published]
     assert sorted(two.served) == sorted(one.served * 2)
     assert two.trained == pytest.approx(one.trained, rel=1e-5)
     actual, expected = final_weights(tmp_path / "two"), final_weights(tmp_path / "one")

@@ -70,7 +70,8 @@ def start_sft(settings: dict[str, Any]):
     return process, receiver
 
 
-def _run_as_rank(rank: int, world_size: int, port: int, target, args) -> None:
+def _run_as_rank(rank: int, world_size: int, port: int, gang: str | None, target, args) -> None:
+    os.environ |= {} if gang is None else {"RAMIFY_GANG_TOKEN": gang}
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -81,13 +82,14 @@ def _run_as_rank(rank: int, world_size: int, port: int, target, args) -> None:
     target(*args)
 
 
-def run_ranks(world_size: int, target, *args) -> None:
-    """Run `target` in `world_size` ranks, as torchrun would, and wait for them."""
+def run_ranks(world_size: int, target, *args, gang: str | None = None) -> None:
+    """Run `target` in `world_size` ranks, as torchrun would or as a gang with this token, and wait for them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_run_as_rank, args=(rank, world_size, port, target, args)) for rank in range(world_size)
+        context.Process(target=_run_as_rank, args=(rank, world_size, port, gang, target, args))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()

@@ -1,9 +1,9 @@
-"""Several processes as one trainer: FSDP2 under torchrun, gloo between CPUs, NCCL between GPUs.
+"""Several processes as one trainer: FSDP2, with gloo between CPUs and NCCL between GPUs.
 
 Every rank holds a shard of each weight and runs its own packs; weights are gathered before a layer runs, gradients are
 **summed** after it. They are summed, not averaged, because N_c already counts the entries of all ranks: the result does
 not depend on the number of ranks. Ranks run collectives in every pack, so the loss of a rank is noticed within
-`COLLECTIVE_TIMEOUT`.
+`COLLECTIVE_TIMEOUT`. Ranks are started by torchrun, or by a launcher as a gang (`rendezvous`).
 """
 
 import contextlib
@@ -21,8 +21,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.train.config import TrainerConfig
 from ramify.train.policy import PolicyModel
+from ramify.train.rendezvous import GangMember, find_interface, join_gang
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ T = TypeVar("T")
 class Ranks:
     """This process among the ranks of a trainer, and the collectives between them.
 
-    Without torchrun `world_size` is 1, and every collective returns at once.
+    If the trainer is one process, `world_size` is 1, and every collective returns at once.
     """
 
     device: torch.device
@@ -86,7 +88,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def init_distributed(config: TrainerConfig) -> Iterator[Ranks]:
-    """Join the process group that torchrun started, if any, and leave it at exit. Raises ConfigInvalid."""
+    """Join the process group of the trainer, if it has several ranks, and leave it at exit.
+
+    Raises ConfigInvalid and, for a rank of a gang, what `join_gang` raises.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     use_cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
@@ -96,14 +101,29 @@ def init_distributed(config: TrainerConfig) -> Iterator[Ranks]:
     if world_size == 1:
         yield Ranks(torch.device("cuda" if use_cuda else "cpu"))
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
-    if use_cuda:
+    device = torch.device("cpu")
+    if use_cuda:  # a rank may see all GPUs of its machine, or only its own
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    _init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     try:
         yield Ranks(device, dist.get_rank(), world_size)
     finally:
         dist.destroy_process_group()
+
+
+def _init_process_group(backend: str) -> None:
+    """Join the gang that the environment names or, without one, the ranks of torchrun."""
+    member = GangMember.from_environment()
+    if member is None:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        return
+    store = join_gang(member)
+    if GLOO_INTERFACE_VARIABLE not in os.environ and (interface := find_interface(member.host)) is not None:
+        os.environ[GLOO_INTERFACE_VARIABLE] = interface  # gloo would look up the host name, which need not resolve
+    dist.init_process_group(
+        backend, store=store, rank=member.rank, world_size=member.world_size, timeout=COLLECTIVE_TIMEOUT
+    )
 
 
 def apply_fsdp(policy: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> None:
