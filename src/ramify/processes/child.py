@@ -47,6 +47,17 @@ class ChildProcess:
         self._watcher_pidfd: int | None = None
         self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is a child of the fork server
         self._pending_signal: signal.Signals | None = None  # to be sent when the pid is known
+        self._lease_end: float | None = None
+
+    def set_lease_end(self, lease_end: float) -> None:
+        """Let the watcher kill the process and its descendants at this time of CLOCK_BOOTTIME.
+
+        A later call moves the time. Before `start` it is kept for the process that is started.
+        """
+        self._lease_end = lease_end
+        if self._control_socket is not None:
+            with contextlib.suppress(OSError):  # the watcher has exited
+                self._control_socket.send(str(lease_end).encode())
 
     async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), command_forks_watcher: bool = False) -> None:
         """Start the process with its output to `output_fd`. Raises ProcessDied or DeadlineExceeded if this fails.
@@ -167,6 +178,8 @@ class ChildProcess:
         self._close()
         self._control_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control_socket.setblocking(False)
+        if self._lease_end is not None:
+            self.set_lease_end(self._lease_end)
         return child_socket
 
     async def _receive_pids(self, timeout: float) -> bool:

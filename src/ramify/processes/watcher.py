@@ -7,10 +7,14 @@ exit of the command, whose exit code becomes its own (128 + n for signal n), or 
 the kernel closes however the parent dies. In the latter case the command gets SIGTERM, and SIGKILL after TIMEOUT
 seconds. The watcher is a subreaper: it inherits the descendants of the command, daemons included, and kills them too.
 If the watcher itself is killed, the kernel kills the command.
+
+The parent may send the end of a lease over the control socket, again and again. At the last one that was received, the
+watcher kills the command and its descendants at once, also if these are stopped or the parent is.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -29,6 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 WATCHER_NAME = "ramify-watcher"  # at most 15 bytes
 DESCENDANTS_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
 CLEANUP_TIMEOUT = 1.5  # seconds of these for the watchers below this one to clean up; they end by themselves
+MAX_POLL_SECONDS = 1.0  # the clock of `poll` stands still while the machine is suspended; that of leases does not
 POLL_INTERVAL = 0.01  # seconds between attempts to kill the descendants
 
 
@@ -85,27 +90,33 @@ def _wait_for_exit(pid: int, stop_timeout: float) -> int:
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     poller.register(pidfd, select.POLLIN)
-    deadline: float | None = None
+    deadline = lease_end = math.inf
     while True:
-        poll_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = [fd for fd, _ in poller.poll(poll_ms)]
+        seconds = min(deadline - time.monotonic(), lease_end - time.clock_gettime(time.CLOCK_BOOTTIME))
+        timeout = None if seconds == math.inf else max(0.0, min(seconds, MAX_POLL_SECONDS)) * 1000
+        ready = [fd for fd, _ in poller.poll(timeout)]
         if pidfd in ready:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             return code if code >= 0 else SIGNAL_EXIT_OFFSET - code
-        if 0 in ready and _is_parent_gone():
-            poller.unregister(0)
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-            deadline = time.monotonic() + stop_timeout
-        elif deadline is not None and time.monotonic() >= deadline:
+        if 0 in ready:
+            message = _read_message()
+            if message:
+                lease_end = float(message)
+            else:  # the parent process is gone
+                poller.unregister(0)
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                deadline = time.monotonic() + stop_timeout
+        if time.monotonic() >= deadline or time.clock_gettime(time.CLOCK_BOOTTIME) >= lease_end:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            deadline = None
+            deadline = lease_end = math.inf
 
 
-def _is_parent_gone() -> bool:
+def _read_message() -> bytes:
+    """Return the next message of the parent process; nothing if it has closed the control socket."""
     try:
-        return not os.read(0, 4096)
+        return os.read(0, 4096)
     except OSError:  # the parent process died before it received the pids
-        return True
+        return b""
 
 
 def _kill_orphans() -> None:

@@ -1,0 +1,105 @@
+"""The watcher kills a process tree when its lease ends, whatever the process and its parent are doing."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ramify.fencing.lease import read_lease_clock
+from ramify.processes.child import ChildProcess
+from ramify.processes.log import ProcessLog
+from tests.process_checks import runs
+from tests.processes.test_child import PYTHON, STARTS_DAEMON, wait_until_gone, with_timeout
+
+LEASE = 0.5  # seconds
+IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEMON}"
+# A parent that grants its child one lease, prints the pids that the child printed, and then stops itself.
+STOPPED_PARENT = """
+import asyncio, os, signal, sys
+from ramify.fencing.lease import read_lease_clock
+from ramify.processes.child import ChildProcess
+
+async def main():
+    child = ChildProcess(sys.argv[2:])
+    child.set_lease_end(read_lease_clock() + float(sys.argv[1]))
+    await child.start(1)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+asyncio.run(main())
+"""
+
+
+async def start(tmp_path, code: str, lease_end: float | None) -> tuple[ChildProcess, list[int]]:
+    """Start a program that prints pids, and return these."""
+    child, log = ChildProcess((*PYTHON, code)), ProcessLog(tmp_path / "log")
+    if lease_end is not None:
+        child.set_lease_end(lease_end)
+    with log.open() as output:
+        await child.start(output.fileno())
+    while log.tail().count(" ") != 1 or log.tail().startswith("("):
+        await asyncio.sleep(0.01)
+    return child, [int(pid) for pid in log.tail().split()]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@with_timeout
+async def test_tree_is_killed_when_the_lease_ends(tmp_path, is_stopped):
+    child, pids = await start(tmp_path, IGNORES_SIGTERM, None)
+    if is_stopped:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    lease_end = read_lease_clock() + LEASE
+    child.set_lease_end(lease_end)
+    assert await child.wait() == 128 + signal.SIGKILL
+    assert read_lease_clock() >= lease_end
+    assert not any(map(runs, pids))
+    await child.stop()
+
+
+@with_timeout
+async def test_renewed_lease_keeps_the_process(tmp_path):
+    child, pids = await start(tmp_path, STARTS_DAEMON, read_lease_clock() + 60)
+    for _ in range(3):
+        child.set_lease_end(read_lease_clock() + LEASE)
+        await asyncio.sleep(LEASE / 2)
+        assert child.poll() is None
+    assert await child.wait() == 128 + signal.SIGKILL
+    assert not any(map(runs, pids))
+    await child.stop()
+
+
+@with_timeout
+async def test_stop_ends_a_process_before_its_lease(tmp_path):
+    child, _ = await start(tmp_path, STARTS_DAEMON, read_lease_clock() + 60)
+    assert await child.stop() == 128 + signal.SIGTERM
+    child.set_lease_end(read_lease_clock())  # nobody is there any more
+
+
+@with_timeout
+async def test_lease_that_has_ended_kills_at_once(tmp_path):
+    child = ChildProcess((*PYTHON, "import signal; signal.pause()"))
+    child.set_lease_end(read_lease_clock() - 1)
+    with (tmp_path / "log").open("wb") as output:
+        await child.start(output.fileno())
+    assert await child.wait() == 128 + signal.SIGKILL
+    await child.stop()
+
+
+def test_lease_ends_while_the_parent_is_stopped():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_PARENT, "1.0", *PYTHON, IGNORES_SIGTERM], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        started_at = time.monotonic()
+        assert len(pids) == 2
+        wait_until_gone(*pids)
+        assert time.monotonic() - started_at < 8.0
+        assert parent.poll() is None
+    finally:
+        parent.kill()
+        parent.communicate(timeout=20)
