@@ -21,14 +21,15 @@ from tests.launch.launchers import (
     wait_for_line,
     with_timeout,
 )
+from tests.launch.remote_launcher import InProcessLauncher
 
 FOREVER = "\nwhile 1: signal.pause()"
 UP = "import signal; print('up', flush=True)" + FOREVER
 
 
-@pytest.fixture(params=["local"])
-def launcher() -> Launcher:
-    return LocalLauncher()
+@pytest.fixture(params=["local", "in-process"])
+def launcher(request) -> Launcher:
+    return LocalLauncher() if request.param == "local" else InProcessLauncher()
 
 
 @pytest.fixture

@@ -85,6 +85,10 @@ class RoleLeases:
         self.is_ending = False
         self._granted_at = dict.fromkeys(range(num_ranks), now)  # of the ranks that may be running
 
+    def begin(self, now: float) -> None:
+        """Count all leases from now on. Call it when no rank has been started yet."""
+        self._granted_at = dict.fromkeys(range(self.num_ranks), now)
+
     def grant(self, token: FencingToken, rank: int, now: float) -> None:
         """Record that the renewal of a rank is granted. Raises ProcessReplaced for a copy that is or will be replaced.
 
@@ -107,10 +111,14 @@ class RoleLeases:
         if any(now >= granted_at + self._terms.replacement_delay for granted_at in self._granted_at.values()):
             self.is_ending = True
 
+    def dead_at(self, rank: int) -> float:
+        """When a rank is dead for certain, unless it is granted another renewal; minus infinity if it has exited."""
+        return self._granted_at.get(rank, float("-inf")) + self._terms.replacement_delay
+
     @property
     def replaceable_at(self) -> float:
         """When every rank is dead for certain; minus infinity if all of them have exited."""
-        return max(self._granted_at.values(), default=float("-inf")) + self._terms.replacement_delay
+        return max(map(self.dead_at, range(self.num_ranks)))
 
     def replace(self, now: float) -> FencingToken:
         """Begin the next incarnation of the role and return its token; older copies get no more grants.

@@ -48,15 +48,21 @@ class LocalSlot:
     is_lost = False
 
     def __init__(
-        self, *, host: str = HOST, has_port: bool = False, prefork_client: PreforkClient | None = None
+        self,
+        *,
+        host: str = HOST,
+        has_port: bool = False,
+        prefork_client: PreforkClient | None = None,
+        is_detached: bool = False,
     ) -> None:
-        """Reserve a port at `host` if the process needs one."""
-        self.host, self._prefork_client = host, prefork_client
+        """Reserve a port at `host` if the process needs one; `is_detached` is that of `ChildProcess`."""
+        self.host, self._prefork_client, self._is_detached = host, prefork_client, is_detached
         self._reservation = PortReservation({"port": f"tcp://{host}:0"} if has_port else {})
         self.port = urlsplit(self._reservation.addresses["port"]).port or 0 if has_port else 0
         self._directory: Path | None = None
         self._child: ChildProcess | None = None
         self._pending_signal: signal.Signals | None = None
+        self._lease_end: float | None = None
 
     @property
     def directory(self) -> Path:
@@ -79,7 +85,9 @@ class LocalSlot:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
         ports = {RESERVED_PORTS_VARIABLE: str(self.port)} if self.port else {}
-        child = self._child = ChildProcess(start.command, env={**start.env, **ports})
+        child = self._child = ChildProcess(start.command, env={**start.env, **ports}, is_detached=self._is_detached)
+        if self._lease_end is not None:
+            child.set_lease_end(self._lease_end)
         if self._pending_signal is not None:
             child.send_signal(self._pending_signal)
         client = self._prefork_client
@@ -104,6 +112,12 @@ class LocalSlot:
             self._pending_signal = number
         else:
             self._child.send_signal(number)
+
+    def set_lease_end(self, lease_end: float) -> None:
+        """Let the watcher kill the process and its descendants at this time of the lease clock."""
+        self._lease_end = lease_end
+        if self._child is not None:
+            self._child.set_lease_end(lease_end)
 
     def request_stop(self) -> None:
         """Let the watcher stop the process."""

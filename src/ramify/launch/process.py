@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ramify.async_calls import cancel_all
 from ramify.errors import DeadlineExceeded
-from ramify.fencing.lease import RoleLeases
+from ramify.fencing.lease import RoleLeases, read_lease_clock
 from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
@@ -158,6 +158,7 @@ class SupervisedProcess:
         starts = [replace(start, env={**start.env, **more}) for start, more in zip(self._starts, variables)]
         if self._pending_signal is not None:
             self.send_signal(self._pending_signal)
+        self._leases.begin(read_lease_clock())
         await asyncio.gather(*(slot.start(start, log) for slot, start, log in zip(self.slots, starts, self._logs)))
 
     async def wait_until_ready(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ramify.errors import DeadlineExceeded, ProcessDied
 from ramify.processes.prefork import PreforkClient
+from ramify.processes.watcher import DETACH_FLAG
 
 RAMIFY_COMMAND = (sys.executable, "-m", "ramify")  # the `ramify` command of this environment
 WATCHER_COMMAND = (sys.executable, "-m", "ramify.processes.watcher")
@@ -36,16 +37,26 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, stop_timeout: float = STOP_TIMEOUT
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stop_timeout: float = STOP_TIMEOUT,
+        is_detached: bool = False,
     ) -> None:
-        """Prepare a command; `env` is added to the environment of this process."""
+        """Prepare a command; `env` is added to the environment of this process.
+
+        A detached watcher is no child of this process: a framework that kills the children of this process then leaves
+        the watcher time to clean up.
+        """
         self.command, self.env, self.stop_timeout = tuple(command), dict(env or {}), stop_timeout
+        self._is_detached = is_detached
         self.pid = 0
         self.exit_code: int | None = None
         self._control_socket: socket.socket | None = None  # the watcher stops the process when this is closed
         self._watcher_pid = 0
         self._watcher_pidfd: int | None = None
-        self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is a child of the fork server
+        self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is no child of this process
         self._pending_signal: signal.Signals | None = None  # to be sent when the pid is known
         self._lease_end: float | None = None
 
@@ -65,10 +76,11 @@ class ChildProcess:
         With `command_forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an
         interpreter. It then chooses the time between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
         """
-        watcher = () if command_forks_watcher else (*WATCHER_COMMAND, str(self.stop_timeout))
+        detach = (DETACH_FLAG,) if self._is_detached else ()
+        watcher = () if command_forks_watcher else (*WATCHER_COMMAND, *detach, str(self.stop_timeout))
         try:
             with self._open_control_socket() as child_socket:
-                self._watcher_popen = subprocess.Popen(
+                popen = subprocess.Popen(
                     [*watcher, *self.command],
                     stdin=child_socket.fileno(),
                     stdout=output_fd,
@@ -77,7 +89,12 @@ class ChildProcess:
                     pass_fds=pass_fds,
                     start_new_session=True,
                 )
-            self._watcher_pid = self._watcher_popen.pid
+            if self._is_detached:
+                popen.wait(START_TIMEOUT)  # it has forked the watcher
+                if not await self._receive_pids(START_TIMEOUT):
+                    raise ProcessDied(f"{self.command[0]} cannot be started: its watcher has exited")
+                return
+            self._watcher_popen, self._watcher_pid = popen, popen.pid
             self._watcher_pidfd = os.pidfd_open(self._watcher_pid)
             await self._receive_pids(START_TIMEOUT)  # if the watcher exits first, `wait` returns its exit code
         except TimeoutError:

@@ -30,6 +30,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+DETACH_FLAG = "--detach"  # the watcher is then no child of the process that starts it
 WATCHER_NAME = "ramify-watcher"  # at most 15 bytes
 DESCENDANTS_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
 CLEANUP_TIMEOUT = 1.5  # seconds of these for the watchers below this one to clean up; they end by themselves
@@ -134,6 +135,16 @@ def _kill_orphans() -> None:
         time.sleep(POLL_INTERVAL)
 
 
+def _detach() -> None:
+    """Continue in a process without a parent, in a session of its own."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == DETACH_FLAG:
+        _detach()
+        del sys.argv[1]
     fork_under_watcher(stop_timeout=float(sys.argv[1]))
     exec_command(sys.argv[2:])

@@ -1,0 +1,137 @@
+"""The node's side of a process that the head starts on another machine.
+
+    head: RemoteSlot  ==exchange==>  NodeProcess  ==control socket==>  watcher ---> process
+
+The head repeats one call, `exchange`, which does everything: it starts the process, delivers signals, fetches output
+and renews the lease. A call may be lost, delayed or answered twice without harm: the start is done once, signals have
+numbers, output has an offset, and renewals have numbers. A reply is the sending of a renewal, and the next call is its
+grant (see `fencing.lease`). The watcher knows the end of the lease and kills the process tree then, whether this
+process lives, is stopped or is gone.
+"""
+
+import contextlib
+import signal
+import sys
+from dataclasses import dataclass, replace
+
+from ramify.errors import RamifyError
+from ramify.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
+from ramify.launch.launcher import ProcessStart
+from ramify.launch.local_launcher import LocalSlot
+from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.log import ProcessLog
+
+MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects
+NODE_PYTHON = "{python}"  # stands for the Python interpreter of the node in a command
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAddress:
+    """Where a slot is."""
+
+    node: str
+    host: str
+    port: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRequest:
+    """What the head wants of the process."""
+
+    granted: int = 0
+    """Number of the renewal that the head granted last; 0 for none."""
+    start: ProcessStart | None = None
+    """What to start, as long as the head does not know that it was started."""
+    signals: tuple[tuple[int, int], ...] = ()
+    """Numbered signals that the head does not know to be delivered."""
+    is_stop_requested: bool = False
+    log_offset: int = 0
+    """Bytes of the output that the head has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeReply:
+    """What the node knows about the process."""
+
+    renewal: int
+    """Number of the renewal of the lease that is sent with this reply."""
+    is_started: bool
+    pid: int
+    exit_code: int | None
+    num_signals: int
+    """Number of the last signal that was delivered."""
+    output: bytes
+    """The output from `log_offset` on, at most MAX_LOG_BYTES."""
+    log_size: int
+
+
+class NodeProcess:
+    """One process on this node. It is started after the first grant, and at most once."""
+
+    def __init__(self, terms: LeaseTerms, *, node: str, host: str) -> None:
+        self._slot = LocalSlot(host=host, has_port=True, is_detached=True)
+        self._log = ProcessLog(self._slot.directory / "output.log")
+        self._log.open().close()
+        self._node, self._lease = node, LeaseHolder(terms)
+        self._is_started = False
+        self._exit_code: int | None = None  # of a process that could not be started
+        self._num_signals = 0
+
+    def get_address(self) -> SlotAddress:
+        """Return where this slot is."""
+        return SlotAddress(self._node, self._slot.host, self._slot.port, str(self._slot.directory))
+
+    async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Do what the head wants, and return what is known about the process."""
+        self._lease.record_grant(request.granted)
+        if self._lease.expires_at is not None:
+            self._slot.set_lease_end(self._lease.expires_at)
+        if request.is_stop_requested:
+            self._stop()
+        if request.start is not None:
+            await self._start_once(request.start)
+        for number, signal_number in request.signals:
+            if number > self._num_signals:
+                self._slot.send_signal(signal.Signals(signal_number))
+                self._num_signals = number
+        exit_code = self._slot.poll() if self._exit_code is None else self._exit_code  # before the output is read
+        output, log_size = self._read_output(request.log_offset)
+        return ExchangeReply(
+            renewal=self._lease.send_renewal(read_lease_clock()),
+            is_started=self._is_started,
+            pid=self._slot.pid,
+            exit_code=exit_code,
+            num_signals=self._num_signals,
+            output=output,
+            log_size=log_size,
+        )
+
+    def _stop(self) -> None:
+        """Stop the process; one that was not started yet never will be."""
+        if not self._is_started:
+            self._is_started, self._exit_code = True, EXIT_NOT_STARTED
+        self._slot.request_stop()
+
+    async def _start_once(self, start: ProcessStart) -> None:
+        """Start the process if its lease allows it. A failure counts as an exit, with its reason in the output."""
+        if self._is_started or self._lease.is_expired(read_lease_clock()):
+            return
+        self._is_started = True
+        command = tuple(sys.executable if word == NODE_PYTHON else word for word in start.command)
+        try:
+            await self._slot.start(replace(start, command=command), self._log)
+        except RamifyError as error:
+            self._exit_code = EXIT_NOT_STARTED
+            with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as log:
+                log.write(f"{type(error).__name__}: {error.message}\n")
+
+    def _read_output(self, offset: int) -> tuple[bytes, int]:
+        with self._log.path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(offset)
+            return log.read(MAX_LOG_BYTES), size
+
+    async def close(self) -> None:
+        """Stop the process and remove its files."""
+        await self._slot.stop()

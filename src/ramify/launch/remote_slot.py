@@ -1,0 +1,173 @@
+"""The head's side of a process that runs on another machine: a slot that repeats one call to the node.
+
+A call that is not answered says nothing about the process: it may run, it may be dead, the node may only be cut off.
+So the head goes on calling. Only when the node has been silent until the lease of the process has ended for certain, is
+the process given up as lost.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Protocol
+
+from ramify.async_calls import cancel_all
+from ramify.errors import PeerLost, ProcessReplaced
+from ramify.fencing.lease import RoleLeases, read_lease_clock
+from ramify.launch.launcher import ProcessStart
+from ramify.launch.node_process import NODE_PYTHON, ExchangeReply, ExchangeRequest, SlotAddress
+from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+from ramify.processes.log import ProcessLog
+from ramify.store import wrap_storage_errors
+
+EXCHANGE_INTERVAL = 0.5  # seconds between two calls
+STOP_INTERVAL = 0.1  # the same, while the process is being stopped
+STOP_MARGIN = 2.0  # seconds for the calls, in addition to those of the watcher
+
+
+class NodeClient(Protocol):
+    """The connection to one `NodeProcess`."""
+
+    async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Call `NodeProcess.exchange`. Raises PeerLost if there is no answer: the call may or may not have arrived."""
+        ...
+
+    async def close(self, *, is_reachable: bool) -> None:
+        """Release the `NodeProcess`; it is stopped first if it is reachable. Returns within seconds."""
+        ...
+
+
+class RemoteSlot:
+    """The place of one execution of a process on another machine."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        address: SlotAddress,
+        leases: RoleLeases,
+        rank: int,
+        *,
+        interval: float = EXCHANGE_INTERVAL,
+    ) -> None:
+        """Use an opened slot; `interval` is the number of seconds between two calls."""
+        self.node, self.host, self.port = address.node, address.host, address.port
+        self.directory = Path(address.directory)
+        self.pid, self.is_lost = 0, False
+        self._client, self._leases, self._token, self._rank = client, leases, leases.token, rank
+        self._interval = interval
+        self._request = ExchangeRequest()
+        self._num_signals = 0
+        self._exit_code: int | None = None
+        self._wake = asyncio.Event()  # there is something to send
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, start: ProcessStart, log: ProcessLog) -> None:
+        """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
+        command = tuple(NODE_PYTHON if word == sys.executable else word for word in start.command)
+        self._request = replace(self._request, start=replace(start, command=command))
+        with wrap_storage_errors(log.path):
+            output = log.open()
+        self._task = asyncio.create_task(self._exchange_until_exit(output), name=f"exchange {self.node}")
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process and its descendants have exited, else None."""
+        return self._exit_code if self._task is not None and self._task.done() else None
+
+    async def wait(self) -> int:
+        """Wait until the process has exited and its output has arrived, or until it is dead for certain."""
+        assert self._task is not None, "the process was not started"
+        await asyncio.wait({self._task})
+        self._task.result()
+        assert self._exit_code is not None
+        return self._exit_code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal with the next call, and with further ones until it is known to be delivered."""
+        self._num_signals += 1
+        self._request = replace(self._request, signals=(*self._request.signals, (self._num_signals, number.value)))
+        self._wake.set()
+
+    def request_stop(self) -> None:
+        """Let the node stop the process; its lease is not renewed any more."""
+        self._request = replace(self._request, is_stop_requested=True)
+        self._wake.set()
+
+    async def kill(self) -> None:
+        """Kill the process; its watcher kills the descendants. Its lease is not renewed any more."""
+        self.send_signal(signal.SIGKILL)
+        self.request_stop()
+
+    async def stop(self) -> int | None:
+        """Stop the process, for as long as a stop takes, and release the node's side."""
+        self.request_stop()
+        try:
+            if self._task is not None:
+                await asyncio.wait({self._task}, timeout=STOP_TIMEOUT + KILL_TIMEOUT + STOP_MARGIN)
+        finally:
+            is_reachable = self._task is None or (self._task.done() and not self.is_lost)
+            if self._task is not None:
+                await cancel_all([self._task])
+                self._exit_code = -signal.SIGKILL if self._exit_code is None else self._exit_code
+            await self._client.close(is_reachable=is_reachable)
+        return self._exit_code
+
+    async def _exchange_until_exit(self, log: IO[bytes]) -> None:
+        """Call the node until the process has exited and all its output is in the log, or until it is lost."""
+        with log:
+            while True:
+                reply = await self._exchange()
+                if reply is not None and self._record_reply(reply, log):
+                    return
+                if read_lease_clock() >= self._leases.dead_at(self._rank):
+                    self.is_lost, self._exit_code = True, -signal.SIGKILL
+                    return
+                if reply is None or self._request.log_offset >= reply.log_size:
+                    await self._sleep()
+
+    async def _exchange(self) -> ExchangeReply | None:
+        """Call the node; return None if it does not answer before the process is dead for certain."""
+        self._wake.clear()
+        timeout = self._leases.dead_at(self._rank) - read_lease_clock()
+        with contextlib.suppress(TimeoutError, PeerLost):
+            async with asyncio.timeout(max(0.0, timeout)):
+                return await self._client.exchange(self._request)
+        return None
+
+    def _record_reply(self, reply: ExchangeReply, log: IO[bytes]) -> bool:
+        """Record a reply, and grant its renewal. Return whether the process has exited and all output is here."""
+        with wrap_storage_errors(Path(log.name)):
+            log.write(reply.output)
+            log.flush()
+        request, offset = self._request, self._request.log_offset + len(reply.output)
+        self.pid = reply.pid
+        if not request.granted:
+            self._wake.set()  # the node starts the process after the first grant
+        self._request = replace(
+            request,
+            granted=self._grant(reply.renewal),
+            start=None if reply.is_started else request.start,
+            signals=tuple(entry for entry in request.signals if entry[0] > reply.num_signals),
+            log_offset=offset,
+        )
+        if reply.exit_code is not None and offset >= reply.log_size:
+            self._exit_code = reply.exit_code
+            return True
+        return False
+
+    def _grant(self, renewal: int) -> int:
+        """Grant a renewal, unless the process is to be stopped or replaced; return the number to send."""
+        if self._request.is_stop_requested:
+            return self._request.granted
+        with contextlib.suppress(ProcessReplaced):
+            self._leases.grant(self._token, self._rank, read_lease_clock())
+            return renewal
+        return self._request.granted
+
+    async def _sleep(self) -> None:
+        """Wait for the next call; one that has something to send is made at once."""
+        interval = min(STOP_INTERVAL, self._interval) if self._request.is_stop_requested else self._interval
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(interval):
+                await self._wake.wait()

@@ -1,0 +1,100 @@
+"""Processes on a node that is cut off: they live as long as their lease, and are replaced no sooner."""
+
+import asyncio
+import signal
+
+import pytest
+
+from ramify.fencing.lease import LeaseTerms, read_lease_clock
+from ramify.launch.launcher import Placement, ProcessStart
+from ramify.launch.node_process import ExchangeRequest, NodeProcess
+from ramify.processes.log import ProcessLog
+from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line, with_timeout
+from tests.launch.remote_launcher import InProcessLauncher
+
+TERMS = LeaseTerms(duration=1.0, slack=1.0)
+LEASED = Placement(lease=TERMS)
+STOPS_ITSELF = "\nimport os; os.kill(os.getpid(), signal.SIGSTOP)"
+FOREVER = "\nwhile 1: signal.pause()"
+
+
+@pytest.fixture
+def launcher() -> InProcessLauncher:
+    return InProcessLauncher()
+
+
+@pytest.fixture
+def log(tmp_path) -> ProcessLog:
+    return ProcessLog(tmp_path / "process.log")
+
+
+@pytest.mark.parametrize("ending", [FOREVER, STOPS_ITSELF])
+@with_timeout
+async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_path, ending):
+    async with open_slots(launcher, placement=LEASED) as (slot,):
+        await start_code(slot, daemon_code(tmp_path / "lock") + ending, log)
+        await wait_for_line(log, "up")
+        cut_at = read_lease_clock()
+        launcher.clients[0].is_cut = True
+        while is_locked(tmp_path / "lock"):
+            assert slot.poll() is None
+            await asyncio.sleep(0.01)
+        killed_at = read_lease_clock()
+        assert await slot.wait() == -signal.SIGKILL
+        assert slot.is_lost
+        assert killed_at - cut_at <= TERMS.duration + TERMS.slack
+        assert read_lease_clock() - cut_at >= TERMS.replacement_delay - 0.5  # the last grant was a moment earlier
+
+
+@with_timeout
+async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, log):
+    async with open_slots(launcher, placement=LEASED) as (slot,):
+        await start_code(slot, "import signal; print('up', flush=True)" + FOREVER, log)
+        await wait_for_line(log, "up")
+        for _ in range(3):
+            launcher.clients[0].is_cut = True
+            await asyncio.sleep(TERMS.duration / 2)
+            launcher.clients[0].is_cut = False
+            num_calls = launcher.clients[0].num_calls
+            while launcher.clients[0].num_calls < num_calls + 4:
+                await asyncio.sleep(0.01)
+        assert slot.poll() is None
+        assert await slot.stop() == 128 + signal.SIGTERM
+
+
+@with_timeout
+async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
+    """The head can still reach rank 1, but grants it no more renewals once rank 0 is lost."""
+    async with open_slots(launcher, 2, placement=LEASED) as slots:
+        await start_code(slots[0], "import signal; print('up', flush=True)" + FOREVER, log)
+        await start_code(slots[1], daemon_code(tmp_path / "lock") + FOREVER, ProcessLog(tmp_path / "other.log"))
+        await wait_for_line(log, "up")
+        launcher.clients[0].is_cut = True
+        assert await slots[0].wait() == -signal.SIGKILL
+        assert await slots[1].wait() == 128 + signal.SIGKILL
+        assert not is_locked(tmp_path / "lock")
+
+
+@with_timeout
+async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
+    process = NodeProcess(LeaseTerms(duration=0.1, slack=1.0), node="node", host="127.0.0.1")
+    start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))
+    reply = await process.exchange(ExchangeRequest(start=start))
+    assert not reply.is_started  # nothing is granted yet
+    await asyncio.sleep(0.2)
+    reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
+    assert not reply.is_started
+    reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
+    assert reply.is_started
+    await process.close()
+
+
+@with_timeout
+async def test_stopped_slot_starts_nothing_any_more(tmp_path):
+    process = NodeProcess(TERMS, node="node", host="127.0.0.1")
+    start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))
+    first = await process.exchange(ExchangeRequest(is_stop_requested=True))
+    reply = await process.exchange(ExchangeRequest(granted=first.renewal, start=start))
+    assert reply.exit_code is not None
+    assert reply.pid == 0
+    await process.close()
