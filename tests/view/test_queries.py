@@ -3,18 +3,15 @@
 import asyncio
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 
 from ramify.cli.app import main
 from ramify.errors import ConfigInvalid
-from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import Ledger, RunStore
 from ramify.view import run_state
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_index import RolloutFilter, RolloutIndex
-from ramify.view.token_check import _compare
 from tests.launch.status_stub import WAITS, serve_status
 from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run, write_token_stats
 
@@ -332,13 +329,3 @@ def test_show_prints_tokens_and_checks_that_trained_tokens_were_sampled(folder, 
     assert "36 trained entries in 3 batches: each is the token that was sampled" in capsys.readouterr().out
     assert main(["show", str(folder / "run"), "1.1", "--tokens"]) == 0
     assert "logprob=-0.3" in capsys.readouterr().out
-
-
-def test_a_trained_token_that_was_not_sampled_is_reported(tmp_path):
-    path = write_rl_run(tmp_path / "run", num_groups=2)
-    with RunStore.open(path) as store:
-        [forest] = rebuild_forests(Ledger.open_readonly(store).batches()[0], store.read_traces)
-        traces = {trace.id: trace for id in ("0.0", "0.1", "0.2") for trace in store.read_traces(id)}
-    assert _compare(forest, traces) == []
-    changed = replace(forest, targets=replace(forest.targets, token=forest.targets.token + 1))
-    assert len(_compare(changed, traces)) == 3

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import Ledger, RunStore
@@ -36,24 +38,44 @@ def check_trained_tokens(store: RunStore) -> TokenCheck:
         traces.clear()
         for forest in rebuild_forests(batch, read_traces):
             check.num_entries += len(forest.targets)
-            check.problems += [f"step {batch.step}: {problem}" for problem in _compare(forest, traces)]
+            check.problems += [f"step {batch.step}: {problem}" for problem in find_differing_calls(forest, traces)]
         check.num_batches += 1
     return check
 
 
-def _compare(forest: Forest, traces: Mapping[str, Trace]) -> list[str]:
-    """Return one line for each model call whose entries are not tokens that the policy sampled in it."""
+def find_differing_calls(forest: Forest, traces: Mapping[str, Trace]) -> list[str]:
+    """Return one line for each model call of which an entry is not what was sampled at its position."""
     problems: list[str] = []
     targets = forest.targets
+    depths = _compute_depths(forest)[targets.token_index]
+    is_on_policy = (targets.rl != 0) | (targets.ref_kl != 0) | (targets.kl != 0)  # others have only a cross entropy
+    is_laid_out = forest.token_ids[targets.token_index] == targets.token
     bounds = np.searchsorted(targets.call, np.arange(len(forest.calls) + 1))
     for call, start, stop in zip(forest.calls, bounds, bounds[1:]):
         node = traces[forest.traces[call["trace"]]].nodes[int(call["node"])]
         entries = slice(int(start), int(stop))
-        on_policy = np.isfinite(targets.logprob[entries])  # entries with only a cross entropy need not be sampled
-        first, last = node.sampled_span
-        sampled = set(zip(node.token_ids[first:last].tolist(), node.logprobs.tolist()))
-        trained = zip(targets.token[entries][on_policy].tolist(), targets.logprob[entries][on_policy].tolist())
-        is_laid_out = np.array_equal(forest.token_ids[targets.token_index[entries]], targets.token[entries])
-        if not is_laid_out or any(entry not in sampled for entry in trained):
-            problems.append(f"node {node.index} of trace {node.trace.id} has entries that were not sampled there")
+        positions = depths[entries] - node.trace.graph.depth(node.index)
+        on_policy = is_on_policy[entries]
+        is_sampled = (
+            is_laid_out[entries].all()
+            and (np.diff(positions) > 0).all()
+            and _are_values_at(node.token_ids, positions, targets.token[entries])
+            and _are_values_at(
+                node.logprobs, positions[on_policy] - node.sampled_span[0], targets.logprob[entries][on_policy]
+            )
+        )
+        if not is_sampled:
+            problems.append(f"node {node.index} of trace {node.trace.id}: its entries are not what was sampled there")
     return problems
+
+
+def _compute_depths(forest: Forest) -> npt.NDArray[np.int64]:
+    """Return for each token of the layout the number of tokens before it on its path."""
+    segments = forest.segments
+    return np.arange(forest.num_tokens) + np.repeat(segments["depth"] - segments["start"], segments["length"])
+
+
+def _are_values_at(column: npt.NDArray[Any], positions: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> bool:
+    """Return whether the column has these values at these positions; NaN equals nothing."""
+    is_inside = (positions >= 0) & (positions < len(column))
+    return bool(is_inside.all()) and np.array_equal(column[positions], values)
