@@ -35,9 +35,15 @@ class TokenTexts:
             return cls(None)
 
     def decode(self, token_ids: Iterable[int]) -> list[str]:
-        """Return one text per token; together they are the text of all tokens."""
+        """Return one text per token; together they are the text of all tokens.
+
+        The last text shows the bytes of a character that no token completes as a replacement character.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return [decoder.decode(self._get_bytes(id)) for id in token_ids]
+        texts = [decoder.decode(self._get_bytes(id)) for id in token_ids]
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
 
     def _get_bytes(self, id: int) -> bytes:
         data = self._bytes_by_id.get(id)
