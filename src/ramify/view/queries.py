@@ -1,4 +1,4 @@
-"""The queries of the page: each returns plain data for one view. The server, the export and notebooks use them."""
+"""The queries of the page: each returns plain data for one view. The server, the export and `ramify show` use them."""
 
 import tomllib
 from collections import OrderedDict

@@ -41,7 +41,7 @@ def build_app(queries: RunQueries, *, token: str | None = None, hosts: tuple[str
 
 
 def build_queries(queries: RunQueries) -> Mapping[str, JsonQuery]:
-    """Return the queries that are answered with JSON, by path. The export calls them too."""
+    """Return the queries that are answered with JSON, by path."""
     return {
         "/api/runs": lambda _: queries.list_runs(),
         "/api/run": lambda params: queries.get_run(params["run"]),
