@@ -29,3 +29,12 @@ def test_a_missing_or_changed_image_damages_the_run(tmp_path):
     store.path(media).write_bytes(b"other")
     with pytest.raises(RunDamaged, match="was changed"):
         store.read(Media(media.hash, media.mime))
+
+
+def test_a_hash_that_is_none_names_no_file(tmp_path):
+    media = make_media(10, 10)
+    for hash in ("../../escaped", media.hash.upper(), media.hash + "\n", ""):
+        wrong = Media(hash, media.mime, media.data)
+        with pytest.raises(RunDamaged, match="expected a SHA-256"):
+            ImageStore(tmp_path / "run" / "media").write([wrong])
+    assert not list(tmp_path.iterdir())

@@ -320,6 +320,8 @@ HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
     "an unknown key": lambda head: head.update(colour="red"),
     "an unknown key of the header": lambda head: head["header"].update(colour="red"),
     "an unknown key of the media": lambda head: head["media"][0].update(colour="red"),
+    "a media hash that is a path": lambda head: head["media"][0].update(hash="../../x"),
+    "a media hash of other data": lambda head: head["media"][0].update(data=b"other"),
     "one column too many": lambda head: head["until"].append(0),
     "a policy too many": lambda head: head["policies"].append("r"),
     "a policy that is a number": lambda head: head["policies"].__setitem__(0, 3),

@@ -236,7 +236,17 @@ def test_numpy_numbers_in_sampling_params_are_converted():
     assert call is not None and call.sampling_params == {"temperature": 0.5, "seed": 3}
 
 
-@pytest.mark.parametrize("wrong", [("h", None, b""), ("\ud800", "x", b""), ("h", "x", "text")], ids=repr)
+INVALID_MEDIA = [
+    ("h", None, b""),
+    ("\ud800", "x", b""),
+    ("h", "x", "text"),
+    ("../../x", "x", b"data"),
+    ("../../x", "x", b""),
+    (IMAGES[0].hash, "x", b"other data"),
+]
+
+
+@pytest.mark.parametrize("wrong", INVALID_MEDIA, ids=repr)
 def test_invalid_media_raises_when_added(wrong: tuple[Any, Any, Any]):
     trace = Trace(id="t")
     with pytest.raises(RamifyError):

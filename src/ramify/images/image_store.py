@@ -11,6 +11,7 @@ from ramify.errors import RunDamaged
 from ramify.files import fsync_path, replace_file, write_and_fsync
 from ramify.images.image_header import MIME_TYPES
 from ramify.trace import Media
+from ramify.trace.message import SHA256
 
 EXTENSIONS = {mime: name for name, mime in MIME_TYPES.items()}
 OTHER_EXTENSION = "bin"
@@ -23,22 +24,21 @@ class ImageStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._written: set[str] = set()
 
     def write(self, items: Iterable[Media]) -> None:
         """Store images. They are on disk when this returns; images that are stored already are not written again."""
-        new = [media for media in items if media.data and media.hash not in self._written]
-        missing = [media for media in new if not self.path(media).exists()]
+        missing = {media.hash: media for media in items if media.data and not self.path(media).exists()}
         if missing:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for media in missing:
+            for media in missing.values():
                 with replace_file(self.path(media)) as partial_path:
                     write_and_fsync(partial_path, media.data)
             fsync_path(self._directory)
-        self._written.update(media.hash for media in new)
 
     def path(self, media: Media) -> Path:
-        """Return the file of an image."""
+        """Return the file of an image. Raises RunDamaged if its hash is none, because it is the name of the file."""
+        if not SHA256.fullmatch(media.hash):
+            raise RunDamaged(f"image: expected a SHA-256 as its hash, found {media.hash!r:.80}; remove its rollout")
         return self._directory / f"{media.hash}.{EXTENSIONS.get(media.mime, OTHER_EXTENSION)}"
 
     def read_start(self, media: Media) -> bytes:

@@ -221,6 +221,8 @@ def _check_frame_header(frame_header: TraceFrameHeader) -> None:
     actual = (len(frame_header.policies), len(frame_header.media))
     if actual != expected:
         raise TraceCorrupt(f"expected {expected} new policies and media, got {actual}")
+    if not all(media.has_valid_hash for media in frame_header.media):
+        raise TraceCorrupt("the hash of a media entry is not the SHA-256 of its data")
     header = frame_header.header
     if header is not None and (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
         raise TraceCorrupt(f"a frame of trace {frame_header.trace!r} has the header of trace {header.id!r}")

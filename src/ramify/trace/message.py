@@ -5,9 +5,12 @@ little more than its text.
 """
 
 import hashlib
+import re
 from typing import Any, NamedTuple
 
 import msgspec
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class TextPart(msgspec.Struct, frozen=True, gc=False, tag="text", tag_field="type", forbid_unknown_fields=True):
@@ -113,6 +116,13 @@ class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     def from_bytes(cls, data: bytes, mime: str) -> "Media":
         """Return an entry with the hash of `data`."""
         return cls(hashlib.sha256(data).hexdigest(), mime, data)
+
+    @property
+    def has_valid_hash(self) -> bool:
+        """Whether `hash` is a SHA-256, and that of `data` if there is any. Hashes become names of files."""
+        if not SHA256.fullmatch(self.hash):
+            return False
+        return not self.data or self.hash == hashlib.sha256(self.data).hexdigest()
 
 
 class MediaRef(NamedTuple):

@@ -147,15 +147,17 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
 
     def add_media(self, media: Media) -> int:
         """Add `media` to the media table unless it has an entry with the same hash, and return its index."""
-        table = self.graph.media
-        for index, entry in enumerate(table):
-            if entry.hash == media.hash:
-                return index
         for name, expected in {"hash": str, "mime": str, "data": bytes}.items():
             value = getattr(media, name)
             if not isinstance(value, expected):
                 raise ValueRefused(f"media.{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
         to_plain([media.hash, media.mime], "media")
+        if not media.has_valid_hash:
+            raise ValueRefused(f"media.hash: expected the SHA-256 of its data, found {media.hash!r:.80}")
+        table = self.graph.media
+        for index, entry in enumerate(table):
+            if entry.hash == media.hash:
+                return index
         table.append(media)
         return len(table) - 1
 
