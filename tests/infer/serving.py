@@ -57,7 +57,7 @@ class ByteRenderer(Renderer):
 
 @contextlib.contextmanager
 def run_server(
-    core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None
+    core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None, port: int = 0
 ) -> Iterator[tuple[str, Engine]]:
     """Run a server; yields its address and its engine."""
     engine = Engine(core).start()
@@ -67,7 +67,7 @@ def run_server(
     async def main() -> None:
         app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
         async with build_http_server(
-            app, ServerConfig(port=0, shutdown_timeout=2, allowed_hosts=["engine.lab.example"])
+            app, ServerConfig(port=port, shutdown_timeout=2, allowed_hosts=["engine.lab.example"])
         ) as server:
             address.append(server.address)
             ready.set()

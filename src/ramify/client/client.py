@@ -243,10 +243,12 @@ class InferenceClient(AsyncService):
         """Load published weights on all servers; requests in flight continue with them.
 
         Return one acknowledgement per server that applied them. A server that fails is ejected until it has the new
-        weights. If all fail, the first failure is raised and the target stays the old version.
+        weights. If all fail, the first failure is raised and the target stays the old version. If no server is up, the
+        first to come up joins with the new weights: the old ones may no longer exist.
         """
         update = WeightUpdate(directory, version, kv_mode, run)
-
+        if not self._pool.up_replicas:
+            self._target_update = update
         seconds_by_url = await self._call_all(
             f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
         )

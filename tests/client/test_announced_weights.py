@@ -1,0 +1,61 @@
+"""Engines that are restarted or late get the weights that a trainer announced, over HTTP and without directories."""
+
+from pathlib import Path
+
+import pytest
+
+from ramify.client import InferenceClient
+from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
+from ramify.model.weights import get_untied_tensors
+from ramify.trace.version import PolicyVersion
+from tests.client.test_replica_pool import QUICK, bounded, until
+from tests.infer.llama import build_core, publish_as, reference, write_llama
+from tests.infer.serving import run_server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return publish_as(directory / "v0", write_llama(directory / "source", seed=3), make_version(0))
+
+
+def make_version(step: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion("llama", incarnation, step)
+
+
+class AnnouncingTrainer:
+    """Announces versions in memory; their directories are never written."""
+
+    def __init__(self, model: Path, directory: Path, incarnation: int = 0) -> None:
+        withdraw_announcements(directory, incarnation)
+        tensors = get_untied_tensors(reference(model))
+        self.buffer = WeightBuffer(tensors, directory, incarnation)
+        self.directory, self.incarnation = directory, incarnation
+
+    def announce(self, step: int) -> tuple[Path, PolicyVersion]:
+        name = f"{self.incarnation}-{step:06}"
+        self.buffer.announce(make_version(step, self.incarnation), name)
+        return self.directory / name, make_version(step, self.incarnation)
+
+
+@pytest.mark.parametrize("trainer_restarts", [False, True])
+def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(model, tmp_path, trainer_restarts):
+    @bounded
+    async def main():
+        trainer = AnnouncingTrainer(model, tmp_path)
+        with run_server(build_core(model)) as (url, _):
+            client = await InferenceClient(url, QUICK).start()
+            await client.update_weights(*trainer.announce(1))
+        try:
+            await until(lambda: client.down_replicas)
+            if trainer_restarts:
+                trainer = AnnouncingTrainer(model, tmp_path, incarnation=1)
+            path, version = trainer.announce(2)
+            with run_server(build_core(model), port=int(url.rpartition(":")[2])):
+                (ack,) = await client.update_weights(path, version)
+                assert ack.version == version
+                assert client.versions == {url: version}
+        finally:
+            await client.close()
+
+    main()
