@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.client import InferenceClient
+from ramify.errors import WeightsReplaced
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.trace.version import PolicyVersion
@@ -57,5 +58,22 @@ def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(model, 
                 assert client.versions == {url: version}
         finally:
             await client.close()
+
+    main()
+
+
+def test_an_engine_that_is_too_late_for_a_version_says_so_and_stays_up(model, tmp_path):
+    @bounded
+    async def main():
+        trainer = AnnouncingTrainer(model, tmp_path)
+        with run_server(build_core(model)) as (url, _):
+            async with InferenceClient(url, QUICK) as client:
+                replaced = trainer.announce(1)
+                newest = trainer.announce(2)
+                with pytest.raises(WeightsReplaced, match=r"llama@0\.2 is announced now"):
+                    await client.update_weights(*replaced)
+                assert client.versions == {url: make_version(0)}
+                await client.update_weights(*newest)
+                assert client.versions == {url: make_version(2)}
 
     main()

@@ -30,6 +30,7 @@ from ramify.errors import (
     RamifyError,
     RequestInvalid,
     WeightsRefused,
+    WeightsReplaced,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
         QueueFull,
         RequestInvalid,
         WeightsRefused,
+        WeightsReplaced,
     )
 }
 CONTEXT_OVERFLOW_RE = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)

@@ -65,11 +65,15 @@ def _replace_surrogates(data: bytes) -> bytes:
 def get_http_status(error: RamifyError, *, retryable_status: int = 502) -> int:
     """Return the HTTP status of an error; `retryable_status` is that of failures that have none of their own.
 
-    Exhausted limits and invalid requests are 400, which SDKs do not retry.
+    Exhausted limits and invalid requests are 400, which SDKs do not retry. A class without a status has that of its
+    base class.
     """
     if error.blame == "policy":
         return 400
-    return HTTP_STATUS.get(type(error), retryable_status if error.retryable else 500)
+    for cls in type(error).__mro__:
+        if cls in HTTP_STATUS:
+            return HTTP_STATUS[cls]
+    return retryable_status if error.retryable else 500
 
 
 def get_error_code(error: RamifyError) -> str:
