@@ -189,8 +189,19 @@ class EngineCore:
         # Requests may have finished with the tokens that were read just now.
         if chunks := [chunk for chunk in chunks if chunk.request.finish_reason is None]:
             self._run(chunks)
-        reported, self._unreported = self._unreported, []
-        return expired + reported
+        return expired + self._take_unreported()
+
+    def take_reports(self) -> list[EngineRequest]:
+        """Read the tokens of a launched step; return the requests that got a token or finished since the last report.
+
+        Call it when no step follows soon: their tokens would wait for the next one.
+        """
+        self.finish_launched_step()
+        return self._take_unreported()
+
+    def _take_unreported(self) -> list[EngineRequest]:
+        unreported, self._unreported = self._unreported, []
+        return unreported
 
     def _can_launch(self, chunks: list[ScheduledChunk]) -> bool:
         """Return whether all tokens of a step are sampled without the host."""

@@ -1,0 +1,51 @@
+"""The engine's thread delivers what is sampled, also while it waits for a trainer or is paused."""
+
+import asyncio
+
+import pytest
+
+from ramify.infer.engine import Engine
+from ramify.infer.engine_core import LaunchedStep
+from ramify.infer.request import SamplingParams
+from ramify.processes.training_lock import PATH_VARIABLE, TrainingLock
+from tests.infer.llama import build_core, write_llama
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("models") / "source", seed=3)
+
+
+@pytest.fixture
+def engine(source, tmp_path, monkeypatch):
+    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "lock"))
+    engine = Engine(build_core(source)).start()
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("wait", ["paused", "training"])
+def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(engine, tmp_path, wait):
+    core = engine.core
+
+    def launch_last_token() -> None:
+        """Launch a step for the last token of the only request, as a GPU does."""
+        (request,) = core.list_unfinished_requests()
+        index = len(request.token_ids)
+        request.expect_token(0)
+        core._launched = LaunchedStep([(request, index)], lambda: ([7], [-0.5]), core.version)
+
+    async def main() -> None:
+        await engine.pause()
+        stream = engine.submit([5, 6], SamplingParams(max_tokens=1))
+        if wait == "paused":
+            await engine._run_command(launch_last_token)
+            output = await stream.result()
+        else:
+            with TrainingLock(tmp_path / "lock").hold():
+                await engine.resume()
+                await engine._run_command(launch_last_token)
+                output = await stream.result()
+        assert (output.token_ids, output.finish_reason) == ([7], "length")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
