@@ -206,6 +206,7 @@ def test_weights_of_a_replaced_trainer_are_refused(tmp_path, model):
         assert update(1, "b") == (200, 1)  # another run begins with its first trainer
         assert update(2, "") == (200, 2)
         assert update(1, "") == (200, 1)  # by hand
+        assert update(1, "a") == (409, 1)  # run a still has its second trainer
 
 
 @pytest.mark.parametrize("headers", WEB_PAGE_HEADERS, ids=str)

@@ -10,7 +10,7 @@ timeouts, requests have deadlines, and if the thread dies every stream fails wit
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -112,7 +112,7 @@ class Engine:
         self._closing = False
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._staging_lock = threading.Lock()
-        self._updating_run, self._token_gate = "", TokenGate("trainer")  # of the run that updates the weights
+        self._token_gates = defaultdict[str, TokenGate](lambda: TokenGate("trainer"))  # by run
         self._weight_loader = WeightLoader(core.model.module)
         self._training_lock = TrainingLock.from_environment()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
@@ -246,10 +246,8 @@ class Engine:
 
     def _check_trainer(self, run: str, version: PolicyVersion) -> None:
         """Raise ProcessReplaced if the trainer of these weights was replaced; call it in the engine's thread."""
-        if run != self._updating_run:  # tokens of different runs say nothing about each other
-            self._updating_run, self._token_gate = run, TokenGate("trainer")
-        if run:
-            self._token_gate.check(FencingToken.from_number(version.incarnation))
+        if run:  # otherwise a person updates the weights
+            self._token_gates[run].check(FencingToken.from_number(version.incarnation))
 
     def format_metrics(self) -> str:
         """Return counters and gauges in the Prometheus text format."""
