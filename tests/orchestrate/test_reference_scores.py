@@ -125,7 +125,7 @@ def test_the_engine_returns_the_likeliest_tokens_of_every_position(served, top_k
         path = torch.tensor(trace.graph.path_tokens(node))
         with torch.no_grad():
             logprobs = model(path[None]).logits[0].log_softmax(-1)[-REPLY - 1 : -1]
-        top = scores[trace.id, node].top
+        top = scores[trace.id, node].top_logprobs
         assert top.shape == (REPLY, top_k)
         assert top["logprob"] == pytest.approx(logprobs.topk(top_k).values.numpy(), abs=1e-3)
         own = logprobs.gather(1, torch.from_numpy(top["token"].astype(np.int64)))

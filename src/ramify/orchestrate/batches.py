@@ -13,13 +13,13 @@ import numpy as np
 
 from ramify.errors import BatchCorrupt
 from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization, NormalizationType, normalize_forests
-from ramify.orchestrate.top_logprobs import NodeTops
+from ramify.orchestrate.top_logprobs import TopLogprobsByNode
 from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.batch import Batch, PackSpec, count_entries, pack_forests, split_across_ranks
 
 ReadTraces = Callable[[str], Sequence[Trace]]  # returns the traces of a rollout, given its id
-ReadTops = Callable[[int], NodeTops]  # returns the likeliest tokens of a group, given its number
+ReadTopLogprobs = Callable[[int], TopLogprobsByNode]  # returns the likeliest tokens of a group, given its number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,18 +74,18 @@ def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | Non
 
 
 def rebuild_forests(
-    stored_batch: BatchRecord, read_traces: ReadTraces, read_tops: ReadTops | None = None
+    stored_batch: BatchRecord, read_traces: ReadTraces, read_top_logprobs: ReadTopLogprobs | None = None
 ) -> list[Forest]:
     """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed.
 
-    `read_tops` is required for a batch that uses the likeliest tokens of a teacher.
+    `read_top_logprobs` is required for a batch that uses the likeliest tokens of a teacher.
     """
     groups, seq_len = decode_batch(stored_batch)
     forests: list[Forest] = []
     for group in groups:
         traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
-        if read_tops is not None and any(annotation.top_k for annotation in group.annotations):
-            group = _add_tops(group, read_tops(group.number))
+        if read_top_logprobs is not None and any(annotation.top_k for annotation in group.annotations):
+            group = _add_top_logprobs(group, read_top_logprobs(group.number))
         forests.append(group.build_forest(traces, seq_len))
     forests = normalize_groups(groups, forests)
     counts = count_entries(forests)
@@ -96,10 +96,10 @@ def rebuild_forests(
     return forests
 
 
-def _add_tops(group: BatchGroup, tops: NodeTops) -> BatchGroup:
+def _add_top_logprobs(group: BatchGroup, top_logprobs: TopLogprobsByNode) -> BatchGroup:
     annotations = tuple(
         replace(annotation, ref_top=top[:, : annotation.top_k])
-        if annotation.top_k and (top := tops.get((annotation.trace_id, annotation.node))) is not None
+        if annotation.top_k and (top := top_logprobs.get((annotation.trace_id, annotation.node))) is not None
         else annotation
         for annotation in group.annotations
     )

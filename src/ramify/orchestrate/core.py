@@ -195,7 +195,7 @@ class OrchestratorCore:
         async with self._lock_group(group_number) as tracker:
             if tracker is None or group_number in self._scored_groups:
                 return None
-            await self._write_tops(group_number, reference_scores)
+            await self._write_top_logprobs(group_number, reference_scores)
             group, states = self._groups[group_number], dict[str, Any]()
             algorithm_state = self._algorithm_states.get(group.source, {})
             scored = score_complete_group(
@@ -352,8 +352,10 @@ class OrchestratorCore:
             stored = self.ledger.get_reference_scores(group.number)
             reference_scores = decode_scores(stored) if stored is not None else None
             if reference_scores and has_top_logprobs(self.ledger.store.path, group.number):
-                tops = read_top_logprobs(self.ledger.store.path, group.number)
-                reference_scores = {key: replace(score, top=tops.get(key)) for key, score in reference_scores.items()}
+                top_logprobs = read_top_logprobs(self.ledger.store.path, group.number)
+                reference_scores = {
+                    key: replace(score, top_logprobs=top_logprobs.get(key)) for key, score in reference_scores.items()
+                }
             algorithm_state = self.ledger.get_algorithm_state(group.number)
             scored = score_complete_group(
                 tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
@@ -379,11 +381,13 @@ class OrchestratorCore:
             await self._drop_locked_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
         return tracker.progress
 
-    async def _write_tops(self, group_number: int, reference_scores: NodeScores | None) -> None:
+    async def _write_top_logprobs(self, group_number: int, reference_scores: NodeScores | None) -> None:
         """Write the likeliest tokens of a group, so that they are on disk before the group is scored."""
-        tops = {key: score.top for key, score in (reference_scores or {}).items() if score.top is not None}
-        if tops:
-            await asyncio.to_thread(write_top_logprobs, self.ledger.store.path, group_number, tops)
+        top_logprobs = {
+            key: score.top_logprobs for key, score in (reference_scores or {}).items() if score.top_logprobs is not None
+        }
+        if top_logprobs:
+            await asyncio.to_thread(write_top_logprobs, self.ledger.store.path, group_number, top_logprobs)
 
     async def _drop_locked_group(
         self, group_number: int, reason: DropReason, detail: str, states: Mapping[str, Any] | None = None

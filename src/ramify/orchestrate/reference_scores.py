@@ -32,7 +32,7 @@ class NodeScore:
     """The logprobs of the annotated tokens of a node, and the likeliest tokens at each [tokens, k] if they are used."""
 
     logprobs: Float32Array
-    top: StructuredArray | None = None
+    top_logprobs: StructuredArray | None = None
 
 
 NodeScores = dict[NodeKey, NodeScore]

@@ -132,7 +132,7 @@ def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, trai
         return replace(annotation, ref_logprobs=START_LOGPROB)
     if score is None or annotation.ref_logprobs is not None:
         return annotation
-    top = score.top if annotation.top_k else None
+    top = score.top_logprobs if annotation.top_k else None
     return replace(annotation, ref_logprobs=score.logprobs, ref_top=None if top is None else top[:, : annotation.top_k])
 
 

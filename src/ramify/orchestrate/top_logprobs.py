@@ -21,22 +21,25 @@ from ramify.trace.columns import StructuredArray
 
 TOP_LOGPROBS_DIR = "top_logprobs"  # in the run directory
 
-NodeTops = dict[tuple[str, int], StructuredArray]  # by trace id and node: [tokens, k], as TOP_DTYPE
+TopLogprobsByNode = dict[tuple[str, int], StructuredArray]  # by trace id and node: [tokens, k], as TOP_DTYPE
 _CRC = struct.Struct("<I")
 
 
-def write_top_logprobs(run: Path, group_number: int, tops: NodeTops) -> None:
+def write_top_logprobs(run: Path, group_number: int, top_logprobs: TopLogprobsByNode) -> None:
     """Write the likeliest tokens of a group; they are on disk when this returns."""
     path = _get_path(run, group_number)
     path.parent.mkdir(exist_ok=True)
-    rows = [(trace_id, node, top.shape[1], top.astype(TOP_DTYPE).tobytes()) for (trace_id, node), top in tops.items()]
+    rows = [
+        (trace_id, node, top.shape[1], top.astype(TOP_DTYPE).tobytes())
+        for (trace_id, node), top in top_logprobs.items()
+    ]
     data = msgspec.msgpack.encode(rows)
     with replace_file(path) as partial_path:
         write_and_fsync(partial_path, _CRC.pack(zlib.crc32(data)) + data)
     fsync_path(path.parent)
 
 
-def read_top_logprobs(run: Path, group_number: int) -> NodeTops:
+def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
     """Return the likeliest tokens of a group. Raises BatchCorrupt if the file is missing or damaged."""
     path = _get_path(run, group_number)
     try:
