@@ -42,3 +42,8 @@ def rollout(
 
 def group(*rewards: float, **more) -> list[Trace]:
     return [rollout(f"t{number}", reward, **more) for number, reward in enumerate(rewards)]
+
+
+def refuse_top_logprobs(number: int):
+    """Stand for the reader of likeliest tokens where no group uses them."""
+    raise AssertionError(f"group {number} has no likeliest tokens")

@@ -20,7 +20,7 @@ from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
 from ramify.trace.forest import LOSS_COMPONENTS, Targets
 from ramify.train.batch import Batch, PackSpec, pack_forests
-from tests.orchestrate.rollouts import rollout
+from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
 
 SEQ_LEN = 14
 
@@ -42,7 +42,7 @@ BATCH = encode_batch(7, [(group, group.build_forest(traces, SEQ_LEN)) for group,
 
 def rebuild(stored_batch, traces=STORED, *, flat=False) -> Batch:
     """Rebuild a stored batch in one share."""
-    forests = rebuild_forests(stored_batch, traces.__getitem__)
+    forests = rebuild_forests(stored_batch, traces.__getitem__, refuse_top_logprobs)
     packs = pack_forests(forests, 128, PackSpec().layout, flat=flat)
     return Batch(stored_batch.step, packs, stored_batch.counts)
 
@@ -84,7 +84,9 @@ def test_batch_is_rebuilt_as_it_was_formed():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_entries_are_the_same_for_any_number_of_ranks(num_ranks):
-    shares = split_by_rank(BATCH, rebuild_forests(BATCH, STORED.__getitem__), PackSpec(pack_tokens=16), num_ranks)
+    shares = split_by_rank(
+        BATCH, rebuild_forests(BATCH, STORED.__getitem__, refuse_top_logprobs), PackSpec(pack_tokens=16), num_ranks
+    )
     assert len(shares) == num_ranks
     assert len({len(share.packs) for share in shares}) == 1
     assert all(share.entry_counts == BATCH.counts for share in shares)

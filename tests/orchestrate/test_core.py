@@ -36,7 +36,8 @@ from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import CommitRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.annotation import TOP_DTYPE
-from tests.orchestrate.rollouts import rollout
+from ramify.view.token_check import check_trained_tokens
+from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
 TASKS = {"reverse": 3, "wordle": 4}
@@ -127,7 +128,7 @@ async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
                 await core.score_group(number)
         await core.form_batches()
         if rng.random() < 0.5 and (batch := await core.serve_batch(version, core.ledger_progress.incarnation)):
-            rebuilt = rebuild_forests(batch, core.ledger.store.read_traces)
+            rebuilt = rebuild_forests(batch, core.ledger.store.read_traces, refuse_top_logprobs)
             assert [forest.token_ids.tolist() for forest in core.get_forests(batch)] == [
                 forest.token_ids.tolist() for forest in rebuilt
             ]
@@ -303,7 +304,7 @@ def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
         core = await open_core(ledger, world, algorithm=opd)
         assert core.get_groups_to_score() == []
         (batch,) = await core.form_batches()
-        return rebuild_forests(batch, ledger.store.read_traces)
+        return rebuild_forests(batch, ledger.store.read_traces, refuse_top_logprobs)
 
     asyncio.run(before())
     (forest,) = asyncio.run(after())
@@ -338,6 +339,10 @@ def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart(ledge
     for forests in (core.get_forests(batch), restarted.get_forests(batch)):
         (forest,) = forests
         assert forest.targets.ref_top.tolist() == [*top.tolist(), *top.tolist()]
+    check = check_trained_tokens(ledger.store)
+    assert (check.num_entries, check.problems) == (4, [])
+    with pytest.raises(BatchCorrupt, match=r"group 0 has no likeliest tokens of node 1 of trace 0\.0"):
+        rebuild_forests(batch, ledger.store.read_traces, lambda number: {})
     file = tmp_path / "top_logprobs" / "0.bin"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

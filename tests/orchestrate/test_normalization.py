@@ -6,7 +6,7 @@ import pytest
 from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.trace import Annotation
-from tests.orchestrate.rollouts import rollout
+from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
 
 
 def build_groups(normalization: LossNormalization, source: str = "a", first: int = 0):
@@ -45,7 +45,9 @@ def test_weights_have_the_factor_of_their_normalization(normalization):
     expected = EXPECTED[normalization]
     normalized = normalize_groups(groups, forests)
     assert {name: values[0] for name, values in weights_by_rollout(normalized).items()} == pytest.approx(expected)
-    rebuilt = rebuild_forests(encode_batch(0, list(zip(groups, normalized)), None), traces.__getitem__)
+    rebuilt = rebuild_forests(
+        encode_batch(0, list(zip(groups, normalized)), None), traces.__getitem__, refuse_top_logprobs
+    )
     assert weights_by_rollout(rebuilt) == weights_by_rollout(normalized)
 
 

@@ -16,7 +16,7 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
-from tests.orchestrate.rollouts import rollout
+from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
 from tests.orchestrate.test_core import MEMORY, Killed, KilledLedger, World, make_commit, open_core
 
 RAE = plugin.build_plugin("algorithm", {"id": "rae", "decay": 0.8})
@@ -73,7 +73,11 @@ def run(kill: tuple[int, bool] | None = None) -> Outcome:
                 except Killed:
                     continue
                 assert audit(ledger, finished=False) == []
-                forests = [forest for batch in ledger.batches() for forest in rebuild_forests(batch, store.read_traces)]
+                forests = [
+                    forest
+                    for batch in ledger.batches()
+                    for forest in rebuild_forests(batch, store.read_traces, refuse_top_logprobs)
+                ]
                 advantages = [value for forest in forests for value in forest.targets.advantage.tolist()]
                 assert store.select("SELECT count(*) FROM algorithm_states") == [(0,)]
                 return Outcome(ledger.load_states(ALGORITHM_STATE_PREFIX), advantages, 10_000 - ledger.changes_left)

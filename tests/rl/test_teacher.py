@@ -12,6 +12,7 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
+from tests.orchestrate.rollouts import refuse_top_logprobs
 from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command
 
 STEPS, FAULTS = 24, 5
@@ -69,7 +70,7 @@ def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
     assert run_command("why", "outputs/run", "--audit", cwd=tmp_path).returncode == 0
     with RunStore.open(path, write=False) as store:
         for batch in Ledger.open_readonly(store).batches():
-            for forest in rebuild_forests(batch, store.read_traces):
+            for forest in rebuild_forests(batch, store.read_traces, refuse_top_logprobs):
                 assert forest.targets.ref_kl.all() and np.isfinite(forest.targets.ref_logprob).all()
 
 

@@ -8,6 +8,7 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import Ledger, RunStore
 from ramify.view.token_check import check_trained_tokens, find_differing_calls
+from tests.orchestrate.rollouts import refuse_top_logprobs
 from tests.view.sample_runs import write_rl_run
 
 
@@ -20,7 +21,7 @@ def path(tmp_path_factory):
 def batch(path):
     """Return the forest of a batch, whose three calls have four entries each, and its traces by id."""
     with RunStore.open(path) as store:
-        [forest] = rebuild_forests(Ledger.open_readonly(store).batches()[0], store.read_traces)
+        [forest] = rebuild_forests(Ledger.open_readonly(store).batches()[0], store.read_traces, refuse_top_logprobs)
         return forest, {trace.id: trace for id in ("0.0", "0.1", "0.2") for trace in store.read_traces(id)}
 
 

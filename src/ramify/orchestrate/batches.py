@@ -74,17 +74,17 @@ def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | Non
 
 
 def rebuild_forests(
-    stored_batch: BatchRecord, read_traces: ReadTraces, read_top_logprobs: ReadTopLogprobs | None = None
+    stored_batch: BatchRecord, read_traces: ReadTraces, read_top_logprobs: ReadTopLogprobs
 ) -> list[Forest]:
     """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed.
 
-    `read_top_logprobs` is required for a batch that uses the likeliest tokens of a teacher.
+    `read_top_logprobs` is called for groups that use the likeliest tokens of a teacher.
     """
     groups, seq_len = decode_batch(stored_batch)
     forests: list[Forest] = []
     for group in groups:
         traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
-        if read_top_logprobs is not None and any(annotation.top_k for annotation in group.annotations):
+        if any(annotation.top_k for annotation in group.annotations):
             group = _add_top_logprobs(group, read_top_logprobs(group.number))
         forests.append(group.build_forest(traces, seq_len))
     forests = normalize_groups(groups, forests)
@@ -97,13 +97,16 @@ def rebuild_forests(
 
 
 def _add_top_logprobs(group: BatchGroup, top_logprobs: TopLogprobsByNode) -> BatchGroup:
-    annotations = tuple(
-        replace(annotation, ref_top=top[:, : annotation.top_k])
-        if annotation.top_k and (top := top_logprobs.get((annotation.trace_id, annotation.node))) is not None
-        else annotation
-        for annotation in group.annotations
-    )
-    return replace(group, annotations=annotations)
+    annotations: list[Annotation] = []
+    for annotation in group.annotations:
+        if annotation.top_k:
+            top = top_logprobs.get((annotation.trace_id, annotation.node))
+            if top is None:
+                problem = f"no likeliest tokens of node {annotation.node} of trace {annotation.trace_id}"
+                raise BatchCorrupt(f"group {group.number} has {problem}, which its batch refers to")
+            annotation = replace(annotation, ref_top=top[:, : annotation.top_k])
+        annotations.append(annotation)
+    return replace(group, annotations=tuple(annotations))
 
 
 def normalize_groups(groups: Sequence[BatchGroup], forests: Sequence[Forest]) -> list[Forest]:

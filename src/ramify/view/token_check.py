@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.orchestrate.batches import rebuild_forests
+from ramify.orchestrate.top_logprobs import read_top_logprobs
 from ramify.store import Ledger, RunStore
 from ramify.trace import Forest, Trace
 
@@ -36,7 +37,7 @@ def check_trained_tokens(store: RunStore) -> TokenCheck:
 
     for batch in Ledger.open_readonly(store).batches():
         traces.clear()
-        for forest in rebuild_forests(batch, read_traces):
+        for forest in rebuild_forests(batch, read_traces, lambda number: read_top_logprobs(store.path, number)):
             check.num_entries += len(forest.targets)
             check.problems += [f"step {batch.step}: {problem}" for problem in find_differing_calls(forest, traces)]
         check.num_batches += 1
