@@ -332,8 +332,13 @@ def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart(ledge
         (batch,) = await core.form_batches()
         return core, batch
 
+    file = tmp_path / "top_logprobs" / "0.bin"
     asyncio.run(score(0, reference_scores=scores))
     assert len(ledger.get_reference_scores(0)) < 100
+    file.rename(tmp_path / "moved")
+    with pytest.raises(BatchCorrupt, match=r"0\.bin: .* cannot be read"):
+        asyncio.run(form_batch())
+    (tmp_path / "moved").rename(file)
     core, batch = asyncio.run(form_batch())
     restarted = asyncio.run(open_core(ledger, world, algorithm=opd))
     for forests in (core.get_forests(batch), restarted.get_forests(batch)):
@@ -343,7 +348,6 @@ def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart(ledge
     assert (check.num_entries, check.problems) == (4, [])
     with pytest.raises(BatchCorrupt, match=r"group 0 has no likeliest tokens of node 1 of trace 0\.0"):
         rebuild_forests(batch, ledger.store.read_traces, lambda number: {})
-    file = tmp_path / "top_logprobs" / "0.bin"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(BatchCorrupt, match=r"0\.bin: .* the checksum does not match"):

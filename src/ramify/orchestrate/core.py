@@ -28,15 +28,10 @@ from ramify.orchestrate.group_tracker import (
     list_system_failures,
 )
 from ramify.orchestrate.patience import PatienceCounter
-from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores
+from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores, uses_top_logprobs
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.source_mix import SourceMix
-from ramify.orchestrate.top_logprobs import (
-    has_top_logprobs,
-    read_top_logprobs,
-    remove_top_logprobs,
-    write_top_logprobs,
-)
+from ramify.orchestrate.top_logprobs import read_top_logprobs, remove_top_logprobs, write_top_logprobs
 from ramify.store import RolloutRecord
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
@@ -351,7 +346,7 @@ class OrchestratorCore:
         if group.state is GroupState.SCORED:
             stored = self.ledger.get_reference_scores(group.number)
             reference_scores = decode_scores(stored) if stored is not None else None
-            if reference_scores and has_top_logprobs(self.ledger.store.path, group.number):
+            if reference_scores and uses_top_logprobs(self.sources[group.source].algorithm, tracker.traces):
                 top_logprobs = read_top_logprobs(self.ledger.store.path, group.number)
                 reference_scores = {
                     key: replace(score, top_logprobs=top_logprobs.get(key)) for key, score in reference_scores.items()

@@ -179,6 +179,12 @@ async def score_annotations(
     return scores
 
 
+def uses_top_logprobs(algorithm: Algorithm, traces: Sequence[Trace]) -> bool:
+    """Return whether the algorithm uses the likeliest tokens of another model for these traces."""
+    annotations, _ = algorithm.annotate_with_state(traces, {})  # which tokens they have depends on no state
+    return any(annotation.top_k for annotation in annotations)
+
+
 def encode_scores(scores: NodeScores) -> bytes:
     """Return the scores as the ledger stores them, without the likeliest tokens."""
     rows = [(trace_id, node, np.asarray(score.logprobs, "<f4").tobytes()) for (trace_id, node), score in scores.items()]

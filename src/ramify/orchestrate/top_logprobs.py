@@ -53,11 +53,6 @@ def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
         raise BatchCorrupt(f"{path}: the teacher's likeliest tokens cannot be read: {error}") from error
 
 
-def has_top_logprobs(run: Path, group_number: int) -> bool:
-    """Return whether a group has likeliest tokens."""
-    return _get_path(run, group_number).exists()
-
-
 def remove_top_logprobs(run: Path, group_number: int) -> None:
     """Remove the file of a group, if it has one."""
     _get_path(run, group_number).unlink(missing_ok=True)
