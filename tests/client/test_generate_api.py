@@ -11,6 +11,7 @@ from ramify.client.generate_api import (
     decode_json,
     get_sampled_tokens,
     parse_prompt_logprobs,
+    parse_top_logprobs,
 )
 from ramify.errors import ProviderError
 
@@ -28,6 +29,13 @@ def test_a_prompt_token_without_a_logprob_is_rejected(entry):
     table = [None, entry, {"6": {"logprob": -2.0}}]
     with pytest.raises(ProviderError, match="a server returned prompt logprobs without the prompt's own tokens"):
         parse_prompt_logprobs(GenerateResponse([], prompt_logprobs=table), [4, 5, 6], "a server")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_a_position_with_too_few_likeliest_tokens_is_rejected(num_tokens):
+    table = [None, {str(token): {"logprob": -1.0 - token} for token in range(num_tokens)}]
+    with pytest.raises(ProviderError, match="fewer than 3 likeliest tokens"):
+        parse_top_logprobs(GenerateResponse([], prompt_logprobs=table), "a server", start=0, top_k=3)
 
 
 @pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "-1e400", "-1e39", "1e39", "null"])

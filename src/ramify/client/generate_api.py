@@ -192,6 +192,8 @@ def parse_top_logprobs(response: GenerateResponse, server: str, *, start: int, t
     try:
         for row, table in zip(top[max(1, start) :], tables[max(1, start) :]):
             pairs = sorted(((float(entry["logprob"]), int(id)) for id, entry in (table or {}).items()), reverse=True)
+            if len(pairs) < top_k:
+                raise ValueError(f"one has {len(pairs)}")
             row["logprob"], row["token"] = zip(*pairs[:top_k])
     except (KeyError, TypeError, ValueError) as error:
         problem = f"returned fewer than {top_k} likeliest tokens of a prompt's position"
