@@ -24,6 +24,11 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_directory_that_another_process_removed_counts_as_removed(tmp_path):
+    remove_directory(tmp_path / "gone")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_and_directories_are_synced(tmp_path):
     write_and_fsync(tmp_path / "file", b"data")
     fsync_path(tmp_path)

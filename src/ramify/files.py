@@ -39,9 +39,13 @@ def create_directory(directory: Path) -> Generator[Path]:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory, by a rename first, so that nobody sees a part of it."""
+    """Remove a directory, by a rename first, so that nobody sees a part of it.
+
+    Another process may remove it at the same time; one of them succeeds, and for the other it is removed already.
+    """
     trash_path = directory.with_name(f".{directory.name}.gone.partial")
-    directory.rename(trash_path)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(trash_path)
     shutil.rmtree(trash_path, ignore_errors=True)
 
 
