@@ -79,7 +79,7 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
     received_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received_signals.append(number))
-    with init_distributed(config.trainer) as ranks, lock_directory(config.weights.directory_for(config.path)):
+    with init_distributed(config.trainer) as ranks, lock_directory(config.weights_directory):
         if replay is not None:
             source = ReplayBatchSource(BatchRecording(replay), flat=flat)
         else:

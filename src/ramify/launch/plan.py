@@ -184,12 +184,11 @@ class _PlanBuilder:
             table["inference"].setdefault("log_file", str(self.path / "logs" / "vllm.log"))
         config = ServeConfig(**table)
         file = self._add_config_file("inference", config)
-        weights_directory = self.config.weights.directory_for(self.path)
 
         def prepare() -> None:
             """Configure the engine to serve the newest weights."""
-            weights = link_newest_weights(weights_directory)
-            name = str(weights.resolve()) if weights is not None else self.config.model.name
+            weights = link_newest_weights(self.config)
+            name = str(weights.absolute()) if weights is not None else self.config.model.name
             write_toml(config.model_copy(update={"model": ModelConfig(name=name)}), file)
 
         is_preloadable = self._is_cpu_only and isinstance(self.config.inference, EngineConfig)

@@ -91,6 +91,7 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
     return {
         "name": path.name,
         "output": str(path.parent),
+        **({} if run_config.shared_path is None else {"shared_directory": str(run_config.shared_path)}),
         "secret_env": run_config.secret_env,
         **({} if urlsplit(address).port == 0 else {"address": address}),
         **{name: _dump_set_fields(getattr(run_config, name)) for name in sections},

@@ -1,7 +1,9 @@
 """The newest published weights of a run: a restarted engine serves them, and a finished run saves them."""
 
 import contextlib
+import hashlib
 import os
+import platform
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -28,39 +30,50 @@ def find_newest_weights(directory: Path) -> Path | None:
     return max(candidates)[2] if candidates else None
 
 
-def link_newest_weights(directory: Path) -> Path | None:
-    """Hard-link the newest weights into SERVED_DIR, so that the trainer cannot remove them while an engine starts.
+def link_newest_weights(config: RunConfig) -> Path | None:
+    """Hard-link the newest weights, so that the trainer cannot remove them while an engine starts.
 
     Return the new directory; None if there are no weights.
     """
+    directory, served_directory = config.weights_directory, get_served_directory(config)
     for _ in range(MAX_TRIES):
         if (newest := find_newest_weights(directory)) is None:
             return None
-        shutil.rmtree(directory / SERVED_DIR, ignore_errors=True)
+        shutil.rmtree(served_directory, ignore_errors=True)
         try:
-            return Path(shutil.copytree(newest, directory / SERVED_DIR / newest.name, copy_function=os.link))
+            return Path(shutil.copytree(newest, served_directory / newest.name, copy_function=os.link))
         except OSError:
             continue
     return None
 
 
+def get_served_directory(config: RunConfig) -> Path:
+    """Return the directory of the weights that engines are started with.
+
+    In a shared directory it is a different one for each head: a head that was replaced may still use its own.
+    """
+    if config.shared_path is None:
+        return config.weights_directory / SERVED_DIR
+    head = hashlib.sha256(f"{platform.node()} {config.path.absolute()}".encode()).hexdigest()[:16]
+    return config.weights_directory / f"{SERVED_DIR}-{head}"
+
+
 @contextlib.contextmanager
 def hold_weights_directory(config: RunConfig) -> Generator[None]:
     """Hold the weights directory of a run; one in shared memory is removed afterwards."""
-    directory = config.weights.directory_for(config.path)
     remove_stale_directories()
     try:
-        with lock_directory(directory):
+        with lock_directory(config.weights_directory):
             yield
     finally:
-        shutil.rmtree(directory / SERVED_DIR, ignore_errors=True)
+        shutil.rmtree(get_served_directory(config), ignore_errors=True)
         remove_stale_directories()
 
 
 def save_final_weights(config: RunConfig) -> None:
-    """Copy the newest weights to the run directory, if they are elsewhere. Raises StorageFull or StorageFailed."""
-    newest = find_newest_weights(config.weights.directory_for(config.path))
-    directory = get_weights_directory(config.path, "disk")
+    """Copy the newest weights to disk, if they are in shared memory. Raises StorageFull or StorageFailed."""
+    newest = find_newest_weights(config.weights_directory)
+    directory = get_weights_directory(config.path, "disk", config.shared_path)
     if newest is None or newest.parent == directory or (directory / newest.name).exists():
         return
     unfinished = directory / f".{newest.name}"

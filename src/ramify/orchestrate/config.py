@@ -226,6 +226,14 @@ class LaunchConfig(Config):
     """Seconds to wait for a last checkpoint when the run is stopped."""
 
 
+class ClusterConfig(Config):
+    """A run on several nodes."""
+
+    shared_directory: Path | None = None
+    """A directory that all nodes reach. A run has a directory of its name in it, with checkpoints, weights, images and
+    the log from which another head can continue the run."""
+
+
 class WandbConfig(Config):
     """Weights & Biases."""
 
@@ -301,6 +309,7 @@ class RunConfig(Config):
     train: list[TrainSourceConfig] = Field(min_length=1)
     eval: list[EvalSourceConfig] = []
     launch: LaunchConfig = LaunchConfig()
+    cluster: ClusterConfig = ClusterConfig()
     monitor: MonitorConfig = MonitorConfig()
 
     _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
@@ -384,3 +393,14 @@ class RunConfig(Config):
         """The run directory."""
         names = "+".join(source.source_name for source in self.train)
         return self.output / (self.name or default_run_name(names, self.model.name, self.identity))
+
+    @property
+    def shared_path(self) -> Path | None:
+        """The run's directory on storage that all nodes reach; None if the run has none."""
+        directory = self.cluster.shared_directory
+        return None if directory is None else directory.absolute() / self.path.name
+
+    @property
+    def weights_directory(self) -> Path:
+        """The directory of the published weights."""
+        return self.weights.directory_for(self.path, self.shared_path)

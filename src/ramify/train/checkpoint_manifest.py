@@ -24,6 +24,7 @@ from ramify.errors import CheckpointRefused
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_and_fsync
 
+CHECKPOINTS_DIR = "checkpoints"  # in the directory of a run
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
 PIECE_BYTES = 16 << 20  # covered by one checksum
 READ_BYTES = 1 << 20  # read at once

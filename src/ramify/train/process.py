@@ -20,7 +20,7 @@ from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchSource
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
-from ramify.train.checkpoint_manifest import compute_manifest_digest
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, compute_manifest_digest
 from ramify.train.distributed import Ranks
 from ramify.train.metrics import StepMetrics
 from ramify.train.process_config import TrainerProcessConfig
@@ -57,14 +57,14 @@ class TrainerProcess:
         """Train until the source has no more batches; returns the number of steps in the history."""
         config = self.config
         records_stats = config.trainer.record_token_stats and self.save_outputs
-        token_stats = TokenStatsWriter(config.path, self.ranks.rank) if records_stats else None
+        token_stats = TokenStatsWriter(config.storage_path, self.ranks.rank) if records_stats else None
         trainer = build_trainer(
             self.model_path,
             config.trainer,
             self.ranks,
             seed=config.seed,
             flat=self.flat,
-            media=config.path / MEDIA_DIR,
+            media=config.storage_path / MEDIA_DIR,
             token_stats=token_stats,
             log=self.log,
         )
@@ -76,7 +76,7 @@ class TrainerProcess:
         trainer.optimizer.total_steps = registration.steps
         publisher = self._open_publisher(registration) if self.save_outputs else None
         token = FencingToken.from_number(registration.incarnation)
-        checkpoints = CheckpointManager(config.path / "checkpoints", self.ranks, token=token, warn=self.log)
+        checkpoints = CheckpointManager(config.storage_path / CHECKPOINTS_DIR, self.ranks, token=token, warn=self.log)
         incarnation, steps_done = registration.incarnation, registration.committed
         last_saved_step = steps_done
         if publisher is not None:
@@ -109,7 +109,7 @@ class TrainerProcess:
         if publisher is not None and steps_done > last_saved_step:
             last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
             if last_saved_step < steps_done:
-                problem = f"no disk space for the final checkpoint in {config.path}"
+                problem = f"no disk space for the final checkpoint in {config.storage_path}"
                 raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
         return steps_done
 
@@ -130,7 +130,7 @@ class TrainerProcess:
     def _open_publisher(self, registration: RegisterReply) -> WeightPublisher:
         config = self.config
         return WeightPublisher(
-            config.weights.directory_for(config.path),
+            config.weights_directory,
             self.ranks,
             policy=registration.policy,
             base_model=self.model_path,

@@ -16,12 +16,13 @@ class WeightsConfig(Config):
     """How published weights reach the engines."""
 
     transport: Literal["disk", "shm", "ipc"] = "disk"
-    """`disk`: directories below the run, for engines that share its file system. `shm`: directories in memory, for
-    engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors; the directories follow."""
+    """`disk`: directories below the run or its shared directory, for engines that reach this file system. `shm`:
+    directories in memory, for engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors; the
+    directories follow."""
 
-    def directory_for(self, run: Path) -> Path:
-        """Return the directory of a run's published versions."""
-        return get_weights_directory(run, self.transport)
+    def directory_for(self, run: Path, shared: Path | None = None) -> Path:
+        """Return the directory of the published versions of a run, which may have a shared directory."""
+        return get_weights_directory(run, self.transport, shared)
 
 
 class TrainerProcessConfig(Config):
@@ -33,6 +34,9 @@ class TrainerProcessConfig(Config):
     """The run's directory below `output`, for checkpoints and weights."""
     output: Path = Path("outputs")
     """The directory of all runs (-o)."""
+    shared_directory: Path | None = None
+    """The run's directory on storage that all nodes reach, for checkpoints, weights and images. Default: `output` and
+    `name`."""
     address: str | None = None
     """Of the orchestrator: tcp://HOST:PORT."""
     secret_env: str = "RAMIFY_SECRET"
@@ -59,3 +63,13 @@ class TrainerProcessConfig(Config):
     def path(self) -> Path:
         """The run's directory."""
         return self.output / self.name
+
+    @property
+    def storage_path(self) -> Path:
+        """The directory with the run's checkpoints, images and token stats."""
+        return self.shared_directory or self.path
+
+    @property
+    def weights_directory(self) -> Path:
+        """The directory of the published weights."""
+        return self.weights.directory_for(self.path, self.shared_directory)

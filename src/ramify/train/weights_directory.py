@@ -1,4 +1,4 @@
-"""The directory of a run's published weights: below the run, or in the host's shared memory.
+"""The directory of a run's published weights: below the run or its shared directory, or in the host's memory.
 
 Shared memory must not outlive the run. So every process that uses such a directory (the supervisor, the trainer) holds
 a shared lock, which the kernel releases however the process ends. A directory without a lock belongs to a dead run, and
@@ -15,15 +15,20 @@ from pathlib import Path
 
 from ramify.errors import ConfigInvalid
 
+WEIGHTS_DIR = "weights"  # in the directory of a run
 SHM_ROOT = Path("/dev/shm")
 DIRECTORY_GLOB = "ramify-" + "[0-9a-f]" * 16
 LOCK_SUFFIX = ".held"  # of the lock file beside a directory
 
 
-def get_weights_directory(run: Path, transport: str) -> Path:
-    """Return the directory of a run's published weights: below the run, or in shared memory by a hash of its path."""
+def get_weights_directory(run: Path, transport: str, shared: Path | None = None) -> Path:
+    """Return the directory of a run's published weights.
+
+    It is below `shared`, the directory that all nodes reach, or else below the run; or in the memory of the host, by a
+    hash of the run's path.
+    """
     if transport != "shm":
-        return run / "weights"
+        return (shared or run) / WEIGHTS_DIR
     if not SHM_ROOT.is_dir():
         raise ConfigInvalid(f"weights.transport: this system has no {SHM_ROOT}; use 'disk'")
     return SHM_ROOT / f"ramify-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}"

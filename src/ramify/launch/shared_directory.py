@@ -1,0 +1,56 @@
+"""The shared directory of a run: storage that all its nodes reach.
+
+Processes on other nodes cannot see the run directory, which is on the disk of the head. So checkpoints, weights,
+images and token stats are written to the shared directory, and the run directory has links to them: a command that is
+given the run directory finds everything in it.
+"""
+
+from pathlib import Path
+
+from ramify.errors import ConfigInvalid
+from ramify.images.image_store import MEDIA_DIR
+from ramify.store import wrap_storage_errors
+from ramify.store.run_directory import move_aside
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
+from ramify.train.token_stats import TOKEN_STATS_DIR
+from ramify.train.weights_directory import WEIGHTS_DIR
+
+SHARED_SUBDIRECTORIES = (CHECKPOINTS_DIR, WEIGHTS_DIR, MEDIA_DIR, TOKEN_STATS_DIR)
+
+
+def link_shared_directory(run: Path, shared: Path) -> None:
+    """Create the subdirectories of `shared`, and links to them in the run directory.
+
+    Raises ConfigInvalid if the run directory has such files of its own.
+    """
+    with wrap_storage_errors(shared):
+        run.mkdir(parents=True, exist_ok=True)
+        for name in SHARED_SUBDIRECTORIES:
+            target, link = shared.absolute() / name, run / name
+            target.mkdir(parents=True, exist_ok=True)
+            if link.is_symlink():
+                if link.readlink() == target:
+                    continue
+                link.unlink()
+            elif link.is_dir():
+                if any(link.iterdir()):
+                    problem = "is not in the run's shared directory (cluster.shared_directory)"
+                    raise ConfigInvalid(f"{link} {problem}: move its contents to {target}, and repeat the command")
+                link.rmdir()
+            link.symlink_to(target, target_is_directory=True)
+
+
+def move_shared_aside(run: Path, shared: Path) -> None:
+    """Move the run directory aside as `--fresh` does, and rename its part of the shared directory to `NAME.old-N`."""
+    with wrap_storage_errors(shared):
+        old_run = move_aside(run) if run.exists() else None
+        for name in SHARED_SUBDIRECTORIES:
+            number, directory = 1, shared.absolute() / name
+            while (old_directory := directory.with_name(f"{name}.old-{number}")).exists():
+                number += 1
+            if not directory.is_dir() or not any(directory.iterdir()):
+                continue
+            directory.rename(old_directory)
+            if old_run is not None and (link := old_run / name).is_symlink():
+                link.unlink()
+                link.symlink_to(old_directory, target_is_directory=True)

@@ -1,0 +1,121 @@
+"""Checkpoints, weights and images are written to storage that all nodes reach, and are found from the run directory."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ramify.config import parse
+from ramify.display import Display
+from ramify.errors import ConfigInvalid, RunDamaged
+from ramify.infer.config import ServeConfig
+from ramify.launch.execution import execute_plan
+from ramify.launch.plan import build_plan
+from ramify.launch.published_weights import get_served_directory, save_final_weights
+from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
+from ramify.model.manifest import Manifest
+from ramify.orchestrate.config import RunConfig
+from ramify.trace.version import PolicyVersion
+from ramify.train import weights_directory
+from ramify.train.process_config import TrainerProcessConfig
+from tests.launch.test_execution import build_test_plan
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+
+
+def make_config(tmp_path, head="head", **more) -> RunConfig:
+    cluster = {"shared_directory": tmp_path / "shared"}
+    return RunConfig(**{"name": "run", "output": tmp_path / head, "train": [TRAIN], "cluster": cluster, **more})
+
+
+def publish(directory: Path, step: int) -> Path:
+    folder = directory / f"0-{step:06}"
+    folder.mkdir(parents=True)
+    Manifest(PolicyVersion("tiny", 0, step), {}).write(folder)
+    return folder
+
+
+def test_trainer_writes_to_the_shared_directory_under_the_name_of_the_run(tmp_path):
+    plan = build_plan(make_config(tmp_path), gpus=[])
+    plan.write()
+    trainer = parse(TrainerProcessConfig, ["@", str(tmp_path / "head/run/configs/trainer.toml")])
+    assert trainer.storage_path == tmp_path / "shared" / "run"
+    assert trainer.weights_directory == tmp_path / "shared/run/weights" == plan.config.weights_directory
+    assert trainer.path == tmp_path / "head" / "run"
+
+
+def test_without_a_shared_directory_all_is_below_the_run(tmp_path):
+    config = RunConfig(name="run", output=tmp_path, train=[TRAIN])
+    assert (config.shared_path, config.weights_directory) == (None, tmp_path / "run/weights")
+    trainer = TrainerProcessConfig(name="run", output=tmp_path)
+    assert trainer.storage_path == tmp_path / "run"
+    assert get_served_directory(config) == tmp_path / "run/weights/served"
+
+
+def test_restarted_engine_loads_the_newest_shared_weights(tmp_path):
+    config = make_config(tmp_path)
+    plan = build_plan(config, gpus=[])
+    published = publish(config.weights_directory, 3)
+    plan.process_specs[0].prepare()
+    name = parse(ServeConfig, ["@", str(tmp_path / "head/run/configs/inference.toml")]).model.name
+    assert Path(name).is_relative_to(tmp_path / "shared/run/weights")
+    shutil.rmtree(published)
+    assert Manifest.read(Path(name)).version.step == 3
+
+
+def test_heads_do_not_remove_the_weights_that_engines_of_another_head_load(tmp_path):
+    first, second = (get_served_directory(make_config(tmp_path, head)) for head in ("a", "b"))
+    assert first != second
+    assert first.parent == second.parent
+
+
+def test_final_weights_in_memory_are_saved_to_the_shared_directory(tmp_path, monkeypatch):
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(weights_directory, "SHM_ROOT", tmp_path / "shm")
+    config = make_config(tmp_path, weights={"transport": "shm"})
+    publish(config.weights_directory, 5)
+    save_final_weights(config)
+    assert (tmp_path / "shared/run/weights/0-000005/manifest.json").exists()
+
+
+def test_run_directory_links_to_the_shared_one(tmp_path):
+    run, shared = tmp_path / "run", tmp_path / "shared"
+    link_shared_directory(run, shared)
+    (run / "checkpoints" / "step_000001-0").mkdir()
+    assert (shared / "checkpoints" / "step_000001-0").is_dir()
+    link_shared_directory(run, shared)  # a repeated command
+    link_shared_directory(run, tmp_path / "moved")  # the shared storage got another path
+    assert (run / "weights").readlink() == tmp_path / "moved" / "weights"
+
+
+def test_results_in_the_run_directory_are_not_hidden_by_a_link(tmp_path):
+    (tmp_path / "run/checkpoints/step_000001-0").mkdir(parents=True)
+    with pytest.raises(ConfigInvalid, match=r"run/checkpoints is not in the run's shared directory .* move its"):
+        link_shared_directory(tmp_path / "run", tmp_path / "shared")
+
+
+def test_fresh_run_keeps_the_old_one_with_its_shared_files(tmp_path):
+    run, shared = tmp_path / "run", tmp_path / "shared"
+    link_shared_directory(run, shared)
+    (run / "checkpoints" / "step_000001-0").mkdir()
+    move_shared_aside(run, shared)
+    link_shared_directory(run, shared)
+    assert list((run / "checkpoints").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run.old-1" / "checkpoints").iterdir()] == ["step_000001-0"]
+    move_shared_aside(run, shared)  # nothing was written meanwhile
+    assert [path.name for path in shared.glob("*.old-*")] == ["checkpoints.old-1"]
+
+
+def test_executed_run_is_linked_and_its_checkpoints_are_not_taken_for_those_of_a_new_run(tmp_path):
+    cluster = {"shared_directory": tmp_path / "shared"}
+    execute_plan(build_test_plan(tmp_path, "sys.exit(75)", cluster=cluster), display=Display())
+    checkpoint = tmp_path / "shared/run/checkpoints/step_000001-0"
+    checkpoint.mkdir()
+    assert (tmp_path / "run/checkpoints/step_000001-0").is_dir()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunDamaged, match=r"run\.sqlite is missing, but the directory holds 1 checkpoint"):
+        execute_plan(build_test_plan(tmp_path, "sys.exit(75)", cluster=cluster), display=Display())
+    fresh = build_test_plan(tmp_path, "sys.exit(75)", cluster=cluster)
+    execute_plan(fresh, fresh=True, display=Display())
+    assert not checkpoint.exists()
+    assert (tmp_path / "shared/run/checkpoints.old-1/step_000001-0").is_dir()
