@@ -46,13 +46,15 @@ class HeadLog:
     def __init__(self, store: CreateOnceStore) -> None:
         self._store = store
 
-    def claim_epoch(self) -> tuple[FencingToken, LogPosition | None]:
+    def claim_epoch(self, *, keep_history: bool = True) -> tuple[FencingToken, LogPosition | None]:
         """Take over the run. Return the token of the new head, and the entry that it continues after, if any.
 
-        Raises ProcessReplaced if another head took over at the same time.
+        Without `keep_history` the run begins again: the entries of earlier epochs do not count any more. Raises
+        ProcessReplaced if another head took over at the same time.
         """
         newest = self.find_newest_epoch()
         base = None if newest is None else self._seal(newest)
+        base = base if keep_history else None
         token = FencingToken(0 if newest is None else newest + 1)
         if not self._store.create(_epoch_name(token.epoch), msgspec.json.encode(base)):
             raise ProcessReplaced(f"another head took over as epoch {token.epoch} at the same time; this one must exit")
@@ -68,9 +70,16 @@ class HeadLog:
             raise ValueError("an entry must differ from a seal")
         name = _entry_name(position)
         if not self._store.create(name, data) and self._store.read(name) != data:
-            raise ProcessReplaced(
-                f"epoch {position.epoch} was ended at entry {position.number}: a newer head took over"
-            )
+            raise _make_ended_error(position)
+
+    def check_not_ended(self, position: LogPosition) -> None:
+        """Raise ProcessReplaced if a newer head has ended the epoch at `position`, the next entry of its head."""
+        if self._store.read(_entry_name(position)) == SEAL:
+            raise _make_ended_error(position)
+
+    def read_entry(self, position: LogPosition) -> bytes | None:
+        """Return the data of one entry; None if it does not exist."""
+        return self._store.read(_entry_name(position))
 
     def find_newest_epoch(self) -> int | None:
         """Return the newest epoch; None for a run that no head has taken over."""
@@ -85,31 +94,41 @@ class HeadLog:
             raise StorageFailed(f"{_epoch_name(epoch)} is missing from the shared storage; restore it")
         return msgspec.json.decode(data, type=LogPosition | None)
 
-    def list_entries(self) -> list[tuple[LogPosition, bytes]]:
-        """Return the entries that count, in order: those on the chain of the newest epoch."""
-        chain: list[tuple[LogPosition, bytes]] = []
+    def iter_entries(self) -> Iterator[tuple[LogPosition, bytes]]:
+        """Yield the entries that count, in order: those on the chain of the newest epoch."""
+        epochs: list[tuple[int, LogPosition | None]] = []  # with the last entry that counts, newest epoch first
         epoch, last = self.find_newest_epoch(), None
         while epoch is not None:
-            entries = [(position, data) for position, data in self._iter_entries(epoch) if data != SEAL]
-            chain = [entry for entry in entries if last is None or entry[0] <= last] + chain
+            epochs.append((epoch, last))
             last = self.read_base(epoch)
             epoch = None if last is None else last.epoch
-        return chain
+        for epoch, last in reversed(epochs):
+            for position, data in self._iter_epoch(epoch):
+                if data != SEAL and (last is None or position <= last):
+                    yield position, data
+
+    def list_entries(self) -> list[tuple[LogPosition, bytes]]:
+        """Return the entries that count, in order."""
+        return list(self.iter_entries())
 
     def _seal(self, epoch: int) -> LogPosition | None:
         """Let the epoch end at its next free entry. Return the last entry before it, of this or an earlier epoch."""
-        number = 0
+        number = sum(data != SEAL for _, data in self._iter_epoch(epoch))  # reading is cheaper than trying to create
         while not self._store.create(_entry_name(LogPosition(epoch, number)), SEAL):
             if self._store.read(_entry_name(LogPosition(epoch, number))) == SEAL:
                 break  # by another head that has not begun the next epoch yet
             number += 1
         return LogPosition(epoch, number - 1) if number else self.read_base(epoch)
 
-    def _iter_entries(self, epoch: int) -> Iterator[tuple[LogPosition, bytes]]:
+    def _iter_epoch(self, epoch: int) -> Iterator[tuple[LogPosition, bytes]]:
         position = LogPosition(epoch, 0)
         while (data := self._store.read(_entry_name(position))) is not None:
             yield position, data
             position = LogPosition(epoch, position.number + 1)
+
+
+def _make_ended_error(position: LogPosition) -> ProcessReplaced:
+    return ProcessReplaced(f"epoch {position.epoch} was ended at entry {position.number}: a newer head took over")
 
 
 def _epoch_name(epoch: int) -> str:

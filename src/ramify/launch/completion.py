@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.config import to_old_keys
+from ramify.fencing.directory_store import DirectoryStore
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
+from ramify.store.head_replication import HeadReplicator
 from ramify.store.ledger import Ledger
 
 FINISHED_KEY = "finished"  # fact: the number of steps of a finished run
@@ -55,6 +57,8 @@ def mark_finished(config: RunConfig) -> int:
         if num_steps < config.max_steps:
             store.set_fact(EXHAUSTED_KEY, _dump_curricula(config))
         store.set_fact(FINISHED_KEY, num_steps)
+        if config.shared_path is not None:
+            HeadReplicator(store, DirectoryStore(config.shared_path)).replicate_blocking()
     return num_steps
 
 

@@ -14,11 +14,11 @@ from ramify.errors import ProviderError, RamifyError, RunBusy, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
+from ramify.launch.head import prepare_head
 from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_record import RunRecord
-from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
@@ -62,10 +62,8 @@ def execute_plan(
     config, path = plan.config, plan.config.path
     with plan.reservation, lock_run(path):
         if config.shared_path is not None:
-            if fresh:
-                move_shared_aside(path, config.shared_path)
+            prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
             fresh = False
-            link_shared_directory(path, config.shared_path)
         steps = get_finished_steps(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)

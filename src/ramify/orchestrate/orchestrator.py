@@ -57,9 +57,11 @@ class Orchestrator:
                 loop.add_signal_handler(number, self.request_stop)
             try:
                 async with asyncio.TaskGroup() as task_group:
+                    watch_head = run.replicator and run.replicator.watch_for_newer_head()
                     tasks = [
                         task_group.create_task(work, name=name)
                         for name, work in {
+                            **({"head": watch_head} if watch_head else {}),
                             "sampling": run.dispatcher.run(),
                             "weights": run.weight_updater.run(),
                             "watchdog": background.watch_for_stalls(run),

@@ -17,6 +17,7 @@ from pathlib import Path
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
+from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
@@ -32,11 +33,13 @@ from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.snapshot import write_snapshot
+from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.store import open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, check_no_changes, find_changes, record_environments
 from ramify.store.group_state import DropReason, GroupState
+from ramify.store.head_replication import HeadReplicator
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
@@ -87,6 +90,7 @@ class RunContext:
         self.store = open_run(config.path, config.identity, lock_timeout=READER_TIMEOUT)
         stack.callback(self.store.close)
         self.ledger, self.run_log = Ledger.open(self.store), RunLog(self.store)
+        self.replicator = await self._open_replicator()
         self._write_start_snapshot()
         self.progress = RunProgress(self.run_log, self._on_metrics)
         timeout, secret = config.launch.startup_timeout, config.secret
@@ -138,6 +142,20 @@ class RunContext:
         # A new run samples from the initial weights; a resumed run waits for those of its trainer.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.dispatcher.weights_ready.set()
+
+    async def _open_replicator(self) -> HeadReplicator | None:
+        """Create the entry of the head log that the ledger is ahead by; from now on, commits wait for their entries.
+
+        Raises ProcessReplaced if another head has taken over. Return None if the run has no shared directory.
+        """
+        if self.config.shared_path is None:
+            return None
+        shared = DirectoryStore(self.config.shared_path)
+        replicator = HeadReplicator(self.store, shared, lambda number: get_top_logprobs_path(self.store.path, number))
+        self._get_run_id()  # a later head has the same id: the engines refuse the trainers of this head then
+        await replicator.replicate()
+        self.ledger.replicate = replicator.replicate
+        return replicator
 
     async def _connect_score_models(self, stack: AsyncExitStack, timeout: float) -> dict[str, ScoreModel]:
         """Check the models that score or sample rollouts, and return those that score, by source.

@@ -27,7 +27,7 @@ _CRC = struct.Struct("<I")
 
 def write_top_logprobs(run: Path, group_number: int, top_logprobs: TopLogprobsByNode) -> None:
     """Write the likeliest tokens of a group; they are on disk when this returns."""
-    path = _get_path(run, group_number)
+    path = get_top_logprobs_path(run, group_number)
     path.parent.mkdir(exist_ok=True)
     rows = [
         (trace_id, node, top.shape[1], top.astype(TOP_DTYPE).tobytes())
@@ -41,7 +41,7 @@ def write_top_logprobs(run: Path, group_number: int, top_logprobs: TopLogprobsBy
 
 def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
     """Return the likeliest tokens of a group. Raises BatchCorrupt if the file is missing or damaged."""
-    path = _get_path(run, group_number)
+    path = get_top_logprobs_path(run, group_number)
     try:
         data = path.read_bytes()
         (crc,) = _CRC.unpack_from(data)
@@ -55,8 +55,9 @@ def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
 
 def remove_top_logprobs(run: Path, group_number: int) -> None:
     """Remove the file of a group, if it has one."""
-    _get_path(run, group_number).unlink(missing_ok=True)
+    get_top_logprobs_path(run, group_number).unlink(missing_ok=True)
 
 
-def _get_path(run: Path, group_number: int) -> Path:
+def get_top_logprobs_path(run: Path, group_number: int) -> Path:
+    """Return the file of a group, which need not exist."""
     return run / TOP_LOGPROBS_DIR / f"{group_number}.bin"

@@ -8,7 +8,7 @@ from version s.
 
 import asyncio
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -47,6 +47,8 @@ class Ledger:
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
+        self.replicate: Callable[[], Awaitable[None]] | None = None
+        """Copies the ledger to shared storage; a commit returns after it. None if the run has no shared directory."""
 
     @classmethod
     def open(cls, store: RunStore) -> Self:
@@ -224,7 +226,8 @@ class Ledger:
     async def commit_version(self, commit: CommitRecord) -> None:
         """Make the steps before a version part of the history; call it once the version's checkpoint is durable.
 
-        A commit may be repeated. Raises TransitionRefused if the version was committed with another checkpoint.
+        A commit may be repeated. Raises TransitionRefused if the version was committed with another checkpoint, and
+        ProcessReplaced if another head has taken over the run: then the commit does not count.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -242,6 +245,8 @@ class Ledger:
             _set_progress(connection, "committed", commit.version)
 
         await self._submit_change(apply)
+        if self.replicate is not None:
+            await self.replicate()
 
     async def register_trainer(self) -> TrainerRegistration:
         """Register a new trainer. Unless it is the first, it has a new incarnation, and repeats uncommitted steps."""
@@ -255,6 +260,20 @@ class Ledger:
 
         await self._submit_change(apply)
         return registrations[-1]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin the epoch of a new head: its first trainer repeats the steps after the last committed version.
+
+        It returns when the change is durable. In epoch 0 there was no head before, and nothing changes.
+        """
+
+        def apply(connection: sqlite3.Connection) -> None:
+            _set_progress(connection, "incarnation", FencingToken(epoch).number)
+            _set_progress(connection, "acknowledged", _get_progress(connection, "committed"))
+            _set_progress(connection, "registered", 0)
+
+        if epoch:
+            self.store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
 
     async def roll_back(self, version: int, directory: str) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.

@@ -66,7 +66,13 @@ def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_chan
 
 def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes: bool | None) -> list[str]:
     """Return the differences from the stored identity if they are accepted; raise ConfigInvalid if they are not."""
-    stored: dict[str, Any] | None = store.get_fact(IDENTITY_KEY)
+    return compare_identities(store.path, store.get_fact(IDENTITY_KEY), identity, accept_changes)
+
+
+def compare_identities(
+    path: Path, stored: dict[str, Any] | None, identity: Mapping[str, Any], accept_changes: bool | None
+) -> list[str]:
+    """Do what `check_identity` does, for the run at `path` whose stored identity was read before."""
     changes = [] if stored is None else list(diff_values(stored, dict(identity)))
     if stored is None or not changes:
         return []
@@ -75,7 +81,7 @@ def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
     hint = f"use another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
-    raise ConfigInvalid(f"{store.path} holds a run with another identity; differences:{lines}\n{hint}")
+    raise ConfigInvalid(f"{path} holds a run with another identity; differences:{lines}\n{hint}")
 
 
 def move_aside(path: Path) -> Path:

@@ -43,8 +43,8 @@ class SegmentLog:
         for path in sorted(self.folder.glob("*.seg")):
             self._truncate_tail(path, committed_lengths.get(int(path.stem), 0))
         for number, length in committed_lengths.items():
-            if length and not self._path(number).exists():
-                raise TraceCorrupt(f"{self._path(number)} is missing, but the run's index points into it")
+            if length and not self.get_path(number).exists():
+                raise TraceCorrupt(f"{self.get_path(number)} is missing, but the run's index points into it")
         self.segment_number = max(committed_lengths, default=0)
         self._open_current(committed_lengths.get(self.segment_number, 0))
 
@@ -76,13 +76,13 @@ class SegmentLog:
             if int(path.stem) > number:
                 path.unlink()
         self.segment_number = number
-        if self._path(number).exists():
-            os.truncate(self._path(number), length)
+        if self.get_path(number).exists():
+            os.truncate(self.get_path(number), length)
         self._open_current(length)
 
     def read(self, location: FrameLocation) -> bytes:
         """Return the data of the frame at `location`. Raises TraceCorrupt if the frame is damaged."""
-        path = self._path(location.segment)
+        path = self.get_path(location.segment)
         try:
             with path.open("rb") as file:
                 file.seek(location.start)
@@ -101,14 +101,14 @@ class SegmentLog:
         """Yield the location of every frame, replaced ones included, with its problem; "" if it is intact."""
         for number, length in sorted(committed_lengths.items()):
             try:
-                data = self._path(number).read_bytes()
+                data = self.get_path(number).read_bytes()
             except OSError as error:
-                yield FrameLocation(number, 0, length), f"{self._path(number)} cannot be read: {error.strerror}"
+                yield FrameLocation(number, 0, length), f"{self.get_path(number)} cannot be read: {error.strerror}"
                 continue
             yield from self._verify_segment(number, data, length)
 
     def _verify_segment(self, number: int, data: bytes, length: int) -> Iterator[tuple[FrameLocation, str]]:
-        path, start = self._path(number), 0
+        path, start = self.get_path(number), 0
         while start < length:
             has_header = start + FRAME_HEADER.size <= len(data)
             size, checksum = FRAME_HEADER.unpack_from(data, start) if has_header else (0, 0)
@@ -128,7 +128,7 @@ class SegmentLog:
             self._fd = None
 
     def _open_current(self, length: int) -> None:
-        path = self._path(self.segment_number)
+        path = self.get_path(self.segment_number)
         is_new = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.segment_length = length
@@ -145,7 +145,8 @@ class SegmentLog:
         if size > length:
             os.truncate(path, length)
 
-    def _path(self, number: int) -> Path:
+    def get_path(self, number: int) -> Path:
+        """Return the file of a segment."""
         return self.folder / f"{number:06d}.seg"
 
 

@@ -1,0 +1,145 @@
+"""Which head continues a run that has a shared directory.
+
+| run directory on this machine | history on shared storage | what happens |
+|---|---|---|
+| that of the newest head | | it continues in its epoch |
+| none, or a run that had no shared directory | none | this machine becomes the first head |
+| none, or that of an older head | exists | the next epoch is claimed, and the run directory is restored |
+
+A claimed epoch ends the one before it: if the old head still runs, it can commit nothing more and exits. What it had
+not committed is sampled and trained again.
+"""
+
+import contextlib
+import hashlib
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import RunBusy
+from ramify.fencing.directory_store import DirectoryStore
+from ramify.fencing.head_log import HeadLog, LogPosition
+from ramify.files import fsync_path
+from ramify.launch.shared_directory import SHARED_SUBDIRECTORIES, link_shared_directory, move_shared_aside
+from ramify.orchestrate.config import RunConfig
+from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+from ramify.store import RunStore, wrap_storage_errors
+from ramify.store.change_tracking import HeadState, read_head_state
+from ramify.store.head_replication import restore_run, start_replication
+from ramify.store.index import DATABASE_NAME
+from ramify.store.ledger import Ledger
+from ramify.store.log_entry import LogEntry
+from ramify.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
+from ramify.store.run_log import RunLog
+
+POLL_INTERVAL = 0.1  # seconds between two attempts to move a run directory that is in use
+
+
+def prepare_head(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    accept_changes: bool | None = None,
+    print_line: Callable[[str], None] = print,
+) -> None:
+    """Make the run directory that of the newest head of the run, and link it to the shared directory.
+
+    `fresh` begins the run again. Raises ConfigInvalid if the history on shared storage is that of another run, unless
+    `accept_changes`; ProcessReplaced if another head takes over at the same time.
+    """
+    run, shared = config.path, config.shared_path
+    assert shared is not None
+    with wrap_storage_errors(shared):
+        log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
+        if fresh:
+            token, _ = log.claim_epoch(keep_history=False)
+            move_shared_aside(run, shared)
+            _begin_history(run, token.epoch)
+        elif state is None or not _is_newest(log, state):
+            has_history, identity = _read_identity(log)
+            if has_history:
+                compare_identities(shared, identity, config.identity, accept_changes)
+            elif state is None:
+                link_shared_directory(run, shared)  # raises if the run has checkpoints of its own
+            token, _ = log.claim_epoch()
+            old_run = _move_aside(run) if run.exists() and (has_history or state is not None) else None
+            step = _restore(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
+            moved = f"; the directory of an older head is {old_run} now" if old_run else ""
+            if token.epoch:
+                print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
+        link_shared_directory(run, shared)
+
+
+def read_local_state(run: Path) -> HeadState | None:
+    """Return the state of the head whose run directory this is; None if it is none."""
+    if not (run / DATABASE_NAME).is_file():
+        return None
+    with contextlib.closing(sqlite3.connect(run / DATABASE_NAME)) as connection:
+        return read_head_state(connection)
+
+
+def _is_newest(log: HeadLog, state: HeadState) -> bool:
+    """Return whether the head may continue: its epoch is the newest, and every entry of it is its own."""
+    if log.find_newest_epoch() != state.epoch:
+        return False
+    data = log.read_entry(LogPosition(state.epoch, state.next_entry))
+    if data is not None and hashlib.sha256(data).hexdigest() == state.pending_digest:
+        data = log.read_entry(LogPosition(state.epoch, state.next_entry + 1))
+    return data is None
+
+
+def _read_identity(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether there is a history, and the identity of the run that it is of."""
+    has_history, identity = False, None
+    for position, data in log.iter_entries():
+        has_history = True
+        if (facts := LogEntry.decode(data, position).changes.tables.get("facts")) is not None:
+            values = {row[facts.columns.index("key")]: row[facts.columns.index("value")] for row in facts.rows}
+            identity = msgspec.msgpack.decode(values[IDENTITY_KEY]) if IDENTITY_KEY in values else identity
+    return has_history, identity
+
+
+def _begin_history(run: Path, epoch: int) -> int:
+    """Start the log of a run that has none, but may have run without one; return the last committed step."""
+    with RunStore.open(run) as store:
+        start_replication(store, epoch)
+        ledger = Ledger.open(store)
+        ledger.begin_epoch(epoch)
+        return ledger.progress().committed
+
+
+def _restore(run: Path, shared: Path, epoch: int) -> int:
+    """Restore the run directory from the history; return the last committed step."""
+    partial_path = run.with_name(f".{run.name}.restoring")
+    shutil.rmtree(partial_path, ignore_errors=True)
+    restore_run(DirectoryStore(shared), partial_path, epoch)
+    with RunStore.open(partial_path) as store:
+        ledger = Ledger.open(store)
+        ledger.begin_epoch(epoch)
+        step = ledger.progress().committed
+        RunLog(store).log_event("head_replaced", epoch=epoch, committed=step)
+    partial_path.rename(run)
+    fsync_path(run.parent)
+    return step
+
+
+def _move_aside(run: Path) -> Path:
+    """Move the directory of an older head aside. It keeps no links to the shared directory, which others use now."""
+    deadline = time.monotonic() + STOP_TIMEOUT + KILL_TIMEOUT  # processes of a killed supervisor may still use it
+    while True:
+        try:
+            old_run = move_aside(run)
+            break
+        except RunBusy:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(POLL_INTERVAL)
+    for name in SHARED_SUBDIRECTORIES:
+        if (old_run / name).is_symlink():
+            (old_run / name).unlink()
+    return old_run

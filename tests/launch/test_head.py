@@ -1,0 +1,154 @@
+"""A run continues on its own head, or on another one from the history on shared storage; an old head is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import ConfigInvalid, ProcessReplaced
+from ramify.fencing.directory_store import DirectoryStore
+from ramify.launch.completion import get_finished_steps, mark_finished
+from ramify.launch.head import prepare_head, read_local_state
+from ramify.orchestrate.config import RunConfig
+from ramify.store import RunStore, open_run
+from ramify.store.head_replication import HeadReplicator
+from ramify.store.ledger import Ledger
+from tests.store.test_head_replication import commit_step
+from tests.store.test_ledger import run_all
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+
+
+def make_config(tmp_path, head, **more) -> RunConfig:
+    cluster = {"shared_directory": tmp_path / "shared"}
+    return RunConfig(**{"name": "run", "output": tmp_path / head, "train": [TRAIN], "cluster": cluster, **more})
+
+
+def start(config: RunConfig, **options) -> Ledger:
+    """Do what the start of a run does with its directory, and return its ledger, which the caller must close."""
+    lines = []
+    prepare_head(config, print_line=lines.append, **options)
+    store = open_run(config.path, config.identity)
+    ledger = Ledger.open(store)
+    ledger.replicate = HeadReplicator(store, DirectoryStore(config.shared_path)).replicate
+    run_all(ledger.replicate())
+    ledger.lines = lines
+    return ledger
+
+
+def train_step(config: RunConfig, **options) -> None:
+    """Start a head, commit one step, and stop."""
+    ledger = start(config, **options)
+    step = ledger.progress().committed
+    commit_step(ledger, step, ledger.num_issued())
+    ledger.store.close()
+
+
+def test_head_continues_on_its_own_disk(tmp_path):
+    config = make_config(tmp_path, "a")
+    for _ in range(3):
+        train_step(config)
+    state = read_local_state(config.path)
+    assert (state.epoch, state.next_entry) == (0, 4)  # one at the start of the run
+    assert sorted(path.name for path in (tmp_path / "shared/run/epoch").iterdir()) == ["0"]
+    assert (config.path / "checkpoints").readlink() == tmp_path / "shared/run/checkpoints"
+
+
+def test_other_head_continues_from_shared_storage_and_the_old_one_is_refused(tmp_path):
+    first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
+    train_step(first)
+    old = start(first)
+    new = start(second)
+    assert new.lines == ["this head is epoch 1 of the run and continues after step 1"]
+    assert (new.progress().committed, new.progress().incarnation) == (1, 1 << 16)
+    with pytest.raises(ProcessReplaced, match="epoch 0 was ended at entry"):
+        commit_step(old, 1, 1)
+    commit_step(new, 1, 1)
+    old.store.close()
+    new.store.close()
+    with RunStore.open(first.path) as store, pytest.raises(ProcessReplaced):  # a restarted process of the old head
+        run_all(HeadReplicator(store, DirectoryStore(first.shared_path)).replicate())
+
+
+def test_command_on_an_old_head_takes_the_run_back(tmp_path):
+    first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
+    train_step(first)
+    train_step(second)
+    train_step(first)
+    state = read_local_state(first.path)
+    assert state.epoch == 2
+    with RunStore.open(first.path, write=False) as store:
+        assert [commit.incarnation >> 16 for commit in Ledger.open_readonly(store).commits()] == [0, 1, 2]
+    assert not (tmp_path / "a/run.old-1/checkpoints").is_symlink()  # it must not touch the files of the new run
+
+
+@pytest.mark.parametrize("interruption", ["epoch", "restoring"])
+def test_takeover_that_was_interrupted_is_repeated(tmp_path, monkeypatch, interruption):
+    train_step(make_config(tmp_path, "a"))
+    config = make_config(tmp_path, "b")
+    target = {"epoch": "ramify.launch.head.restore_run", "restoring": "ramify.launch.head.fsync_path"}[interruption]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        if interruption == "restoring":
+            patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_head(config)
+    train_step(config)
+    assert read_local_state(config.path).epoch == 2
+
+
+def test_head_that_was_lost_before_its_first_entry(tmp_path):
+    prepare_head(make_config(tmp_path, "a"))
+    train_step(make_config(tmp_path, "b"))
+    assert read_local_state(make_config(tmp_path, "b").path).epoch == 1
+
+
+def test_fresh_run_begins_again_and_ends_the_old_one(tmp_path):
+    config = make_config(tmp_path, "a")
+    old = start(config)
+    (config.path / "checkpoints/step_000001-0").mkdir()
+    old.store.close()
+    new = start(config, fresh=True)
+    assert (new.progress().committed, new.progress().incarnation) == (0, 1 << 16)
+    commit_step(new, 0, 0)
+    new.store.close()
+    assert (tmp_path / "a/run.old-1/checkpoints/step_000001-0").is_dir()
+    assert list((config.path / "checkpoints").iterdir()) == []
+    shutil.rmtree(tmp_path / "a")
+    ledger = start(make_config(tmp_path, "b"))
+    assert ledger.progress().committed == 1
+    ledger.store.close()
+
+
+def test_another_run_of_the_same_name_is_refused_before_the_old_head_is_ended(tmp_path):
+    train_step(make_config(tmp_path, "a"))
+    other = make_config(tmp_path, "b", model={"name": "tiny-vl"})
+    with pytest.raises(ConfigInvalid, match=r"shared/run holds a run with another identity"):
+        prepare_head(other)
+    train_step(make_config(tmp_path, "a"))
+    assert read_local_state(tmp_path / "a/run").epoch == 0
+
+
+def test_finished_run_is_finished_on_every_head(tmp_path):
+    first, second = (make_config(tmp_path, head, max_steps=1) for head in ("a", "b"))
+    train_step(first)
+    mark_finished(first)
+    prepare_head(second)
+    assert get_finished_steps(second) == 1
+
+
+def test_local_run_can_get_a_shared_directory(tmp_path):
+    config = make_config(tmp_path, "a")
+    local = RunConfig(name="run", output=tmp_path / "a", train=[TRAIN])
+    with open_run(local.path, local.identity) as store:
+        commit_step(Ledger.open(store), 0, 0)
+    (local.path / "checkpoints/step_000001-0").mkdir(parents=True)
+    with pytest.raises(ConfigInvalid, match=r"move its contents to .*shared/run/checkpoints"):
+        prepare_head(config)
+    (tmp_path / "shared/run/checkpoints").rmdir()
+    (local.path / "checkpoints").rename(tmp_path / "shared/run/checkpoints")
+    train_step(config)
+    shutil.rmtree(config.path)
+    ledger = start(make_config(tmp_path, "b"))
+    assert ledger.progress().committed == 2
+    ledger.store.close()
