@@ -163,6 +163,34 @@ def test_an_image_token_in_the_description_of_a_tool_is_plain_text(tmp_path):
     assert "Show an <image>" in renderer.tokenizer.decode(prompt.token_ids[: prompt.images[0].start])
 
 
+def test_no_text_becomes_an_image_token(renderer):
+    """The marker is hidden by another word in the meantime; a text with this word, or its beginning, stays."""
+    marker = renderer.image_cache.family.marker
+    for text in ("zqimagex", "zqimageqx", "zqimage", f"zqimage{marker}", f"{marker}zqimagex{marker}", "zqimagezq"):
+        messages = [Message("user", (TextPart(text), part(RED), TextPart(text)))]
+        prompt = renderer.render(messages, media=MEDIA)
+        assert renderer.tokenizer.decode(prompt.token_ids).count(text) == 2
+        ids, parsed = reply_to(renderer, prompt, "seen")
+        bridged = renderer.bridge(prompt.with_reply(ids, parsed), messages, media=MEDIA)
+        assert bridged.prefix_break is None and len(bridged.images) == 2
+        assert renderer.tokenizer.decode(bridged.new_token_ids).count(text) == 2
+
+
+def test_a_tool_that_the_template_writes_late_may_have_the_marker(tmp_path):
+    model = write_vision_model(tmp_path, "tiny")
+    late_tools = "{%- if tools %}{{ tools | tojson }}{% endif -%}"
+    opening = "{%- if add_generation_prompt %}"
+    template = TEMPLATES["tiny"].replace(opening, late_tools + opening)
+    (model / "chat_template.jinja").write_text(template)
+    renderer = load_renderer(model)
+    tool = {"type": "function", "function": {"name": "look", "description": "Show an <image>", "parameters": {}}}
+    prompt = renderer.render(CONVERSATIONS["image, text"], [tool], media=MEDIA)
+    ids, parsed = reply_to(renderer, prompt, "seen")
+    bridged = renderer.bridge(prompt.with_reply(ids, parsed), CONVERSATIONS["only images"], media=MEDIA)
+    assert len(bridged.images) == 3
+    assert "Show an <image>" in renderer.tokenizer.decode(bridged.token_ids[bridged.images[-1].stop :])
+
+
 def test_tool_results_may_have_images(renderer):
     call = Message("assistant", "", tool_calls=(ToolCall("call00000", "shot", "{}"),))
     result = Message("tool", (TextPart("here: "), part(RED)), tool_call_id="call00000")

@@ -2,7 +2,7 @@
 
 A chat template writes a short marker for an image, such as `<image>`. It is replaced by the placeholder text of the
 image before the text is encoded, as the processors of transformers do. The same word may occur in a text, in a tool or
-in the arguments of a call; there it is plain text, so it is hidden from the search by another word in the meantime.
+in the arguments of a call; there it is plain text, so another word, which no text contains, hides it in the meantime.
 """
 
 import json
@@ -18,7 +18,6 @@ from ramify.images import ImageCache, ImageLayout
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.trace.message import Part
 
-HIDDEN_MARKER = "zqimagezq"  # stands for the marker in texts while images are located
 MAX_PROMPT_IMAGES = 32
 
 
@@ -68,6 +67,18 @@ class ExpandedText:
         return position + sum(growth for start, growth in self.edits if start < position)
 
 
+@dataclass(frozen=True, slots=True)
+class MarkerFreeTexts:
+    """Messages and tools whose texts have `stand_in` instead of the marker of an image.
+
+    No end of the stand-in is also its beginning. So it is found again exactly where it was put, whatever is around it.
+    """
+
+    messages: list[Message]
+    tools: Sequence[Mapping[str, Any]]
+    stand_in: str
+
+
 def content_parts(message: Message) -> tuple[Part, ...]:
     """Return the content of a message as parts."""
     return (TextPart(message.content),) if isinstance(message.content, str) else message.content
@@ -105,25 +116,25 @@ class PromptImages:
     def __init__(self, cache: ImageCache) -> None:
         self.cache = cache
         self._family = cache.family
-        words = map(re.escape, (self._family.marker, HIDDEN_MARKER))
-        self._pattern = re.compile("|".join(words))
 
-    def hide_markers(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose texts do not contain the marker of an image."""
-        return [self._hide_in_message(message) for message in messages]
+    def hide_markers(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> MarkerFreeTexts:
+        """Return messages and tools whose texts do not contain the marker of an image."""
+        tool_text = json.dumps([dict(tool) for tool in tools])
+        texts = [text for message in messages for text in _list_texts(message)]
+        stand_in = _choose_stand_in("\n".join([tool_text, *texts]))
+        if self._family.marker in tool_text:
+            tools = json.loads(tool_text.replace(self._family.marker, stand_in))
+        hidden = [_replace_in_message(message, self._family.marker, stand_in) for message in messages]
+        return MarkerFreeTexts(hidden, tools, stand_in)
 
-    def hide_in_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return tools whose texts do not contain the marker of an image."""
-        text = json.dumps([dict(tool) for tool in tools])
-        return json.loads(self._hide(text)) if self._family.marker in text else tools
-
-    def expand(self, text: str, messages: Sequence[Message], media: Mapping[str, Media]) -> ExpandedText:
-        """Replace the markers in a text by placeholders, and show the hidden words again.
+    def expand(self, text: str, stand_in: str, messages: Sequence[Message], media: Mapping[str, Media]) -> ExpandedText:
+        """Replace the markers in a text by placeholders, and the stand-in of `hide_markers` by the marker.
 
         Raises TemplateRefused if the template did not write every image once, and ImageInvalid for a bad image.
         """
         parts = find_image_parts(messages)
-        matches = list(self._pattern.finditer(text))
+        words = map(re.escape, (self._family.marker, stand_in))
+        matches = list(re.finditer("|".join(words), text))
         num_markers = sum(match[0] == self._family.marker for match in matches)
         if num_markers != len(parts):
             raise TemplateRefused(
@@ -156,18 +167,31 @@ class PromptImages:
             raise ImageInvalid(f"image: message {part.message_index} refers to image {part.hash[:8]}, which is missing")
         return self.cache.get_layout(media[part.hash])
 
-    def _hide_in_message(self, message: Message) -> Message:
-        content = message.content
-        return replace(
-            message,
-            content=self._hide(content)
-            if isinstance(content, str)
-            else tuple(TextPart(self._hide(part.text)) if isinstance(part, TextPart) else part for part in content),
-            reasoning=None if message.reasoning is None else self._hide(message.reasoning),
-            tool_calls=tuple(
-                ToolCall(call.id, self._hide(call.name), self._hide(call.arguments)) for call in message.tool_calls
-            ),
-        )
 
-    def _hide(self, text: str) -> str:
-        return text.replace(self._family.marker, HIDDEN_MARKER)
+def _choose_stand_in(avoid: str) -> str:
+    """Return a word that does not occur in the text `avoid`."""
+    length = 0
+    while (word := f"zqimage{'q' * length}x") in avoid:
+        length += 1
+    return word
+
+
+def _list_texts(message: Message) -> list[str]:
+    contents = [part.text for part in content_parts(message) if isinstance(part, TextPart)]
+    calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
+    return [*contents, message.reasoning or "", *calls]
+
+
+def _replace_in_message(message: Message, old: str, new: str) -> Message:
+    content = message.content
+    return replace(
+        message,
+        content=content.replace(old, new)
+        if isinstance(content, str)
+        else tuple(TextPart(part.text.replace(old, new)) if isinstance(part, TextPart) else part for part in content),
+        reasoning=None if message.reasoning is None else message.reasoning.replace(old, new),
+        tool_calls=tuple(
+            ToolCall(call.id, call.name.replace(old, new), call.arguments.replace(old, new))
+            for call in message.tool_calls
+        ),
+    )

@@ -27,7 +27,7 @@ from ramify.render.base import (
 )
 from ramify.render.outline import FILLER_TEXT, ConversationOutline, MessageKind
 from ramify.render.prefix_check import PrefixChecker
-from ramify.render.prompt_images import ExpandedText, PlacedImage, PromptImages, has_images
+from ramify.render.prompt_images import ExpandedText, MarkerFreeTexts, PlacedImage, PromptImages, has_images
 from ramify.render.reply_parser import ReplyParser
 from ramify.render.sentinels import Sentinels
 from ramify.render.separators import END_OF_CONVERSATION, SeparatorFinder
@@ -102,12 +102,9 @@ class TemplateRenderer(Renderer):
     ) -> RenderedPrompt:
         if tools and not self._adapter.has_tool_support:
             raise TemplateRefused("the chat template does not support tools; remove the tools, or use another template")
-        shown_messages, shown_tools = messages, tools
-        if any(map(has_images, messages)):
-            shown_messages = self._prompt_images.hide_markers(messages)
-            shown_tools = self._prompt_images.hide_in_tools(tools)
-        layout = self._layout_builder.build(shown_messages, shown_tools, add_generation_prompt=add_generation_prompt)
-        expanded, extents = self._expand_images(layout.text, layout.extents, messages, media)
+        shown = self._hide_markers(messages, tools)
+        layout = self._layout_builder.build(shown.messages, shown.tools, add_generation_prompt=add_generation_prompt)
+        expanded, extents = self._expand_images(layout.text, layout.extents, shown.stand_in, messages, media)
         encoded = self.tokenizer.encode(expanded.text)
         return RenderedPrompt(
             messages=tuple(messages),
@@ -132,11 +129,11 @@ class TemplateRenderer(Renderer):
             if prefix_break is not None:
                 return prefix_break
         example = history.outline.example_messages()
-        shown_messages = self._prompt_images.hide_markers(messages) if any(map(has_images, messages)) else messages
-        conversation = [*example, *shown_messages]
+        shown = self._hide_markers(messages, history.tools)
+        conversation = [*example, *shown.messages]
         try:
             layout = self._layout_builder.build(
-                conversation, history.tools, add_generation_prompt=True, first=len(example) - 1
+                conversation, shown.tools, add_generation_prompt=True, first=len(example) - 1
             )
         except TemplateRefused as error:
             return PrefixBreak(BreakReason.UNCLEAR, str(error))
@@ -149,7 +146,8 @@ class TemplateRenderer(Renderer):
             MessageExtent((extent.body[0] + offset, extent.body[1] + offset), extent.stop + offset)
             for extent in layout.extents[1:]
         ]
-        expanded, extents = self._expand_images(closing + layout.text[start:], extents, messages, media)
+        text = closing + layout.text[start:]
+        expanded, extents = self._expand_images(text, extents, shown.stand_in, messages, media)
         encoded = self.tokenizer.encode(expanded.text, continues_text=True)
         # Skip the stop token if the model has sampled it already and the template would write it here.
         num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
@@ -158,13 +156,24 @@ class TemplateRenderer(Renderer):
         spans = _message_spans(messages, extents, new)
         return history.build_prompt(messages, token_ids, spans, self._locate_media(expanded.images, new))
 
+    def _hide_markers(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> MarkerFreeTexts:
+        """Hide the marker of an image in texts; without images nothing is changed."""
+        if any(map(has_images, messages)):
+            return self._prompt_images.hide_markers(messages, tools)
+        return MarkerFreeTexts(list(messages), tools, "")
+
     def _expand_images(
-        self, text: str, extents: Sequence[MessageExtent], messages: Sequence[Message], media: Mapping[str, Media]
+        self,
+        text: str,
+        extents: Sequence[MessageExtent],
+        stand_in: str,
+        messages: Sequence[Message],
+        media: Mapping[str, Media],
     ) -> tuple[ExpandedText, Sequence[MessageExtent]]:
         """Put placeholders into a text, and widen the extents of messages to their images."""
         if not any(map(has_images, messages)):
             return ExpandedText(text), extents
-        expanded = self._prompt_images.expand(text, messages, media)
+        expanded = self._prompt_images.expand(text, stand_in, messages, media)
         widened = [
             MessageExtent((expanded.shift(extent.body[0]), expanded.shift(extent.body[1])), expanded.shift(extent.stop))
             for extent in extents
