@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.errors import RunDamaged
+
 ROLLOUT_TABLES = """
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, length INTEGER NOT NULL);
@@ -84,6 +86,9 @@ def insert_rollout(
 
 
 def select_rollouts(connection: sqlite3.Connection, condition: str, *values: str | int) -> Iterator[RolloutRecord]:
-    """Yield the records that meet an SQL condition, which may end with an order and a limit."""
-    for *columns, summary in connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE {condition}", values):
-        yield RolloutRecord(*columns, summary=msgspec.msgpack.decode(summary))
+    """Yield the records that meet an SQL condition, which may end with an order and a limit. Raises RunDamaged."""
+    for id, *columns, summary in connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE {condition}", values):
+        try:
+            yield RolloutRecord(id, *columns, summary=msgspec.msgpack.decode(summary))
+        except msgspec.DecodeError as error:
+            raise RunDamaged(f"rollout {id}: its summary in the index cannot be decoded: {error}") from error

@@ -21,9 +21,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from ramify.errors import RamifyError, TraceCorrupt
+from ramify.errors import RunDamaged, StorageFailed, TraceCorrupt
+from ramify.store.index import is_corruption_error
 from ramify.store.run_store import make_readonly_uri
-from ramify.store.run_writer import to_storage_error
+from ramify.store.run_writer import wrap_storage_errors
 from ramify.trace import Timing, Trace
 from ramify.view.run_state import open_last_commit
 
@@ -52,6 +53,8 @@ ROW_COLUMNS = (
 )
 SORT_COLUMNS = {"reward": "reward", "tokens": "tokens", "seconds": "seconds", "calls": "calls", "newest": "number"}
 FACETS = ("source", "stop", "errors")
+
+RowMarks = tuple[int, int, int]  # segment and end of the last indexed frame, number of the last row
 
 
 class _Summary(msgspec.Struct):
@@ -99,13 +102,11 @@ class RolloutIndex:
         self._folder = None if is_writable else tempfile.TemporaryDirectory(prefix="ramify-view-")
         self.file = (path if self._folder is None else Path(self._folder.name)) / INDEX_FILE
         self._lock = threading.Lock()
-        self._facets: tuple[int, dict[str, dict[str, int]]] | None = None
+        self._facets: tuple[tuple[int, int], dict[str, dict[str, int]]] | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._wants_texts = False
         self._is_closed = threading.Event()
-        with self._connect() as connection:
-            _create_tables(connection)
 
     def close(self) -> None:
         """Stop indexing. An index that could not be stored with the run is removed."""
@@ -118,10 +119,10 @@ class RolloutIndex:
     # -- queries -------------------------------------------------------------------------------------------------
 
     def select(
-        self, rows: RolloutFilter, *, sort: str, descending: bool, offset: int, limit: int
+        self, rollout_filter: RolloutFilter, *, sort: str, descending: bool, offset: int, limit: int
     ) -> tuple[int, list[dict[str, Any]]]:
         """Return how many rollouts match, and a page of them, sorted; rollouts without a value come last."""
-        condition, values = _build_condition(rows)
+        condition, values = _build_condition(rollout_filter)
         column, direction = SORT_COLUMNS[sort], "DESC" if descending else "ASC"
         order = f"number {direction}" if column == "number" else f"{column} IS NULL, {column} {direction}, number"
         columns = ", ".join(ROW_COLUMNS)
@@ -141,10 +142,11 @@ class RolloutIndex:
     def get_facets(self) -> Mapping[str, Mapping[str, int]]:
         """Return the number of rollouts of each source, stop reason and error."""
         with self._connect() as connection:
-            newest = _get_mark(connection, "newest")
-            if self._facets is None or self._facets[0] != newest:
-                self._facets = newest, {facet: _count_values(connection, facet) for facet in FACETS}
-            return self._facets[1]
+            key = self.file.stat().st_ino, _get_mark(connection, "newest")  # another file: the run was started over
+            facets = self._facets
+            if facets is None or facets[0] != key:
+                facets = self._facets = key, {facet: _count_values(connection, facet) for facet in FACETS}
+            return facets[1]
 
     # -- updates -------------------------------------------------------------------------------------------------
 
@@ -184,43 +186,56 @@ class RolloutIndex:
                 self._add_rows(connection)
                 if self._wants_texts:
                     self._add_texts(connection)
-        except (RamifyError, sqlite3.Error, OSError) as error:
-            self._error = to_storage_error(error, self.path)
+        except Exception as error:  # noqa: BLE001 - `refresh` raises it
+            self._error = error
 
     def _add_rows(self, connection: sqlite3.Connection) -> None:
         """Add the rows behind the last indexed frame, in the order in which they were written."""
-        segment, stop, last = (_get_mark(connection, name) for name in ("segment", "stop", "newest"))
-        newest = _get_last_frame(connection)
+        while not self._is_closed.is_set() and not self._add_rows_alone(connection):
+            pass
+
+    def _add_rows_alone(self, connection: sqlite3.Connection) -> bool:
+        """Add the rows, and return True; return False as soon as another viewer adds rows to the same index."""
+        segment, stop, newest = marks = _get_row_marks(connection)
+        last_frame = _get_last_frame(connection)
         has_ledger = connection.execute("SELECT 1 FROM run.sqlite_master WHERE name = 'attempts'").fetchone()
         group, join = "NULL, NULL", ""
         if has_ledger:
             group, join = "a.number, a.attempt", "LEFT JOIN run.attempts a ON a.rollout = r.id"
         cursor = connection.execute(
-            f"SELECT r.id, r.source, r.task, r.repetition, r.reward, r.failure, r.summary, {group} "
+            f"SELECT r.segment, r.stop, r.id, r.source, r.task, r.repetition, r.reward, r.failure, r.summary, {group} "
             f"FROM run.rollouts r {join} WHERE r.segment > ? OR (r.segment = ? AND r.stop > ?) "
             "ORDER BY r.segment, r.stop",
             (segment, segment, stop),
         )
-        rows = enumerate(cursor, start=last + 1)
-        columns, marks = ", ".join(ROW_COLUMNS), ", ".join("?" * len(ROW_COLUMNS))
+        rows = enumerate(cursor, start=newest + 1)
+        columns, values = ", ".join(ROW_COLUMNS), ", ".join("?" * len(ROW_COLUMNS))
         while chunk := list(islice(rows, ROWS_PER_COMMIT)):
             if self._is_closed.is_set():
-                return
+                return True
             with _transaction(connection):
-                query = f"INSERT OR REPLACE INTO rows ({columns}) VALUES ({marks})"
-                connection.executemany(query, (_to_row(number, row) for number, row in chunk))
+                if _get_row_marks(connection) != marks:
+                    return False
+                query = f"INSERT OR REPLACE INTO rows ({columns}) VALUES ({values})"
+                connection.executemany(query, (_to_row(number, row) for number, (_, _, *row) in chunk))
+                number, (segment, stop, *_) = chunk[-1]
+                marks = _set_row_marks(connection, segment, stop, number)
         with _transaction(connection):
-            ((number,),) = connection.execute("SELECT coalesce(max(number), 0) FROM rows")
-            _set_marks(connection, segment=newest[0], stop=newest[1], newest=number)
+            if _get_row_marks(connection) == marks:  # frames without a row were replaced
+                _set_row_marks(connection, *max(last_frame, marks[:2]), marks[2])
+        return True
 
     def _add_texts(self, connection: sqlite3.Connection) -> None:
         while not self._is_closed.is_set():
             query = "SELECT number, id FROM rows WHERE number > ? ORDER BY number LIMIT ?"
-            rows = connection.execute(query, (_get_mark(connection, "texts"), TEXTS_PER_COMMIT)).fetchall()
+            first = _get_mark(connection, "texts")
+            rows = connection.execute(query, (first, TEXTS_PER_COMMIT)).fetchall()
             if not rows:
                 return
             texts = list(self._read_texts(rows))
             with _transaction(connection):
+                if _get_mark(connection, "texts") != first:  # another viewer has added them
+                    continue
                 connection.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
                 _set_marks(connection, texts=rows[-1][0])
 
@@ -235,28 +250,53 @@ class RolloutIndex:
 
     @contextlib.contextmanager
     def _connect(self) -> Generator[sqlite3.Connection]:
-        """Yield a connection to the index, with the run's database attached read-only as `run`."""
+        """Yield a connection to the index, with the run's database attached read-only as `run`.
+
+        Raises StorageFailed for every error of the databases inside the block.
+        """
         index_uri = f"file:{quote(str(self.file.absolute()))}"
-        connection = sqlite3.connect(index_uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT)
-        try:
+        with (
+            wrap_storage_errors(self.path),
+            self._explain_damage(),
+            contextlib.closing(
+                sqlite3.connect(index_uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT)
+            ) as connection,
+        ):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")  # an index that is lost is built again
             connection.execute("ATTACH ? AS run", (make_readonly_uri(self.path),))
+            _create_tables(connection)
             yield connection
-        finally:
-            connection.close()
+
+    @contextlib.contextmanager
+    def _explain_damage(self) -> Generator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if not is_corruption_error(error):
+                raise
+            hint = (
+                f"delete {self.file} to build the index again, and check the run with 'ramify why {self.path} --audit'"
+            )
+            raise StorageFailed(f"{self.path} or the index of its rollouts is damaged: {error}; {hint}") from error
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:
-    """Create the tables, also if another version of the index made the ones that are there."""
+    """Create the tables if the file is new, or if another version of the index made the ones that are there."""
+    if _get_version(connection) == INDEX_VERSION:
+        return
     with _transaction(connection):
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version != INDEX_VERSION:
+        if _get_version(connection) != INDEX_VERSION:  # no other viewer has created them
             for table in ("rows", "index_marks", "texts"):
                 connection.execute(f"DROP TABLE IF EXISTS main.{table}")
             for statement in TABLES:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
+
+
+def _get_version(connection: sqlite3.Connection) -> int:
+    ((version,),) = connection.execute("PRAGMA user_version")
+    return version
 
 
 @contextlib.contextmanager
@@ -279,6 +319,17 @@ def _set_marks(connection: sqlite3.Connection, **marks: int) -> None:
     connection.executemany("INSERT OR REPLACE INTO index_marks VALUES (?, ?)", marks.items())
 
 
+def _get_row_marks(connection: sqlite3.Connection) -> RowMarks:
+    """Return the last indexed frame and the number of the last row."""
+    segment, stop, newest = (_get_mark(connection, name) for name in ("segment", "stop", "newest"))
+    return segment, stop, newest
+
+
+def _set_row_marks(connection: sqlite3.Connection, segment: int, stop: int, newest: int) -> RowMarks:
+    _set_marks(connection, segment=segment, stop=stop, newest=newest)
+    return segment, stop, newest
+
+
 def _get_last_frame(connection: sqlite3.Connection) -> tuple[int, int]:
     """Return the segment and the end of the last frame of the run."""
     rows = connection.execute("SELECT number, length FROM run.segments ORDER BY number DESC LIMIT 1").fetchall()
@@ -288,7 +339,10 @@ def _get_last_frame(connection: sqlite3.Connection) -> tuple[int, int]:
 def _to_row(number: int, row: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a row of the index for a row of the run."""
     id, source, task, repetition, reward, failure, blob, group, attempt = row
-    summary = _decode_summary(blob)
+    try:
+        summary = _decode_summary(blob)
+    except msgspec.DecodeError:  # `ramify why --audit` reports it
+        summary = _Summary(errors={RunDamaged.__name__: 1})
     timing = summary.timing
     errors = " ".join(dict.fromkeys([failure, *summary.errors] if failure else summary.errors))
     # `harness` includes `model` and `stalled`.
@@ -306,29 +360,31 @@ def _count_values(connection: sqlite3.Connection, facet: str) -> dict[str, int]:
     return counts
 
 
-def _build_condition(rows: RolloutFilter) -> tuple[str, list[Any]]:
+def _build_condition(rollout_filter: RolloutFilter) -> tuple[str, list[Any]]:
     """Return the SQL condition of a filter, and its values."""
     conditions: list[tuple[str, Any]] = [
-        ("source = ?", rows.source),
-        ("group_number IN (SELECT number FROM run.groups WHERE step = ?)", rows.step),
-        ("group_number = ?", rows.group),
-        ("reward >= ?", rows.min_reward),
-        ("reward <= ?", rows.max_reward),
-        ("stop = ?", rows.stop),
-        ("group_number IN (SELECT number FROM run.groups WHERE state = ?)", rows.state),
-        ("number IN (SELECT rowid FROM texts WHERE texts MATCH ?)", _build_match(rows.text)),
+        ("source = ?", rollout_filter.source),
+        ("group_number IN (SELECT number FROM run.groups WHERE step = ?)", rollout_filter.step),
+        ("group_number = ?", rollout_filter.group),
+        ("reward >= ?", rollout_filter.min_reward),
+        ("reward <= ?", rollout_filter.max_reward),
+        ("stop = ?", rollout_filter.stop),
+        ("group_number IN (SELECT number FROM run.groups WHERE state = ?)", rollout_filter.state),
+        ("number IN (SELECT rowid FROM texts WHERE texts MATCH ?)", _build_match(rollout_filter.text)),
     ]
     conditions = [(sql, value) for sql, value in conditions if value is not None]
-    if rows.error == "any":
+    if rollout_filter.error == "any":
         conditions.append(("errors != ?", ""))
-    elif rows.error:
-        conditions.append(("' ' || errors || ' ' LIKE ?", f"% {rows.error} %"))
+    elif rollout_filter.error:
+        conditions.append(("' ' || errors || ' ' LIKE ?", f"% {rollout_filter.error} %"))
     return " AND ".join(sql for sql, _ in conditions) or "1", [value for _, value in conditions]
 
 
 def _build_match(text: str | None) -> str | None:
     """Return a full-text query for all words of a text; the last one may be the beginning of a word."""
-    words = [word.replace('"', '""') for word in (text or "").split()]
+    words = [
+        word.replace('"', '""') for word in (text or "").replace("\0", " ").split()
+    ]  # SQLite would end the text there
     return " ".join(f'"{word}"' for word in words) + "*" if words else None
 
 
