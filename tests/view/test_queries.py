@@ -38,10 +38,12 @@ def queries(folder):
     queries.close()
 
 
-def list_ids(queries, run="run", rows=None, **options):
+def list_ids(queries, run="run", rollout_filter=None, **options):
     """Return the ids of a page, once the index is complete."""
-    queries._indexes.get(queries.folder.find_run(run)).refresh(texts=bool(rows and rows.text), wait=DEADLINE)
-    answer = queries.list_rollouts(run, rows, **options)
+    queries._indexes.get(queries.folder.find_run(run)).refresh(
+        texts=bool(rollout_filter and rollout_filter.text), wait=DEADLINE
+    )
+    answer = queries.list_rollouts(run, rollout_filter, **options)
     assert answer["indexed"] == 1.0
     return [row["id"] for row in answer["rows"]]
 
@@ -129,10 +131,10 @@ def test_the_configuration_has_one_value_per_dotted_key(queries):
 def test_rollouts_are_sorted_filtered_and_paged(queries):
     assert len(list_ids(queries)) == 12
     assert set(list_ids(queries, sort="reward", descending=False)[:4]) == {"0.2", "1.2", "2.2", "3.2"}
-    assert list_ids(queries, rows=RolloutFilter(step=1), sort="reward") == ["1.0", "1.1", "1.2"]
-    assert list_ids(queries, rows=RolloutFilter(min_reward=0.4, max_reward=0.6, group=2)) == ["2.1"]
-    assert list_ids(queries, rows=RolloutFilter(state="dropped"), descending=False) == ["3.0", "3.1", "3.2"]
-    assert list_ids(queries, rows=RolloutFilter(source="nothing")) == []
+    assert list_ids(queries, rollout_filter=RolloutFilter(step=1), sort="reward") == ["1.0", "1.1", "1.2"]
+    assert list_ids(queries, rollout_filter=RolloutFilter(min_reward=0.4, max_reward=0.6, group=2)) == ["2.1"]
+    assert list_ids(queries, rollout_filter=RolloutFilter(state="dropped"), descending=False) == ["3.0", "3.1", "3.2"]
+    assert list_ids(queries, rollout_filter=RolloutFilter(source="nothing")) == []
     assert list_ids(queries, page=2) == []
 
 
@@ -147,7 +149,7 @@ def test_rollouts_of_an_eval_are_filtered_by_error(queries):
     [("brown fox", ["1.0"]), ("bro", ["1.0"]), ("alert", ["2.1"]), ('"', []), ("fox AND", []), ("nowhere", [])],
 )
 def test_messages_are_searched_by_words(queries, text, ids):
-    assert list_ids(queries, rows=RolloutFilter(text=text)) == ids
+    assert list_ids(queries, rollout_filter=RolloutFilter(text=text)) == ids
 
 
 def test_the_index_follows_a_run_that_is_being_written(tmp_path):

@@ -46,9 +46,9 @@ def choose_rollouts(queries: RunQueries, run: str) -> list[str]:
     queries.wait_for_index(run, INDEX_TIMEOUT)
     sources: list[str] = queries.get_run(run)["sources"]
     facets = queries.list_rollouts(run)["facets"]["source"]
-    rows = RolloutFilter(source=next((source for source in sources if source in facets), None))
-    worst = queries.list_rollouts(run, rows, sort="reward", descending=False)["rows"][:NUM_WORST]
-    best = queries.list_rollouts(run, rows, sort="reward", descending=True)["rows"][:NUM_BEST]
+    rollout_filter = RolloutFilter(source=next((source for source in sources if source in facets), None))
+    worst = queries.list_rollouts(run, rollout_filter, sort="reward", descending=False)["rows"][:NUM_WORST]
+    best = queries.list_rollouts(run, rollout_filter, sort="reward", descending=True)["rows"][:NUM_BEST]
     return list(dict.fromkeys(row["id"] for row in (*worst, *best)))
 
 

@@ -80,7 +80,7 @@ def _find_attempts(forest: Forest, numbers: dict[str, int]) -> list[list[int]]:
         while segment >= 0 and number not in members[segment]:
             members[segment].add(number)
             segment = int(forest.segments["parent"][segment])
-    return [sorted(numbers) for numbers in members]
+    return [sorted(attempts) for attempts in members]
 
 
 def _bin(values: FloatArray) -> list[float | None]:

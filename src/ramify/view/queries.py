@@ -151,24 +151,24 @@ class RunQueries:
     def list_rollouts(
         self,
         run: str,
-        rows: RolloutFilter | None = None,
+        rollout_filter: RolloutFilter | None = None,
         *,
         sort: str = "newest",
         descending: bool = True,
         page: int = 1,
     ) -> dict[str, Any]:
         """Return a page of rollouts, the number of all that match, and counts by source, stop reason and error."""
-        path, rows = self.folder.find_run(run), rows or RolloutFilter()
+        path, rollout_filter = self.folder.find_run(run), rollout_filter or RolloutFilter()
         if sort not in SORT_COLUMNS:
             raise ConfigInvalid(f"sort: expected one of {', '.join(SORT_COLUMNS)}, got {sort!r}")
         index = self._indexes.get(path)
-        fraction = index.refresh(texts=rows.text is not None, wait=INDEX_WAIT)
+        fraction = index.refresh(texts=rollout_filter.text is not None, wait=INDEX_WAIT)
         offset = PAGE_SIZE * (max(1, page) - 1)
-        total, selected = index.select(rows, sort=sort, descending=descending, offset=offset, limit=PAGE_SIZE)
+        total, rows = index.select(rollout_filter, sort=sort, descending=descending, offset=offset, limit=PAGE_SIZE)
         with open_last_commit(path) as store:
-            _add_training(store, selected)
+            _add_training(store, rows)
         facets = index.get_facets()
-        return {"total": total, "rows": selected, "indexed": fraction, "page_size": PAGE_SIZE, "facets": facets}
+        return {"total": total, "rows": rows, "indexed": fraction, "page_size": PAGE_SIZE, "facets": facets}
 
     def get_row(self, run: str, id: str) -> dict[str, Any]:
         """Return the row of one rollout in the list."""
