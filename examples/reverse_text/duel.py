@@ -34,7 +34,7 @@ class Duel(rf.Taskset):
     task_type = DuelTask
 
     def load(self) -> Iterator[DuelTask]:
-        """Yield a task for every pair of a short and a long word."""
+        """Yield tasks, each with a short and a long word."""
         short, long = (
             reversal.generate_texts(
                 reversal.ReversalTextsConfig(
