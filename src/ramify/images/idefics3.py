@@ -1,4 +1,4 @@
-"""Images of Idefics3 and SmolVLM: square tiles and a small copy of the whole image, all with as many tokens."""
+"""Images of Idefics3 and SmolVLM: square tiles and a small copy of the image, each with the same number of tokens."""
 
 import math
 from collections.abc import Mapping
@@ -41,11 +41,11 @@ class Idefics3Family:
         self._longest_edge = read_size(image_processor, "size", "longest_edge", DEFAULT_LONGEST_EDGE)
         self._tile_size = read_size(image_processor, "max_image_size", "longest_edge", DEFAULT_TILE_SIZE)
         self._tokens_per_tile = _count_tile_tokens(config, self._tile_size)
-        stated = processor.get("image_seq_len")
-        if stated is not None and int(stated) != self._tokens_per_tile:
+        configured_tokens = processor.get("image_seq_len")
+        if configured_tokens is not None and int(configured_tokens) != self._tokens_per_tile:
             raise ConfigInvalid(
-                f"model: processor_config.json has image_seq_len = {stated}, but a tile of {self._tile_size} pixels "
-                f"gives {self._tokens_per_tile} tokens; correct one of them"
+                f"model: processor_config.json has image_seq_len = {configured_tokens}, but a tile of "
+                f"{self._tile_size} pixels gives {self._tokens_per_tile} tokens; correct one of them"
             )
 
     def process(self, media: Media) -> ProcessedImage:
