@@ -38,11 +38,15 @@ class Row:
     target: float | None = None
     at_least: bool = False
     """Whether the target is a floor (throughput) instead of a ceiling (time, bytes)."""
+    exactly: bool = False
+    """Whether the target is the only right value (a count)."""
 
     @property
     def met(self) -> bool:
         if self.target is None:
             return True
+        if self.exactly:
+            return self.ours == self.target
         return self.ours >= self.target if self.at_least else self.ours <= self.target
 
     @property
@@ -54,7 +58,8 @@ class Row:
 
     @property
     def bound(self) -> str:
-        return "" if self.target is None else f"{'>=' if self.at_least else '<='} {self.target:.4g}"
+        relation = "=" if self.exactly else ">=" if self.at_least else "<="
+        return "" if self.target is None else f"{relation} {self.target:.4g}"
 
 
 def median(measure: Callable[[], float]) -> float:
@@ -95,6 +100,20 @@ def competitor(
         _without_competitor(f"{script} failed in the interpreter given with {flag}: {said[-1]}")
     except (IndexError, ValueError):
         _without_competitor(f"{script} printed no JSON object in the interpreter given with {flag}")
+
+
+def measure_trl(python: str, kind: str, model: Path, micro_batches: Sequence[int]) -> float:
+    """Seconds of a step of TRL (`_trl_gpu.py`) at its best micro-batch size; `kind` is grpo or sft."""
+    script = str(Path(__file__).with_name("_trl_gpu.py"))
+    times: list[float] = []
+    for size in micro_batches:
+        command = [python, script, kind, str(model), str(size)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S)
+        if result.returncode == 0:  # otherwise it does not fit into memory
+            times.append(json.loads(result.stdout.splitlines()[-1])["step_s"])
+    if not times:
+        raise SystemExit(f"TRL's {kind} failed with every micro-batch size of {list(micro_batches)}")
+    return min(times)
 
 
 def _without_competitor(why: str) -> NoReturn:

@@ -5,7 +5,8 @@ examples has the right answer, the others a question mark, so it samples the ski
 find it: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8 characters.
 
 The run `speed` measures a whole step of the random model of 0.48 B parameters (`_random_qwen.py`): 8 groups of 16,
-prompts of 368 tokens, 256 new tokens.
+prompts of 368 tokens, 256 new tokens. With `--trl-python` TRL takes the same step, with transformers' `generate`, at
+its best of several micro-batch sizes.
 
 The run `mismatch` samples and trains in turns, so that every token is trained by the weights that sampled it,
 and shows how far the logprobs of trainer and engine are apart in bfloat16.
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _check import NO_COMPETITOR, Row, finish, parser
+from _check import NO_COMPETITOR, Row, finish, measure_trl, parser
 from _loop import RunObservation, find_first_window, observe_run, ramify_command
 
 from ramify.tasksets import reversal
@@ -146,7 +147,8 @@ taskset = {{ id = "{taskset}" }}
 sampling = {{ temperature = 1.0, max_tokens = 256 }}
 max_turns = 1
 """
-SPEED_STEP, SPEED_MFU = 1.5, 0.42
+SPEED_STEP, SPEED_MFU, SPEED_OVER_TRL = 1.5, 0.42, 7.0
+TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
 def warm(home: Path, args: Any) -> tuple[Path, float]:
@@ -302,6 +304,7 @@ def speed(home: Path, args: Any) -> list[Row]:
 
     model = write_random_qwen(home / "random-qwen")
     taskset = Path(__file__).with_name("_long_prompts.py")
+    trl_step = measure_trl(args.trl_python, "grpo", model, TRL_MICRO_BATCHES) if args.trl_python else None
     rows: list[Row] = []
     for off_policy in (1, 0) if args.staleness is None else (args.staleness,):
         config = SPEED.format(model=model, steps=args.speed_steps, off_policy=off_policy, taskset=taskset)
@@ -312,9 +315,11 @@ def speed(home: Path, args: Any) -> list[Row]:
         targets = {"a step": (SPEED_STEP, False), "MFU of training": (SPEED_MFU, True)} if off_policy else {}
         for row in step_rows:
             target, at_least = targets.get(row.name, (None, False))
-            rows.append(
-                Row(f"max_staleness {off_policy}: {row.name}", row.ours, None, row.unit, target, at_least=at_least)
-            )
+            reference = trl_step if row.name == "a step" else None
+            name = f"max_staleness {off_policy}: {row.name}"
+            rows.append(Row(name, row.ours, reference, row.unit, target, at_least=at_least))
+            if off_policy and reference:
+                rows.append(Row(f"{name}, over TRL", reference / row.ours, None, "x", SPEED_OVER_TRL, at_least=True))
     return rows
 
 

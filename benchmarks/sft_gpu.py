@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _check import Row, finish, parser
+from _check import Row, finish, measure_trl, parser
 from _loop import ramify_command
 from _random_qwen import write_random_qwen
 
@@ -24,7 +24,7 @@ from ramify.launch.run_queries import read_metrics
 
 CONVERSATIONS, TOKENS, SEQ_LEN = 64, 65_536, 1024
 TARGET_TOKENS_PER_S, TARGET_RATIO = 130_000, 2.5
-TRL_MICRO_BATCHES, TRL_TIMEOUT = (16, 32, 64), 300.0
+TRL_MICRO_BATCHES = (16, 32, 64)
 STEP_LINE = re.compile(r"step=(\d+)/")
 CONFIG = """
 name = "sft"
@@ -62,7 +62,7 @@ def write_conversations(path: Path, count: int = 2048) -> None:
 
 
 def time_step(home: Path) -> float:
-    """Run `ramify sft` and return the seconds of a step, from the lines it prints in the second half of the run."""
+    """Run `ramify sft` and return the seconds of a step, from the lines it prints after a quarter of the run."""
     seen: list[tuple[int, float]] = []
     command = ramify_command("sft", "@", "sft.toml")
     with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True) as run:
@@ -75,19 +75,6 @@ def time_step(home: Path) -> float:
         raise SystemExit(f"ramify sft exited with {run.returncode}")
     later = [(step, seconds) for step, seconds in seen[:-1] if step >= seen[-1][0] // 4]  # the last is a checkpoint's
     return (later[-1][1] - later[0][1]) / (later[-1][0] - later[0][0])
-
-
-def measure_trl(python: str, model: Path) -> float:
-    """Return the tokens a second of TRL at its best micro-batch size."""
-    speeds: list[float] = []
-    for size in TRL_MICRO_BATCHES:
-        command = [python, str(Path(__file__).with_name("_trl_gpu.py")), "sft", str(model), str(size)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TRL_TIMEOUT)
-        if result.returncode == 0:  # otherwise it does not fit into memory
-            speeds.append(json.loads(result.stdout.splitlines()[-1])["tokens_per_s"])
-    if not speeds:
-        raise SystemExit("TRL failed with every micro-batch size")
-    return max(speeds)
 
 
 def main() -> int:
@@ -103,7 +90,8 @@ def main() -> int:
         metrics: dict[str, list[float]] = {}
         for metric in read_metrics(home / "outputs" / "sft"):
             metrics.setdefault(metric.name, []).append(metric.value)
-        reference = measure_trl(args.trl_python, model) if args.trl_python else None
+        trl_step = measure_trl(args.trl_python, "sft", model, TRL_MICRO_BATCHES) if args.trl_python else None
+    reference = TOKENS / trl_step if trl_step else None
     half = args.steps // 2
     speed = TOKENS / wall
     rows = [
