@@ -82,3 +82,9 @@ def test_gang_is_done_when_all_ranks_are(tmp_path):
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)\n"
     assert supervise(build_specs(tmp_path, code, leader)) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "trainer")) == 3
+
+
+def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):
+    specs = build_specs(tmp_path, RUNS_FOREVER, waits_for_lines(2), num_ranks=2)
+    assert supervise(specs, epoch=2) is RunOutcome.FINISHED
+    assert [report["RAMIFY_GANG_TOKEN"] for report in read_reports(tmp_path)] == ["2.0", "2.0"]

@@ -20,14 +20,18 @@ from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
 DONE = "sys.exit(0)"
 
 
-def supervise(specs, *, restarts=3, grace_period=5.0, lines=None, on_change=None) -> RunOutcome:
+def supervise(specs, *, restarts=3, grace_period=5.0, lines=None, on_change=None, epoch=0) -> RunOutcome:
     """Run a supervisor; its messages are appended to `lines`."""
     print_line = (lambda line: None) if lines is None else lines.append
-    return asyncio.run(
-        Supervisor(
-            specs, max_restarts=restarts, grace_period=grace_period, print_line=print_line, on_change=on_change
-        ).run()
+    supervisor = Supervisor(
+        specs,
+        max_restarts=restarts,
+        grace_period=grace_period,
+        print_line=print_line,
+        on_change=on_change,
+        epoch=epoch,
     )
+    return asyncio.run(supervisor.run())
 
 
 def waits_for(path: str) -> str:

@@ -61,8 +61,9 @@ def execute_plan(
     """
     config, path = plan.config, plan.config.path
     with plan.reservation, lock_run(path):
+        epoch = 0
         if config.shared_path is not None:
-            prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
+            epoch = prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
             fresh = False
         steps = get_finished_steps(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
@@ -71,7 +72,7 @@ def execute_plan(
             plan.write()
         with hold_weights_directory(config):
             try:
-                outcome = run_coroutine(_supervise(plan, display, launcher))
+                outcome = run_coroutine(_supervise(plan, display, launcher, epoch))
             except RamifyError as error:
                 _record_failure(path, error)
                 raise
@@ -88,7 +89,7 @@ def _record_failure(path: Path, error: RamifyError) -> None:
             RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
 
 
-async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher | None) -> RunOutcome:
+async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher | None, epoch: int) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     record = RunRecord(path, plan.status_address)
     with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
@@ -99,6 +100,7 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher |
             print_line=print_line,
             on_change=record.write,
             launcher=launcher,
+            epoch=epoch,
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)

@@ -24,6 +24,7 @@ import msgspec
 from ramify.errors import RunBusy
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.fencing.head_log import HeadLog, LogPosition
+from ramify.fencing.token import FencingToken
 from ramify.files import fsync_path
 from ramify.launch.shared_directory import SHARED_SUBDIRECTORIES, link_shared_directory, move_shared_aside
 from ramify.orchestrate.config import RunConfig
@@ -46,11 +47,11 @@ def prepare_head(
     fresh: bool = False,
     accept_changes: bool | None = None,
     print_line: Callable[[str], None] = print,
-) -> None:
+) -> int:
     """Make the run directory that of the newest head of the run, and link it to the shared directory.
 
-    `fresh` begins the run again. Raises ConfigInvalid if the history on shared storage is that of another run, unless
-    `accept_changes`; ProcessReplaced if another head takes over at the same time.
+    Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the history on shared storage
+    is that of another run, unless `accept_changes`; ProcessReplaced if another head takes over at the same time.
     """
     run, shared = config.path, config.shared_path
     assert shared is not None
@@ -60,7 +61,9 @@ def prepare_head(
             token, _ = log.claim_epoch(keep_history=False)
             move_shared_aside(run, shared)
             _begin_history(run, token.epoch)
-        elif state is None or not _is_newest(log, state):
+        elif state is not None and _is_newest(log, state):
+            token = FencingToken(state.epoch)
+        else:
             has_history, identity = _read_identity(log)
             if has_history:
                 compare_identities(shared, identity, config.identity, accept_changes)
@@ -73,6 +76,7 @@ def prepare_head(
             if token.epoch:
                 print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
         link_shared_directory(run, shared)
+        return token.epoch
 
 
 def read_local_state(run: Path) -> HeadState | None:

@@ -69,7 +69,7 @@ class Supervisor:
     """Supervises the processes of one run. Call `run` once.
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
-    processes after every change.
+    processes after every change. `epoch` is that of this head, and part of the tokens of its processes.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Supervisor:
         print_line: Callable[[str], None] = print,
         on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
         launcher: Launcher | None = None,
+        epoch: int = 0,
     ) -> None:
-        self.process_specs, self.grace_period = list(process_specs), grace_period
+        self.process_specs, self.grace_period, self.epoch = list(process_specs), grace_period, epoch
         self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
         self._leases: dict[str, RoleLeases] = {}
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
@@ -163,7 +164,7 @@ class Supervisor:
         leases, now = self._leases.get(spec.name), read_lease_clock()
         if leases is None:
             terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
-            leases = RoleLeases(spec.name, FencingToken(), terms, num_ranks=spec.num_ranks, now=now)
+            leases = RoleLeases(spec.name, FencingToken(self.epoch), terms, num_ranks=spec.num_ranks, now=now)
             self._leases[spec.name] = leases
             return leases
         await asyncio.sleep(max(0.0, leases.replaceable_at - now))

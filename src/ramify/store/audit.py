@@ -75,7 +75,8 @@ def _check_served(ledger: Ledger) -> Iterator[str]:
     for incarnation, step, group_numbers in ledger.served_batches():
         served_steps.add(step)
         if group_numbers != recorded.get(step):
-            yield f"trainer {incarnation} received groups {list(group_numbers)} for step {step}, not those of its batch"
+            trainer = FencingToken.from_number(incarnation)
+            yield f"trainer {trainer} received groups {list(group_numbers)} for step {step}, not those of its batch"
     for step in range(ledger.progress().committed):
         if step not in served_steps:
             yield f"step {step} is committed, but its batch was served to no trainer"

@@ -238,7 +238,8 @@ class Ledger:
                 raise TransitionRefused(f"version {commit.version} cannot be committed: {expected}")
             existing = _get_commit(connection, commit.version)
             if existing is not None and existing != commit:
-                problem = f"it was committed by trainer {existing.incarnation} with checkpoint {existing.directory}"
+                trainer = FencingToken.from_number(existing.incarnation)
+                problem = f"it was committed by trainer {trainer} with checkpoint {existing.directory}"
                 raise TransitionRefused(f"version {commit.version} cannot be committed: {problem}")
             _set_commit(connection, commit)
             _move_steps(connection, GroupState.BATCHED, GroupState.TRAINED, "step < ?", commit.version)

@@ -122,7 +122,7 @@ class TrainerProcess:
                 self.batch_source.register(ranks.rank, ranks.world_size, pack_spec, registration.incarnation)
         layout = "flat" if self.flat else pack_spec.layout.value
         self.log(
-            f"trainer ranks={ranks.world_size} incarnation={registration.incarnation} "
+            f"trainer ranks={ranks.world_size} token={FencingToken.from_number(registration.incarnation)} "
             f"committed={registration.committed} layout={layout}"
         )
         return registration
