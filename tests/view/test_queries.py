@@ -11,7 +11,8 @@ from ramify.errors import ConfigInvalid
 from ramify.store import Ledger, RunStore
 from ramify.view import run_state
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import RolloutFilter, RolloutIndex
+from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import RolloutIndex
 from tests.launch.status_stub import WAITS, serve_status
 from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run, write_token_stats
 

@@ -20,7 +20,8 @@ from ramify.train.token_stats import TokenStats
 from ramify.view.forest_view import annotate_all, describe_forest
 from ramify.view.last_used import MAX_CACHED, LastUsed
 from ramify.view.reward_changes import compute_reward_changes
-from ramify.view.rollout_index import SORT_COLUMNS, RolloutFilter, RolloutIndex
+from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import SORT_COLUMNS, RolloutIndex
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
 from ramify.view.run_folder import CONFIG_FILE, RunFolder
 from ramify.view.run_state import (

@@ -13,7 +13,6 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ramify.store.index import is_corruption_error
 from ramify.store.run_store import make_readonly_uri
 from ramify.store.run_writer import wrap_storage_errors
 from ramify.trace import Timing, Trace
+from ramify.view.rollout_filter import RolloutFilter, build_condition
 from ramify.view.run_state import open_last_commit
 
 INDEX_FILE = "view.sqlite"
@@ -71,24 +71,6 @@ class _Summary(msgspec.Struct):
 _decode_summary = msgspec.msgpack.Decoder(_Summary).decode
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which rollouts to list. `error` is the name of a failure or an error; "any" is every rollout with one.
-
-    `state` is a state of the ledger, such as `dropped`; `text` are words that all occur in the messages.
-    """
-
-    source: str | None = None
-    step: int | None = None
-    group: int | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    stop: str | None = None
-    error: str | None = None
-    state: str | None = None
-    text: str | None = None
-
-
 class RolloutIndex:
     """The index of one run. Methods may be called from several threads; each call uses its own connection.
 
@@ -122,7 +104,7 @@ class RolloutIndex:
         self, rollout_filter: RolloutFilter, *, sort: str, descending: bool, offset: int, limit: int
     ) -> tuple[int, list[dict[str, Any]]]:
         """Return how many rollouts match, and a page of them, sorted; rollouts without a value come last."""
-        condition, values = _build_condition(rollout_filter)
+        condition, values = build_condition(rollout_filter)
         column, direction = SORT_COLUMNS[sort], "DESC" if descending else "ASC"
         order = f"number {direction}" if column == "number" else f"{column} IS NULL, {column} {direction}, number"
         columns = ", ".join(ROW_COLUMNS)
@@ -336,7 +318,7 @@ def _get_last_frame(connection: sqlite3.Connection) -> tuple[int, int]:
     return rows[0] if rows else (0, 0)
 
 
-def _to_row(number: int, row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _to_row(number: int, row: Sequence[Any]) -> tuple[Any, ...]:
     """Return a row of the index for a row of the run."""
     id, source, task, repetition, reward, failure, blob, group, attempt = row
     try:
@@ -358,34 +340,6 @@ def _count_values(connection: sqlite3.Connection, facet: str) -> dict[str, int]:
         for name in value.split() if facet == "errors" else [value]:
             counts[name] = counts.get(name, 0) + count
     return counts
-
-
-def _build_condition(rollout_filter: RolloutFilter) -> tuple[str, list[Any]]:
-    """Return the SQL condition of a filter, and its values."""
-    conditions: list[tuple[str, Any]] = [
-        ("source = ?", rollout_filter.source),
-        ("group_number IN (SELECT number FROM run.groups WHERE step = ?)", rollout_filter.step),
-        ("group_number = ?", rollout_filter.group),
-        ("reward >= ?", rollout_filter.min_reward),
-        ("reward <= ?", rollout_filter.max_reward),
-        ("stop = ?", rollout_filter.stop),
-        ("group_number IN (SELECT number FROM run.groups WHERE state = ?)", rollout_filter.state),
-        ("number IN (SELECT rowid FROM texts WHERE texts MATCH ?)", _build_match(rollout_filter.text)),
-    ]
-    conditions = [(sql, value) for sql, value in conditions if value is not None]
-    if rollout_filter.error == "any":
-        conditions.append(("errors != ?", ""))
-    elif rollout_filter.error:
-        conditions.append(("' ' || errors || ' ' LIKE ?", f"% {rollout_filter.error} %"))
-    return " AND ".join(sql for sql, _ in conditions) or "1", [value for _, value in conditions]
-
-
-def _build_match(text: str | None) -> str | None:
-    """Return a full-text query for all words of a text; the last one may be the beginning of a word."""
-    words = [
-        word.replace('"', '""') for word in (text or "").replace("\0", " ").split()
-    ]  # SQLite would end the text there
-    return " ".join(f'"{word}"' for word in words) + "*" if words else None
 
 
 def _iter_texts(traces: Sequence[Trace]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.view.access import AccessControl
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import RolloutFilter
+from ramify.view.rollout_filter import RolloutFilter
 from ramify.wire.browser_guard import BrowserGuard
 
 STATIC_DIR = Path(__file__).parent / "static"
