@@ -1,12 +1,14 @@
 """The server of the page: what it answers, and whom it refuses."""
 
 import re
+import sqlite3
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from ramify.cli.app import main
+from ramify.errors import failure_classes
 from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR, build_app
 from tests.view.sample_runs import write_eval_run, write_rl_run
@@ -59,7 +61,19 @@ def test_every_query_is_answered_with_json(client, path):
         ("/api/run?run=../outputs", 404),
         ("/api/run", 400),
         ("/api/rollout?run=run&id=99.9", 404),
-        ("/api/rollouts?run=run&step=x", 404),
+        ("/api/rollouts?run=run&step=x", 400),
+        ("/api/rollouts?run=run&min_reward=x", 400),
+        ("/api/rollouts?run=run&page=99999999999999999999", 400),
+        ("/api/rollouts?run=run&group=-99999999999999999999", 400),
+        ("/api/rollouts?run=run&page=9007199254740991&text=a%00b", 200),
+        ("/api/tokens?run=run&id=1.0&node=99999999999999999999", 400),
+        ("/api/tokens?run=run&id=1.0&node=x", 400),
+        ("/api/message?run=run&id=1.0&node=1&start=99999999999999999999", 400),
+        ("/api/group?run=run&group=9007199254740992", 400),
+        ("/api/group?run=run&group=9007199254740991", 404),
+        ("/api/metrics?run=run&after=99999999999999999999", 400),
+        ("/api/file?run=run", 400),
+        ("/api/media?run=run&id=1.0", 400),
         ("/api/rollouts?run=run&sort=secret", 404),
         ("/api/tokens?run=run&id=1.0&trace=7&node=0", 404),
         ("/api/tokens?run=run&id=1.0&node=99", 404),
@@ -72,8 +86,61 @@ def test_every_query_is_answered_with_json(client, path):
 def test_what_is_not_there_is_refused_with_a_reason(client, path, status):
     response = client.get(path)
     assert response.status_code == status
-    if response.headers.get("content-type") == "application/json":
+    if status >= 400 and response.headers.get("content-type") == "application/json":
         assert response.json()["message"]
+
+
+def test_a_damaged_run_is_answered_with_a_named_failure(tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    write_eval_run(tmp_path / "intact")
+    (path / "config.toml").write_bytes(b'model = "\xff"\n[[not toml')
+    with sqlite3.connect(path / "run.sqlite") as connection:
+        connection.execute("UPDATE rollouts SET summary = x'c1' WHERE id = '1.1'")
+        connection.execute("UPDATE events SET fields = x'c1'")
+        connection.execute("UPDATE attempts SET notes = x'c1' WHERE number = 1")
+    client = TestClient(build_app(RunQueries(tmp_path)), base_url=HOST, raise_server_exceptions=False)
+    assert client.get("/api/config?run=run").json()["values"] == {}
+    assert "[[not toml" in client.get("/api/config?run=run").json()["text"]
+    names = [run["name"] for run in client.get("/api/runs").json()]
+    assert sorted(names) == ["intact", "run"]
+    for path in (
+        "run",
+        "rollouts",
+        "rollout?id=1.1",
+        "rollout?id=1.0",
+        "group?group=1",
+        "forest?group=1",
+        "file?id=1.1",
+    ):
+        address, _, query = path.partition("?")
+        response = client.get(f"/api/{address}?run=run&{query}")
+        assert response.headers["content-type"] == "application/json", path
+        if response.status_code != 200:
+            assert response.json()["name"] in failure_classes(), response.text
+    assert client.get("/api/rollout?run=run&id=1.1").json()["name"] == "RunDamaged"
+    assert client.get("/api/rollout?run=run&id=2.0").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "config", ["model = 1\ntrain = 2", "[model]\nname = []\n[[train]]\ntaskset = 1", "train = [1]"]
+)
+def test_a_configuration_of_another_shape_is_shown(tmp_path, config):
+    write_rl_run(tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(config)
+    client = TestClient(build_app(RunQueries(tmp_path)), base_url=HOST, raise_server_exceptions=False)
+    for path in ("runs", "run?run=run", "config?run=run", "rollout?run=run&id=1.0"):
+        assert client.get(f"/api/{path}").status_code == 200, path
+
+
+def test_an_unexpected_error_is_answered_as_json_and_logged(queries, monkeypatch, caplog):
+    def fail(run):
+        raise KeyError("run")
+
+    monkeypatch.setattr(queries, "get_run", fail)
+    client = TestClient(build_app(queries), base_url=HOST)
+    response = client.get("/api/run?run=run")
+    assert (response.status_code, response.json()["name"]) == (500, "KeyError")
+    assert "/api/run" in caplog.text
 
 
 def test_nothing_can_be_changed_through_the_page(client):
@@ -115,6 +182,15 @@ def test_a_rollout_can_be_saved(client):
     assert response.headers["content-disposition"] == 'attachment; filename="rollout-1.0.md"'
     assert response.text.startswith("# Rollout 1.0")
     assert client.get("/api/file?run=run&id=1.0&format=json").json()["id"] == "1.0"
+
+
+def test_the_name_of_a_saved_file_is_safe_in_a_header(tmp_path):
+    path = write_rl_run(tmp_path / "run", num_groups=1)
+    with sqlite3.connect(path / "run.sqlite") as connection:
+        connection.execute("UPDATE rollouts SET id = ? WHERE id = '0.0'", ('../é中"\r\nx: y',))
+    client = TestClient(build_app(RunQueries(tmp_path)), base_url=HOST)
+    response = client.get("/api/file", params={"run": "run", "id": '../é中"\r\nx: y'})
+    assert response.headers["content-disposition"] == 'attachment; filename="rollout-..------x--y.json"'
 
 
 def test_a_token_is_needed_if_the_page_is_bound_elsewhere(queries):

@@ -27,5 +27,10 @@ def test_the_bytes_of_a_character_that_is_not_completed_are_shown_at_the_last_to
     assert texts.decode([]) == []
 
 
-def test_without_a_tokenizer_the_ids_are_shown():
-    assert TokenTexts.load("no-such-model").decode([7, 8]) == ["⟨7⟩", "⟨8⟩"]
+@pytest.mark.parametrize("model", ["no-such-model", "", "~nobody/model", "a\0b", "x" * 5000])
+def test_without_a_tokenizer_the_ids_are_shown(model):
+    assert TokenTexts.load(model).decode([7, 8]) == ["⟨7⟩", "⟨8⟩"]
+
+
+def test_an_id_that_no_token_has_is_shown_as_a_number(texts):
+    assert texts.decode([-1, 2**31 - 1]) == ["⟨-1⟩", "⟨2147483647⟩"]

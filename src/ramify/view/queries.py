@@ -1,6 +1,5 @@
 """The queries of the page: each returns plain data for one view. The server, the export and `ramify show` use them."""
 
-import tomllib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ramify.view.run_folder import CONFIG_FILE, RunFolder
 from ramify.view.run_state import (
     LASTING_STATES,
     describe_run,
+    get_model_name,
     has_metrics,
     open_last_commit,
     read_change_key,
@@ -99,13 +99,13 @@ class RunQueries:
         return description
 
     def get_config(self, run: str) -> dict[str, Any]:
-        """Return the configuration of a run, as text and as one value per dotted key."""
+        """Return the configuration of a run, as text and as one value per dotted key; empty if it cannot be read."""
         path = self.folder.find_run(run)
         try:
-            text = (path / CONFIG_FILE).read_text("utf-8")
+            text = (path / CONFIG_FILE).read_text("utf-8", errors="replace")
         except OSError:
-            return {"text": "", "values": {}}
-        return {"text": text, "values": dict(_flatten(tomllib.loads(text)))}
+            text = ""
+        return {"text": text, "values": dict(_flatten(read_config(path)))}
 
     def get_metrics(self, run: str, names: Sequence[str] = (), after: int = 0) -> dict[str, Any]:
         """Return the points of metrics in the order of writing; a later point of a step replaces an earlier one.
@@ -321,7 +321,7 @@ class RunQueries:
             return self._changes[key]
 
     def _load_texts(self, path: Path) -> TokenTexts:
-        return self._texts.get(str(read_config(path).get("model", {}).get("name", "")))
+        return self._texts.get(get_model_name(read_config(path)))
 
 
 def _read_rollout(store: RunStore, id: str) -> tuple[RolloutRecord, Traces, GroupTraining | None]:

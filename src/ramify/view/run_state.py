@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -62,6 +62,16 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
 
 
+def get_model_name(config: Mapping[str, Any]) -> str:
+    """Return the model of a configuration; "" if it names none."""
+    return str(_as_table(config.get("model")).get("name", ""))
+
+
+def _as_table(value: Any) -> Mapping[str, Any]:
+    """Return a value of a configuration if it is a table; else an empty one, because a run may hold any file."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
 def get_kind(config: Mapping[str, Any]) -> RunKind:
     """Return the command that made the run."""
     return "rl" if "train" in config else "sft" if "data" in config else "eval"
@@ -115,9 +125,13 @@ def _get_snapshot_state(snapshot: Snapshot, default: ActivityState) -> ActivityS
 
 
 def summarize_run(name: str, path: Path) -> dict[str, Any]:
-    """Return what the list of runs shows of one run."""
+    """Return what the list of runs shows of one run; one that cannot be read does not hide the others."""
     config = read_config(path)
-    return _summarize(name, path, config, read_activity(path, get_kind(config)))
+    try:
+        return _summarize(name, path, config, read_activity(path, get_kind(config)))
+    except (RamifyError, msgspec.MsgspecError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        return _summarize(name, path, config, RunActivity("damaged", problem=problem))
 
 
 def read_change_key(path: Path) -> tuple[Any, ...]:
@@ -158,7 +172,7 @@ def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActiv
         "kind": kind,
         "state": activity.state,
         "problem": activity.problem,
-        "model": config.get("model", {}).get("name", ""),
+        "model": get_model_name(config),
         "sources": _list_sources(config),
         "step": None,
         "max_steps": config.get("max_steps") if kind != "eval" else None,
@@ -178,8 +192,9 @@ def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActiv
 
 def _list_sources(config: Mapping[str, Any]) -> list[str]:
     """Return the tasksets that a run trains or evaluates on."""
-    tables: list[Mapping[str, Any]] = config.get("train") or [config]
-    names = [table.get("name") or table.get("taskset", {}).get("id", "") for table in tables]
+    train = config.get("train")
+    tables = [_as_table(table) for table in cast(list[Any], train)] if isinstance(train, list) else [config]
+    names = [table.get("name") or _as_table(table.get("taskset")).get("id") for table in tables]
     return [str(name) for name in names if name]
 
 

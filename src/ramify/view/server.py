@@ -4,6 +4,8 @@ Queries read files, so they run in threads. The parameters of a request are chec
 answered with the name and the message of the failure.
 """
 
+import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.errors import ConfigInvalid, RamifyError, RunDamaged
 from ramify.view.access import AccessControl
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_filter import RolloutFilter
@@ -28,15 +30,24 @@ from ramify.wire.browser_guard import BrowserGuard
 STATIC_DIR = Path(__file__).parent / "static"
 MAX_CHUNK_CHARS = 200_000  # of one message in one answer
 
+MAX_NUMBER = 2**53 - 1  # in a parameter: the largest that is exact in JavaScript, and far from the limits of SQLite
+
 JsonQuery = Callable[[QueryParams], Any]
+BuildResponse = Callable[[QueryParams], Response]
+
+_logger = logging.getLogger("ramify.view")
 
 
 def build_app(queries: RunQueries, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> ASGIApp:
     """Return the page as an ASGI app. Requests need the `token`, if there is one; `hosts` are names of the server."""
-    routes = [Route(path, partial(_answer, query)) for path, query in build_queries(queries).items()]
-    downloads = [Route("/api/media", partial(_send_media, queries)), Route("/api/file", partial(_send_file, queries))]
+    builders: dict[str, BuildResponse] = {
+        **{path: partial(_build_json, query) for path, query in build_queries(queries).items()},
+        "/api/media": partial(_build_image, queries),
+        "/api/file": partial(_build_file, queries),
+    }
+    routes = [Route(path, partial(_answer, builder)) for path, builder in builders.items()]
     static = StaticFiles(directory=STATIC_DIR)
-    app = Starlette(routes=[*routes, *downloads, Route("/", _send_page), Mount("/static", static)])
+    app = Starlette(routes=[*routes, Route("/", _send_page), Mount("/static", static)])
     return BrowserGuard(AccessControl(app, token), paths=None, hosts=hosts, config_key="--allow-host")
 
 
@@ -44,70 +55,78 @@ def build_queries(queries: RunQueries) -> Mapping[str, JsonQuery]:
     """Return the queries that are answered with JSON, by path."""
     return {
         "/api/runs": lambda _: queries.list_runs(),
-        "/api/run": lambda params: queries.get_run(params["run"]),
-        "/api/config": lambda params: queries.get_config(params["run"]),
+        "/api/run": lambda params: queries.get_run(_require(params, "run")),
+        "/api/config": lambda params: queries.get_config(_require(params, "run")),
         "/api/metrics": lambda params: queries.get_metrics(
-            params["run"], params.getlist("name"), _parse_int(params, "after") or 0
+            _require(params, "run"), params.getlist("name"), _parse_int(params, "after") or 0
         ),
         "/api/rollouts": lambda params: queries.list_rollouts(
-            params["run"],
+            _require(params, "run"),
             _parse_filter(params),
             sort=params.get("sort", "newest"),
             descending=params.get("order", "desc") == "desc",
             page=_parse_int(params, "page") or 1,
         ),
-        "/api/excerpts": lambda params: queries.get_excerpts(params["run"], params.getlist("id")),
-        "/api/rollout": lambda params: queries.get_rollout(params["run"], params["id"]),
+        "/api/excerpts": lambda params: queries.get_excerpts(_require(params, "run"), params.getlist("id")),
+        "/api/rollout": lambda params: queries.get_rollout(_require(params, "run"), _require(params, "id")),
         "/api/tokens": lambda params: queries.get_tokens(
-            params["run"], params["id"], _parse_int(params, "trace") or 0, _parse_ints(params, "node")
+            _require(params, "run"),
+            _require(params, "id"),
+            _parse_int(params, "trace") or 0,
+            _parse_ints(params, "node"),
         ),
         "/api/message": lambda params: queries.get_message(
-            params["run"],
-            params["id"],
+            _require(params, "run"),
+            _require(params, "id"),
             _parse_int(params, "trace") or 0,
             _parse_int(params, "node") or 0,
             max(0, _parse_int(params, "start") or 0),
             MAX_CHUNK_CHARS,
         ),
-        "/api/group": lambda params: queries.get_group(params["run"], *_parse_group(params)),
-        "/api/forest": lambda params: queries.get_forest(params["run"], *_parse_group(params)),
+        "/api/group": lambda params: queries.get_group(_require(params, "run"), *_parse_group(params)),
+        "/api/forest": lambda params: queries.get_forest(_require(params, "run"), *_parse_group(params)),
     }
 
 
-async def _answer(query: JsonQuery, request: Request) -> Response:
+async def _answer(build_response: BuildResponse, request: Request) -> Response:
+    """Build a response in a thread; answer a failure with its name and message."""
     try:
-        return _json(await run_in_threadpool(query, request.query_params))
-    except KeyError as error:
-        return _json({"name": "ConfigInvalid", "message": f"the request needs the parameter {error}"}, 400)
+        return await run_in_threadpool(build_response, request.query_params)
+    except _InvalidParameter as error:
+        return _json({"name": ConfigInvalid.__name__, "message": str(error)}, 400)
     except ConfigInvalid as error:
         return _json({"name": error.name, "message": error.message}, 404)
     except RamifyError as error:
         return _json({"name": error.name, "message": error.message}, 500)
+    except msgspec.MsgspecError as error:
+        message = f"a record of the run cannot be decoded: {error}; 'ramify why RUN --audit' checks the run"
+        return _json({"name": RunDamaged.__name__, "message": message}, 500)
+    except Exception as error:
+        _logger.exception("request failed: %s", request.url.path)
+        return _json({"name": type(error).__name__, "message": f"unexpected error: {error}"}, 500)
 
 
 async def _send_page(_: Request) -> Response:
     return Response((STATIC_DIR / "index.html").read_bytes(), media_type="text/html")
 
 
-async def _send_media(queries: RunQueries, request: Request) -> Response:
-    """Send an image. The type is one of a few that cannot hold scripts."""
-    params = request.query_params
-    try:
-        mime, data = await run_in_threadpool(queries.get_media, params["run"], params["id"], params["hash"])
-    except (KeyError, RamifyError):
-        return Response(status_code=404)
+def _build_json(query: JsonQuery, params: QueryParams) -> Response:
+    return _json(query(params))
+
+
+def _build_image(queries: RunQueries, params: QueryParams) -> Response:
+    """Return an image. The type is one of a few that cannot hold scripts."""
+    run, id, hash = (_require(params, name) for name in ("run", "id", "hash"))
+    mime, data = queries.get_media(run, id, hash)
     return Response(data, media_type=mime, headers={"content-security-policy": "default-src 'none'; sandbox"})
 
 
-async def _send_file(queries: RunQueries, request: Request) -> Response:
-    """Send a rollout as a file to save."""
-    params = request.query_params
+def _build_file(queries: RunQueries, params: QueryParams) -> Response:
+    """Return a rollout as a file to save."""
+    run, id = _require(params, "run"), _require(params, "id")
     format = "md" if params.get("format") == "md" else "json"
-    try:
-        text = await run_in_threadpool(queries.export_rollout, params["run"], params["id"], format)
-    except (KeyError, RamifyError) as error:
-        return _json({"name": type(error).__name__, "message": str(error)}, 404)
-    name = "".join(character if character.isalnum() or character in "._-" else "-" for character in params["id"])
+    text = queries.export_rollout(run, id, format)
+    name = re.sub(r"[^\w.-]", "-", id, flags=re.ASCII)
     headers = {"content-disposition": f'attachment; filename="rollout-{name}.{format}"'}
     mime = "text/markdown" if format == "md" else "application/json"
     return Response(text.encode("utf-8", "backslashreplace"), media_type=mime, headers=headers)
@@ -117,21 +136,33 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
+class _InvalidParameter(Exception):
+    """A parameter of a request is missing, or has no valid value."""
+
+
+def _require(params: QueryParams, name: str) -> str:
+    if name not in params:
+        raise _InvalidParameter(f"the request needs the parameter {name!r}")
+    return params[name]
+
+
 def _parse_int(params: QueryParams, name: str) -> int | None:
     value = params.get(name)
-    if not value:
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigInvalid(f"{name}: expected a number, got {value!r}") from None
+    return _to_int(name, value) if value else None
 
 
 def _parse_ints(params: QueryParams, name: str) -> list[int]:
+    return [_to_int(name, value) for value in params.getlist(name)]
+
+
+def _to_int(name: str, value: str) -> int:
     try:
-        return [int(value) for value in params.getlist(name)]
+        number = int(value)
     except ValueError:
-        raise ConfigInvalid(f"{name}: expected numbers, got {params.getlist(name)}") from None
+        raise _InvalidParameter(f"{name}: expected a number, got {value!r}") from None
+    if abs(number) > MAX_NUMBER:
+        raise _InvalidParameter(f"{name}: expected a number of at most {MAX_NUMBER}, got {value}")
+    return number
 
 
 def _parse_float(params: QueryParams, name: str) -> float | None:
@@ -141,7 +172,7 @@ def _parse_float(params: QueryParams, name: str) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise ConfigInvalid(f"{name}: expected a number, got {value!r}") from None
+        raise _InvalidParameter(f"{name}: expected a number, got {value!r}") from None
 
 
 def _parse_group(params: QueryParams) -> tuple[int | None, str, str]:

@@ -31,7 +31,7 @@ class TokenTexts:
         """Load the tokenizer of a model, if it is on this machine."""
         try:
             return cls(Tokenizer(Path(resolve_model_path(model))))
-        except RamifyError:
+        except (RamifyError, OSError, RuntimeError, ValueError):  # the configuration of a run may hold any name
             return cls(None)
 
     def decode(self, token_ids: Iterable[int]) -> list[str]:
@@ -52,7 +52,7 @@ class TokenTexts:
         return data
 
     def _to_bytes(self, id: int) -> bytes:
-        token = None if self._tokenizer is None else self._tokenizer.id_to_token(id)
+        token = None if self._tokenizer is None or id < 0 else self._tokenizer.id_to_token(id)
         if self._tokenizer is None or token is None:
             return f"⟨{id}⟩".encode()
         if token in self._tokenizer.added_tokens:
