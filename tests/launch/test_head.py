@@ -1,14 +1,16 @@
 """A run continues on its own head, or on another one from the history on shared storage; an old head is refused."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
+from ramify.cli.rollback import run as roll_back
 from ramify.errors import ConfigInvalid, ProcessReplaced
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.launch.completion import get_finished_steps, mark_finished
-from ramify.launch.head import prepare_head, read_local_state
+from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore, open_run
 from ramify.store.head_replication import HeadReplicator
@@ -80,6 +82,33 @@ def test_command_on_an_old_head_takes_the_run_back(tmp_path):
     with RunStore.open(first.path, write=False) as store:
         assert [commit.incarnation >> 16 for commit in Ledger.open_readonly(store).commits()] == [0, 1, 2]
     assert not (tmp_path / "a/run.old-1/checkpoints").is_symlink()  # it must not touch the files of the new run
+
+
+def test_only_the_newest_head_can_be_rolled_back(tmp_path):
+    """A rollback renames checkpoints, and those in the shared directory belong to the newest head."""
+    first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
+    train_step(first)
+    check_newest_head(first.path)
+    train_step(second)
+    check_newest_head(second.path)
+    with pytest.raises(ProcessReplaced, match=r"a/run is that of an older head"):
+        roll_back([str(first.path), "1"])
+
+
+def test_start_waits_for_processes_that_are_ending(tmp_path):
+    config = make_config(tmp_path, "a")
+    train_step(config)
+    old = start(config)
+
+    def end() -> None:
+        commit_step(old, 1, 1)
+        old.store.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    train_step(config)
+    thread.join()
+    assert read_local_state(config.path).epoch == 0
 
 
 @pytest.mark.parametrize("interruption", ["epoch", "restoring"])

@@ -17,10 +17,12 @@ def run(argv: Sequence[str]) -> int:
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
+    from ramify.launch.head import check_newest_head
     from ramify.store import RunStore, wrap_storage_errors
     from ramify.train.checkpoint_manifest import list_completed_steps, verify_checkpoint
 
     path = find_run(options.run)
+    check_newest_head(path)
     steps = list_completed_steps(path / "checkpoints")
     if options.step not in steps:
         existing = ", ".join(map(str, steps)) or "none"

@@ -12,6 +12,7 @@ not committed is sampled and trained again.
 
 import contextlib
 import hashlib
+import os
 import shutil
 import sqlite3
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import RunBusy
+from ramify.errors import ProcessReplaced, RunBusy
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.fencing.head_log import HeadLog, LogPosition
 from ramify.fencing.token import FencingToken
@@ -37,8 +38,10 @@ from ramify.store.ledger import Ledger
 from ramify.store.log_entry import LogEntry
 from ramify.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
 from ramify.store.run_log import RunLog
+from ramify.store.run_store import acquire_lock
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 
-POLL_INTERVAL = 0.1  # seconds between two attempts to move a run directory that is in use
+POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run directory
 
 
 def prepare_head(
@@ -56,6 +59,8 @@ def prepare_head(
     run, shared = config.path, config.shared_path
     assert shared is not None
     with wrap_storage_errors(shared):
+        if run.exists():
+            _wait_until_unused(run)  # a process that is still ending might create one more entry
         log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
         if fresh:
             token, _ = log.claim_epoch(keep_history=False)
@@ -70,7 +75,7 @@ def prepare_head(
             elif state is None:
                 link_shared_directory(run, shared)  # raises if the run has checkpoints of its own
             token, _ = log.claim_epoch()
-            old_run = _move_aside(run) if run.exists() and (has_history or state is not None) else None
+            old_run = _move_older_head(run) if run.exists() and (has_history or state is not None) else None
             step = _restore(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
             if token.epoch:
@@ -85,6 +90,16 @@ def read_local_state(run: Path) -> HeadState | None:
         return None
     with contextlib.closing(sqlite3.connect(run / DATABASE_NAME)) as connection:
         return read_head_state(connection)
+
+
+def check_newest_head(run: Path) -> None:
+    """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one."""
+    if (state := read_local_state(run)) is not None:
+        shared = (run / CHECKPOINTS_DIR).resolve().parent
+        with wrap_storage_errors(shared):
+            is_newest = _is_newest(HeadLog(DirectoryStore(shared)), state)
+        if not is_newest:
+            raise ProcessReplaced(f"{run} is that of an older head: another machine has continued the run; work there")
 
 
 def _is_newest(log: HeadLog, state: HeadState) -> bool:
@@ -132,17 +147,21 @@ def _restore(run: Path, shared: Path, epoch: int) -> int:
     return step
 
 
-def _move_aside(run: Path) -> Path:
-    """Move the directory of an older head aside. It keeps no links to the shared directory, which others use now."""
-    deadline = time.monotonic() + STOP_TIMEOUT + KILL_TIMEOUT  # processes of a killed supervisor may still use it
+def _wait_until_unused(run: Path) -> None:
+    """Wait for the processes of a killed supervisor to end. Raises RunBusy if they do not."""
+    deadline = time.monotonic() + STOP_TIMEOUT + KILL_TIMEOUT
     while True:
         try:
-            old_run = move_aside(run)
-            break
+            return os.close(acquire_lock(run))
         except RunBusy:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(POLL_INTERVAL)
+
+
+def _move_older_head(run: Path) -> Path:
+    """Move the directory of an older head aside. It keeps no links to the shared directory, which others use now."""
+    old_run = move_aside(run)
     for name in SHARED_SUBDIRECTORIES:
         if (old_run / name).is_symlink():
             (old_run / name).unlink()

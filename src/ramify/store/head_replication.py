@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ramify.errors import DeadlineExceeded, ProcessReplaced, StorageFailed
@@ -49,7 +49,7 @@ class HeadReplicator:
 
     def __init__(self, store: RunStore, shared: CreateOnceStore, find_group_file: FindGroupFile | None = None) -> None:
         self._store, self._shared, self._log, self._find_group_file = store, shared, HeadLog(shared), find_group_file
-        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(1, "head log")  # one entry after another
         self._replaced_error: ProcessReplaced | None = None
         state = read_state(store)
         if state is None:
@@ -69,26 +69,25 @@ class HeadReplicator:
         """
         try:
             async with asyncio.timeout(STORAGE_TIMEOUT + BLOCKING_CHANGE_TIMEOUT):
-                await asyncio.to_thread(self.replicate_blocking)
+                await asyncio.get_running_loop().run_in_executor(self._executor, self.replicate_blocking)
         except TimeoutError as error:
             problem = f"was not copied to shared storage within {STORAGE_TIMEOUT:g} s"
             raise DeadlineExceeded(f"{self._store.path} {problem}") from error
 
     def replicate_blocking(self) -> None:
-        """Do what `replicate` does, in this thread."""
+        """Do what `replicate` does, in this thread. Only one thread may call it at a time."""
         deadline = time.monotonic() + STORAGE_TIMEOUT
-        with self._lock:
-            while True:
-                try:
-                    return self._create_entry()
-                except ProcessReplaced as error:
-                    self._replaced_error = error
-                    raise
-                except OSError as error:
-                    if time.monotonic() >= deadline:
-                        problem = f"entry {self.position.number} of the head log cannot be created: {error}"
-                        raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
-                    time.sleep(RETRY_DELAY)
+        while True:
+            try:
+                return self._create_entry()
+            except ProcessReplaced as error:
+                self._replaced_error = error
+                raise
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    problem = f"entry {self.position.number} of the head log cannot be created: {error}"
+                    raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
+                time.sleep(RETRY_DELAY)
 
     async def watch_for_newer_head(self) -> None:
         """Check every POLL_INTERVAL seconds whether another head has taken over; raise ProcessReplaced if so."""
