@@ -1,8 +1,10 @@
 """Published versions are complete, stay while they are needed, and are named by incarnation and step."""
 
 import json
+import math
 import os
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ramify.model.weight_buffer import Announcement
 from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
+from ramify.train.distributed import Ranks
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from tests.train.batches import random_batches
 from tests.train.models import SINGLE_RANK
@@ -110,6 +113,32 @@ def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
     publisher.publish(trainer, 0, 3)
     publisher.write_last_directory()
     assert publisher.list_versions() == [PolicyVersion("p", 0, 3)]
+
+
+def test_the_last_version_is_written_even_if_an_older_one_could_not_be(model, tmp_path):
+    publisher = WeightPublisher(
+        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
+    )
+    publisher._next_write_time = math.inf  # the version is only announced
+    publisher.publish(make_trainer(model), 0, 2)
+    publisher._directory_write = Future()
+    publisher._directory_write.set_exception(StorageFailed("version 1 could not be written"))
+    publisher.write_last_directory()
+    assert publisher.list_versions() == [PolicyVersion("p", 0, 2)]
+
+
+class FailingFirstRank(Ranks):
+    """The second of two ranks, of which the first fails."""
+
+    def all_gather(self, value):
+        return [StorageFailed("no space"), value]
+
+
+def test_all_ranks_fail_if_the_first_cannot_write_the_last_version(model, tmp_path):
+    ranks = FailingFirstRank(torch.device("cpu"), rank=1, world_size=2)
+    publisher = WeightPublisher(tmp_path, ranks, policy="p", base_model=model, dtype=torch.float32, share_buffer=True)
+    with pytest.raises(StorageFailed, match="no space"):
+        publisher.write_last_directory()
 
 
 def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):

@@ -7,6 +7,7 @@ written in the background. An engine may still be reading an older version, so v
 orchestrator, which knows the engines, no longer needs them.
 """
 
+import contextlib
 import re
 import shutil
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.errors import DeadlineExceeded
+from ramify.errors import DeadlineExceeded, StorageFailed, StorageFull
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
@@ -109,10 +110,15 @@ class WeightPublisher:
         return PublishedWeights(version, path, time.perf_counter() - started, size)
 
     def write_last_directory(self) -> None:
-        """Complete the directory of the last version, if it was only announced. Raises as `publish` does."""
-        if self._announced is not None:
-            self._join_write()
-            self._write_announced()
+        """Complete the directory of the last version, if it was only announced. A collective.
+
+        Raises StorageFull or StorageFailed if the last version cannot be written.
+        """
+        with self.ranks.raise_together():
+            if self._announced is not None:
+                with contextlib.suppress(StorageFull, StorageFailed):  # of an older version
+                    self._join_write()
+                self._write_announced()
 
     def _join_write(self) -> None:
         """Wait until nothing is written in the background. Raises DeadlineExceeded after WRITE_TIMEOUT."""
