@@ -75,6 +75,12 @@ def test_the_chat_endpoint_samples_what_the_generate_endpoint_samples(served):
     assert asyncio.run(generate()) == answer.choices[0].token_ids
 
 
+def test_the_chat_endpoint_needs_no_room_in_the_cache_of_uploaded_images(served, monkeypatch):
+    url, core, _ = served
+    monkeypatch.setattr(core.uploaded_images, "_max_bytes", 1)
+    assert chat(url, make_square((9, 9, 9)), BLUE).usage.prompt_tokens > 0
+
+
 def test_the_client_uploads_the_images_that_a_server_lacks(served):
     url, _, renderer = served
     green = make_square((0, 255, 0))

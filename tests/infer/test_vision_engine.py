@@ -252,7 +252,8 @@ def test_an_image_is_uploaded_once_and_asked_for_if_it_is_missing(world):
     prompt = Prompt(Random(5), family, [b"one"])
     (reference,) = prompt.references
     image = process(family, b"one")
-    body = {"token_ids": prompt.ids, "images": [reference._asdict()], "sampling_params": {"n": 2, "max_tokens": 2}}
+    fields = {"hash": reference.hash, "start": reference.start, "stop": reference.stop}
+    body = {"token_ids": prompt.ids, "images": [fields], "sampling_params": {"n": 2, "max_tokens": 2}}
     with run_server(build_core(models[A], A)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
         missing = http.post("/inference/v1/generate", json=body)
         assert missing.status_code == 409

@@ -22,11 +22,15 @@ from ramify.model.vision import VisionTower
 
 
 class ImageReference(NamedTuple):
-    """An image of a prompt: the hash of an uploaded image, and the prompt tokens [start, stop) that stand for it."""
+    """An image of a prompt: its hash, and the prompt tokens [start, stop) that stand for it.
+
+    `image` is the image itself; without it, the image must have been uploaded.
+    """
 
     hash: str
     start: int
     stop: int
+    image: ProcessedImage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +71,14 @@ class UploadedImages:
 
     def resolve(self, references: Sequence[ImageReference], prompt_token_ids: list[int]) -> tuple[EngineImage, ...]:
         """Return the images of a prompt. Raises ImageMissing, which names all missing images, or RequestInvalid."""
-        with self._lock:
-            if missing := [item.hash for item in references if item.hash not in self._images]:
-                raise ImageMissing(f"upload these images first: {', '.join(dict.fromkeys(missing))}")
-            for item in references:
-                self._images.move_to_end(item.hash)
-            images = [self._images[item.hash] for item in references]
+        for item in references:
+            if item.image is not None:
+                self._tower.check(item.image)
+        uploaded = self._find([item.hash for item in references if item.image is None])
+        images = [uploaded[item.hash] if item.image is None else item.image for item in references]
         prompt_images: list[EngineImage] = []
         previous_stop = 0
-        for (hash, start, stop), image in zip(references, images):
+        for (hash, start, stop, _), image in zip(references, images):
             if not previous_stop <= start < stop <= len(prompt_token_ids):
                 raise RequestInvalid(f"images: [{start}, {stop}) of image {hash[:8]} is out of order or of the prompt")
             ids = np.array(prompt_token_ids[start:stop])
@@ -86,6 +89,14 @@ class UploadedImages:
             prompt_images.append(EngineImage(image, start, stop, indices))
             previous_stop = stop
         return tuple(prompt_images)
+
+    def _find(self, hashes: Sequence[str]) -> dict[str, ProcessedImage]:
+        with self._lock:
+            if missing := [hash for hash in hashes if hash not in self._images]:
+                raise ImageMissing(f"upload these images first: {', '.join(dict.fromkeys(missing))}")
+            for hash in hashes:
+                self._images.move_to_end(hash)
+            return {hash: self._images[hash] for hash in hashes}
 
     def compute_positions(self, images: Sequence[EngineImage], num_prompt_tokens: int) -> npt.NDArray[np.int64] | None:
         """Return the positions [3, prompt tokens] of a prompt, or None if they count its tokens."""

@@ -19,7 +19,7 @@ from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
 from ramify.infer.images import ImageReference
-from ramify.infer.prompts import encode_prompts, render_chat, require_renderer
+from ramify.infer.prompts import encode_prompts, load_images, render_chat, require_renderer
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody
 from ramify.infer.response_formatters import (
@@ -123,7 +123,7 @@ async def create_chat_completion(
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools))
-    images = tuple(ImageReference(image.media.hash, image.start, image.stop) for image in prompt.images)
+    images = await load_images(prompt, renderer)
     call = _build_call(engine, renderer, body, formatter, [prompt_ids], max_tokens, num_top_logprobs, images)
     return await _respond(http, engine, call, timeout)
 

@@ -1,17 +1,17 @@
 """Encoding of texts and conversations. Those that cannot fit are rejected; large ones are encoded in a thread."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ramify.dialects.chat_format import parse_messages, parse_tool
 from ramify.errors import RequestInvalid, TemplateRefused
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import context_overflow_error
+from ramify.infer.images import ImageReference
 from ramify.infer.request_bodies import ChatMessage, ChatTool
 from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.render.prompt_images import check_image_count, find_image_parts
-from ramify.trace import Media
 
 
 def require_renderer(renderer: Renderer | None) -> Renderer:
@@ -24,7 +24,7 @@ def require_renderer(renderer: Renderer | None) -> Renderer:
 async def render_chat(
     messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
 ) -> RenderedPrompt:
-    """Return the prompt for the next assistant turn, whose images the engine then has.
+    """Return the prompt for the next assistant turn.
 
     Raises RequestInvalid, ContextOverflow or ImageInvalid.
     """
@@ -36,14 +36,26 @@ async def render_chat(
     characters = sum(len(message.text.strip()) for message in parsed)  # many templates trim the space around a text
     _check_length(characters, engine, renderer)
     check_image_count(len(find_image_parts(parsed)))
-    if media:
-        await _upload_images(media.values(), engine, renderer)
+    if renderer.image_cache is not None:  # otherwise the renderer refuses images
+        for image in media.values():
+            await renderer.image_cache.process_async(image)  # in a thread; rendering needs the size of the result
     try:
         return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas, media=media)
     except TemplateRefused as error:
         raise RequestInvalid(f"messages: {error.message}") from error
     except RecursionError as error:
         raise RequestInvalid("messages or tools: nested too deeply for the chat template") from error
+
+
+async def load_images(prompt: RenderedPrompt, renderer: Renderer) -> tuple[ImageReference, ...]:
+    """Return the processed images of a prompt that `render_chat` returned."""
+    if renderer.image_cache is None:
+        return ()
+    cache, images = renderer.image_cache, prompt.images
+    processed = [await cache.process_async(image.media) for image in images]
+    return tuple(
+        ImageReference(image.media.hash, image.start, image.stop, item) for image, item in zip(images, processed)
+    )
 
 
 async def encode_text(text: str, engine: Engine, renderer: Renderer) -> list[int]:
@@ -68,14 +80,6 @@ async def encode_prompts(prompt: Any, engine: Engine, renderer: Renderer | None)
     if not prompts:
         raise RequestInvalid("prompt: at least one is needed")
     return prompts
-
-
-async def _upload_images(images: Iterable[Media], engine: Engine, renderer: Renderer) -> None:
-    """Process images and give them to the engine. Raises ImageInvalid."""
-    cache = renderer.image_cache
-    if cache is not None:  # otherwise the renderer refuses the images
-        for image in images:
-            engine.upload_image(await cache.process_async(image))
 
 
 def _check_length(characters: int, engine: Engine, renderer: Renderer) -> None:
