@@ -89,7 +89,7 @@ class Fake:
         elif path == "/inference/v1/generate":
             missing = {image["hash"] for image in exchange.body.get("images", ())} - set(self.images)
             if missing:
-                error = {"message": f"this server lacks images: {', '.join(missing)}", "type": "ImageMissing"}
+                error = {"message": "upload them first", "type": "ImageMissing", "hashes": sorted(missing)}
                 await exchange.reply({"error": error}, 409)
                 return
             self.asked.append(exchange.body)

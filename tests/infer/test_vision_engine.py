@@ -258,7 +258,7 @@ def test_an_image_is_uploaded_once_and_asked_for_if_it_is_missing(world):
         missing = http.post("/inference/v1/generate", json=body)
         assert missing.status_code == 409
         assert missing.json()["error"]["type"] == "ImageMissing"
-        assert image.hash in missing.json()["error"]["message"]
+        assert missing.json()["error"]["hashes"] == [image.hash]
         wrong_path = http.put("/inference/v1/images/00", content=image.encode())
         assert (wrong_path.status_code, wrong_path.json()["error"]["type"]) == (400, "RequestInvalid")
         assert http.put(f"/inference/v1/images/{image.hash}", content=b"nonsense").status_code == 400

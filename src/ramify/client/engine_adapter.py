@@ -96,7 +96,7 @@ class EngineAdapter(ABC):
             try:
                 return await self._send_generate(body)
             except ImageMissing as error:
-                missing = [image for image in request.images if image.hash in error.message]
+                missing = [image for image in request.images if image.hash in error.hashes]
                 if not missing:
                     raise
             for image in {image.hash: image for image in missing}.values():

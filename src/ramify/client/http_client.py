@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from ramify.client.loop_pacer import LoopPacer
+from ramify.config.schema import is_dict, is_list
 from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
@@ -203,11 +204,15 @@ def read_body(http: HttpClient, path: str, response: HttpResponse) -> bytes:
 
 def error_from_response(http: HttpClient, path: str, response: HttpResponse) -> Exception:
     """Return the failure that a response with a status other than 200 means."""
-    name, message = _parse_error_body(response.body.decode("utf-8", "replace"))
+    fields = _parse_error_body(response.body.decode("utf-8", "replace"))
+    name, message = str(fields.get("type")), str(fields["message"])
     status = response.status
     error: RamifyError
     if name in FAILURES_BY_NAME:
         error = FAILURES_BY_NAME[name](message)
+        if isinstance(error, ImageMissing):
+            hashes = fields.get("hashes")
+            error.hashes = tuple(map(str, hashes)) if is_list(hashes) else ()
     elif status == 400 and CONTEXT_OVERFLOW_RE.search(message):
         error = ContextOverflow(message)
     elif status in (400, 422):
@@ -217,13 +222,13 @@ def error_from_response(http: HttpClient, path: str, response: HttpResponse) -> 
     return ServerBusy(error, _parse_retry_after(response.headers.get("retry-after"))) if status == 503 else error
 
 
-def _parse_error_body(text: str) -> tuple[str | None, str]:
-    """Return the failure name and the message in an error body in OpenAI's format."""
+def _parse_error_body(text: str) -> dict[str, Any]:
+    """Return the fields of an error in OpenAI's format; if the body has another one, its text is the `message`."""
     try:
-        error = msgspec.json.decode(text)["error"]
-        return str(error.get("type")), str(error["message"])
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        return None, text[:MAX_EXCERPT_CHARS] or "(no body)"
+        fields = msgspec.json.decode(text)["error"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        fields = None
+    return fields if is_dict(fields) and "message" in fields else {"message": text[:MAX_EXCERPT_CHARS] or "(no body)"}
 
 
 def _parse_retry_after(text: str | None) -> float | None:

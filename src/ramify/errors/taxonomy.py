@@ -161,6 +161,8 @@ class ImageMissing(RamifyError, blame="system", retryable=True):
     Nothing: the client uploads the image again. If it stays, the server's image cache is smaller than one prompt.
     """
 
+    hashes: tuple[str, ...] = ()  # of the missing images, where the error is raised and in the client of the server
+
 
 class RequestCancelled(RamifyError, blame="system", retryable=False):
     """A request was cancelled, or its sender is gone.

@@ -92,8 +92,10 @@ class UploadedImages:
 
     def _find(self, hashes: Sequence[str]) -> dict[str, ProcessedImage]:
         with self._lock:
-            if missing := [hash for hash in hashes if hash not in self._images]:
-                raise ImageMissing(f"upload these images first: {', '.join(dict.fromkeys(missing))}")
+            if missing := [hash for hash in dict.fromkeys(hashes) if hash not in self._images]:
+                error = ImageMissing(f"upload these images first: {', '.join(missing)}")
+                error.hashes = tuple(missing)
+                raise error
             for hash in hashes:
                 self._images.move_to_end(hash)
             return {hash: self._images[hash] for hash in hashes}
