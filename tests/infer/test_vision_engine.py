@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from ramify.errors import ImageMissing, RequestInvalid
 from ramify.images import ProcessedImage
+from ramify.infer import images
 from ramify.infer.engine_core import EngineCore
-from ramify.infer.images import ImageReference
+from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
@@ -183,6 +184,33 @@ def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world)
         submit(core, prompt)
     run(core, request)
     check_logprobs(family, models[A], request, prompt.images)
+
+
+def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(world):
+    family, _, models = world
+    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
+    copies = [ProcessedImage(f"{n}", family, image.arrays, image.grid, image.num_tokens) for n in range(5)]
+    uploaded = UploadedImages(tower, 2 * image.num_bytes)
+    for copy in copies[:3]:
+        uploaded.add(copy)
+    assert uploaded._find(["0", "1", "2"]).keys() == {"0", "1", "2"}
+    uploaded.add(copies[3])  # the others were used
+    with pytest.raises(ImageMissing) as raised:
+        uploaded._find(["0", "1", "2", "3"])
+    assert raised.value.hashes == ("0", "1")
+    for number in range(9):  # images that nobody uses are bounded, too
+        uploaded.add(ProcessedImage(f"unused {number}", family, image.arrays, image.grid, image.num_tokens))
+        assert len(uploaded._images) <= 4
+
+
+def test_images_that_are_not_used_soon_are_dropped(world, monkeypatch):
+    monkeypatch.setattr(images, "FIRST_USE_TIMEOUT", 0.0)
+    family, _, models = world
+    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
+    uploaded = UploadedImages(tower, image.num_bytes)
+    for number in range(2):
+        uploaded.add(ProcessedImage(f"{number}", family, image.arrays, image.grid, image.num_tokens))
+    assert list(uploaded._images) == ["1"]
 
 
 def test_wrong_images_are_refused_when_they_arrive(world):

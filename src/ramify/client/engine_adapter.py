@@ -5,6 +5,7 @@ came from which version of the weights.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ramify.client.generate_api import (
     GenerateRequest,
     GenerateResponse,
     RequestImage,
+    UploadReply,
     build_usage,
     decode_json,
     get_only_choice,
@@ -31,7 +33,7 @@ from ramify.client.generate_api import (
     parse_top_logprobs,
 )
 from ramify.client.http_client import HttpClient, read_body, send_request
-from ramify.errors import ImageMissing
+from ramify.errors import ImageMissing, RequestInvalid
 from ramify.trace import VersionRun
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
@@ -89,25 +91,30 @@ class EngineAdapter(ABC):
     async def _generate_with_images(self, request: GenerateRequest) -> GenerateResponse:
         """Send a request; upload the images that the server does not have, and send it again.
 
-        Raises ImageMissing if the server still misses one after several uploads.
+        Raises ImageMissing if the server still misses one after several uploads, or RequestInvalid if the images of the
+        request are larger than the server's cache.
         """
-        body = self._build_body(request)
-        for _ in range(MAX_UPLOADS):
+        body, sizes, cache_bytes = self._build_body(request), dict[str, int](), math.inf
+        for num_uploads in range(MAX_UPLOADS + 1):
             try:
                 return await self._send_generate(body)
             except ImageMissing as error:
-                missing = [image for image in request.images if image.hash in error.hashes]
-                if not missing:
+                missing = {image.hash: image for image in request.images if image.hash in error.hashes}
+                if not missing or (num_uploads == MAX_UPLOADS and sum(sizes.values()) <= cache_bytes):
                     raise
-            for image in {image.hash: image for image in missing}.values():
-                await self._upload_image(image)
-        return await self._send_generate(body)
+            if num_uploads < MAX_UPLOADS:
+                for hash, image in missing.items():
+                    sizes[hash], cache_bytes = await self._upload_image(image)
+        problem = f"{len(sizes)} images of the prompt have {sum(sizes.values())} bytes"
+        raise RequestInvalid(f"{problem}, and {self.url} keeps {cache_bytes}; raise inference.image_cache_mib")
 
-    async def _upload_image(self, image: RequestImage) -> None:
+    async def _upload_image(self, image: RequestImage) -> tuple[int, float]:
+        """Upload an image; return its bytes, and how many bytes of images the server keeps (infinity if unknown)."""
         data = await asyncio.to_thread(lambda: image.load().encode())
         path = f"{IMAGES_PATH}/{image.hash}"
         response = await self._http.request("PUT", path, data, content_type="application/msgpack")
-        read_body(self._http, path, response)
+        reply = decode_json(read_body(self._http, path, response), UploadReply, self.url)
+        return len(data), math.inf if reply.cache_bytes is None else reply.cache_bytes
 
     async def score(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, start: int = 0

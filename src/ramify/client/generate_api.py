@@ -160,6 +160,12 @@ def build_usage(response: GenerateResponse, request: GenerateRequest, num_sample
     return Usage(len(request.prompt_ids), num_sampled, (details.cached_tokens or 0) if details else 0)
 
 
+class UploadReply(msgspec.Struct, frozen=True):
+    """The reply to the upload of an image. `cache_bytes` is how many bytes of images the server keeps."""
+
+    cache_bytes: int | None = None
+
+
 def parse_finish_reason(reason: str | None, server: str) -> FinishReason:
     """Return the finish reason. Raises ProviderError if it is unknown."""
     for known in get_args(FinishReason):

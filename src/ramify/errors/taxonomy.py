@@ -158,7 +158,7 @@ class ImageInvalid(RamifyError, blame="policy", retryable=False):
 class ImageMissing(RamifyError, blame="system", retryable=True):
     """An inference server was asked about an image that it does not have, or no longer has.
 
-    Nothing: the client uploads the image again. If it stays, the server's image cache is smaller than one prompt.
+    Nothing: the client uploads the image again. If it stays, raise the server's inference.image_cache_mib.
     """
 
     hashes: tuple[str, ...] = ()  # of the missing images, where the error is raised and in the client of the server

@@ -76,7 +76,10 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
 
 
 async def upload_image(http: HttpRequest, engine: Engine) -> Response:
-    """`PUT /inference/v1/images/{hash}`: keep a processed image for the prompts that refer to it by hash."""
+    """`PUT /inference/v1/images/{hash}`: keep a processed image for the prompts that refer to it by hash.
+
+    The response says how many bytes of images the server keeps.
+    """
     max_bytes = engine.core.config.image_cache_mib << 20
     body = bytearray()
     async for part in http.stream():
@@ -87,7 +90,7 @@ async def upload_image(http: HttpRequest, engine: Engine) -> Response:
     if image.hash != http.path_params["hash"]:
         raise RequestInvalid(f"image: the body has the hash {image.hash[:8]}, the path {http.path_params['hash'][:8]}")
     engine.upload_image(image)
-    return json_response({})
+    return json_response({"cache_bytes": max_bytes})
 
 
 def format_choice(index: int, output: RequestOutput, body: GenerateBody) -> dict[str, Any]:

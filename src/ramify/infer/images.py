@@ -5,9 +5,11 @@ dropped are computed again. A request holds its own images, so it can be compute
 new weights.
 """
 
+import math
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from ramify.errors import ImageMissing, RequestInvalid
 from ramify.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.infer.metrics import EngineCounters
 from ramify.model.vision import VisionTower
+
+FIRST_USE_TIMEOUT = 30.0  # seconds from the upload of an image to the request that uses it
 
 
 class ImageReference(NamedTuple):
@@ -47,11 +51,16 @@ class EngineImage:
 
 
 class UploadedImages:
-    """Processed images by hash. When they exceed `max_bytes`, the least recently used are dropped. Thread-safe."""
+    """Processed images by hash. When they exceed `max_bytes`, the least recently used are dropped. Thread-safe.
+
+    An image that was uploaded but not used yet is kept for FIRST_USE_TIMEOUT, as long as all images together stay below
+    twice `max_bytes`: the request that it was uploaded for is about to be sent.
+    """
 
     def __init__(self, tower: VisionTower, max_bytes: int) -> None:
         self._tower, self._max_bytes = tower, max_bytes
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._unused_since: dict[str, float] = {}  # monotonic time of the upload, of images that were not used yet
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -64,10 +73,10 @@ class UploadedImages:
         with self._lock:
             if image.hash in self._images:
                 return
-            self._images[image.hash] = image
+            self._images[image.hash], self._unused_since[image.hash] = image, time.monotonic()
             self._num_bytes += image.num_bytes
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._images.popitem(last=False)[1].num_bytes
+            self._evict(lambda hash: not self._is_awaited(hash), self._max_bytes)
+            self._evict(lambda hash: True, 2 * self._max_bytes)
 
     def resolve(self, references: Sequence[ImageReference], prompt_token_ids: list[int]) -> tuple[EngineImage, ...]:
         """Return the images of a prompt. Raises ImageMissing, which names all missing images, or RequestInvalid."""
@@ -90,6 +99,16 @@ class UploadedImages:
             previous_stop = stop
         return tuple(prompt_images)
 
+    def _is_awaited(self, hash: str) -> bool:
+        return time.monotonic() - self._unused_since.get(hash, -math.inf) < FIRST_USE_TIMEOUT
+
+    def _evict(self, may_drop: Callable[[str], bool], max_bytes: int) -> None:
+        """Drop images that may be dropped, the least recently used first, until `max_bytes` are left."""
+        for hash in list(self._images) if self._num_bytes > max_bytes else ():
+            if self._num_bytes > max_bytes and may_drop(hash):
+                self._num_bytes -= self._images.pop(hash).num_bytes
+                self._unused_since.pop(hash, None)
+
     def _find(self, hashes: Sequence[str]) -> dict[str, ProcessedImage]:
         with self._lock:
             if missing := [hash for hash in dict.fromkeys(hashes) if hash not in self._images]:
@@ -98,6 +117,7 @@ class UploadedImages:
                 raise error
             for hash in hashes:
                 self._images.move_to_end(hash)
+                self._unused_since.pop(hash, None)
             return {hash: self._images[hash] for hash in hashes}
 
     def compute_positions(self, images: Sequence[EngineImage], num_prompt_tokens: int) -> npt.NDArray[np.int64] | None:
