@@ -12,6 +12,9 @@ VERIFIERS_PYTHON ?=
 # A second interpreter with vLLM installed, for `test-vllm` and benchmarks; docs/inference.md says how to make one.
 VLLM_PYTHON ?=
 
+# The interpreter of an environment with Ramify, its extra `ray` and pytest, for `test-cluster`.
+RAY_PYTHON ?=
+
 # Where `test-agents` installs the agent programs; by default ~/.cache/ramify/agents.
 AGENTS_DIR ?=
 
@@ -50,7 +53,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-containers test-clients test-agents test-envs test-view lint bench-check rl
+.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -88,6 +91,10 @@ test-full: env lint  ## the same tests with full counts
 test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }
 	RAMIFY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pytest -v --timeout 900 tests/contract
+
+test-cluster: env  ## Ray on three hosts, which are network namespaces of this machine: make test-cluster RAY_PYTHON=...; needs root
+	@test -n "$(RAY_PYTHON)" || { echo "set RAY_PYTHON to the interpreter of an environment with ramify[local,ray] and pytest"; exit 2; }
+	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(BIN)/pytest -v -n 0 --timeout 1800 tests/cluster
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.runtime.container_image $(ENGINE)

@@ -1,13 +1,18 @@
-"""The ranks of a gang are supervised as one process: they start together, and end together."""
+"""The ranks of a gang are supervised as one process, and every start of a process has a token of its own."""
 
+import asyncio
 import json
+import time
 
 import pytest
 
 from ramify.errors import ProcessDied
+from ramify.fencing.lease import LeaseTerms
+from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Placement
-from ramify.launch.process import ProcessRole
-from ramify.launch.supervisor import RunOutcome
+from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
+from ramify.launch.run_record import RunRecord, read_earlier_processes
+from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids
 from tests.launch.test_supervisor import supervise
 
@@ -88,3 +93,46 @@ def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):
     specs = build_specs(tmp_path, RUNS_FOREVER, waits_for_lines(2), num_ranks=2)
     assert supervise(specs, epoch=2) is RunOutcome.FINISHED
     assert [report["RAMIFY_GANG_TOKEN"] for report in read_reports(tmp_path)] == ["2.0", "2.0"]
+
+
+def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path):
+    """The end of an earlier process was seen, that of another was not: it may run until its lease has ended."""
+    lines = []
+    lease = LeaseTerms(duration=0.5, slack=0.2)
+    specs = [
+        build_spec(tmp_path, name, RUNS_FOREVER, placement=Placement(lease=lease)) for name in ("inference", "env")
+    ]
+    leader = "import time\nwhile not os.path.exists(DIR + '/env.pids'): time.sleep(0.01)\n"
+    earlier = {
+        "inference": EarlierProcess(FencingToken(1, 4), may_run=False),
+        "env": EarlierProcess(FencingToken(1, 6), may_run=True),
+    }
+    seen = []
+    supervisor = Supervisor(
+        [*specs, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)],
+        max_restarts=0,
+        grace_period=1.0,
+        print_line=lines.append,
+        on_change=seen.append,
+        earlier_processes=earlier,
+    )
+    started_at = time.monotonic()
+    assert asyncio.run(supervisor.run()) is RunOutcome.FINISHED
+    assert time.monotonic() - started_at > 0.7
+    assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
+    assert [status.token for status in seen[-1]] == ["1.5", "1.7", ""]
+
+
+def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
+    record = RunRecord(tmp_path, "http://127.0.0.1:1")
+    statuses = [
+        ProcessStatus("inference", ProcessState.READY, 1, 0, 0.0, node="host2", token="3"),
+        ProcessStatus("trainer", ProcessState.ENDED, 0, 0, 0.0, node="host3", token="0.1"),
+        ProcessStatus("orchestrator", ProcessState.READY, 2, 0, 0.0),
+    ]
+    record.write(statuses)
+    assert read_earlier_processes(tmp_path) == {
+        "inference": EarlierProcess(FencingToken(0, 3), may_run=True),
+        "trainer": EarlierProcess(FencingToken(0, 1), may_run=False),
+    }
+    assert read_earlier_processes(tmp_path / "new") == {}

@@ -2,13 +2,16 @@
 
 import asyncio
 import errno
+import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from ramify.launch.launcher import Launcher, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.launch.launchers import (
@@ -24,12 +27,22 @@ from tests.launch.launchers import (
 from tests.launch.remote_launcher import InProcessLauncher
 
 FOREVER = "\nwhile 1: signal.pause()"
+RAY_ADDRESS = os.environ.get("RAMIFY_RAY", "")  # of a running cluster, of which this machine is a node
 UP = "import signal; print('up', flush=True)" + FOREVER
 
 
-@pytest.fixture(params=["local", "in-process"])
+@pytest.fixture(params=["local", "in-process", *(["ray"] if RAY_ADDRESS else [])])
 def launcher(request) -> Launcher:
+    if request.param == "ray":
+        return request.getfixturevalue("ray_launcher")
     return LocalLauncher() if request.param == "local" else InProcessLauncher()
+
+
+@pytest.fixture(scope="module")
+def ray_launcher() -> Iterator[Launcher]:
+    launcher = RayLauncher.connect(RAY_ADDRESS)
+    yield launcher
+    asyncio.run(launcher.close())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ramify.launch.head import prepare_head
 from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
-from ramify.launch.run_record import RunRecord
+from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
@@ -101,6 +101,7 @@ async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher |
             on_change=record.write,
             launcher=launcher,
             epoch=epoch,
+            earlier_processes=read_earlier_processes(path),
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)

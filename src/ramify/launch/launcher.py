@@ -91,6 +91,11 @@ class ProcessSlot(Protocol):
         """Whether the node was not reachable until the process was dead for certain; `wait` has then returned."""
         ...
 
+    @property
+    def unreachable_seconds(self) -> float:
+        """Seconds since the node answered last, if it has missed an answer; else 0."""
+        ...
+
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Write the files and start the process. Raises ProcessDied, DeadlineExceeded or a storage failure."""
         ...

@@ -46,6 +46,7 @@ class LocalSlot:
 
     node = ""
     is_lost = False
+    unreachable_seconds = 0.0
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from pathlib import Path
 from ramify.async_calls import cancel_all
 from ramify.errors import DeadlineExceeded
 from ramify.fencing.lease import RoleLeases, read_lease_clock
+from ramify.fencing.token import FencingToken
 from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
@@ -72,6 +73,8 @@ class ProcessSpec:
     """Called before each start."""
     preload_modules: tuple[str, ...] = ()
     """Modules that take long to import; the process may be forked from one that has imported them."""
+    service: str = ""
+    """Key under which its address is listed in the address book, if it is not always the same; several may share it."""
     num_ranks: int = 1
     """Number of processes that run this command together, as one gang."""
     placement: Placement | None = None
@@ -84,6 +87,15 @@ class ProcessSpec:
         """The log of each rank: `trainer.log`, `trainer-1.log`, `trainer-2.log`."""
         names = (f"{self.log.stem}-{rank}{self.log.suffix}" for rank in range(1, self.num_ranks))
         return (self.log, *(self.log.with_name(name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierProcess:
+    """A process of an earlier supervisor of the run."""
+
+    token: FencingToken
+    may_run: bool
+    """Whether that supervisor did not see its end."""
 
 
 class SupervisedProcess:
@@ -121,6 +133,11 @@ class SupervisedProcess:
     def token(self) -> str:
         """The fencing token of this execution; empty for a process that always runs on the head."""
         return str(self._token) if self.spec.placement is not None else ""
+
+    @property
+    def unreachable_node(self) -> str:
+        """The first of its nodes that cannot be reached now; an empty string if there is none."""
+        return next((slot.node for slot in self.slots if slot.unreachable_seconds), "")
 
     @property
     def lost_node(self) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
@@ -24,6 +25,7 @@ from ramify.store import wrap_storage_errors
 
 EXCHANGE_INTERVAL = 0.5  # seconds between two calls
 STOP_INTERVAL = 0.1  # the same, while the process is being stopped
+MAX_SILENCE = 3.0  # seconds without a reply after which the node counts as unreachable
 STOP_MARGIN = 2.0  # seconds for the calls, in addition to those of the watcher
 
 
@@ -57,11 +59,18 @@ class RemoteSlot:
         self.pid, self.is_lost = 0, False
         self._client, self._leases, self._token, self._rank = client, leases, leases.token, rank
         self._interval = interval
+        self._replied_at = time.monotonic()
         self._request = ExchangeRequest()
         self._num_signals = 0
         self._exit_code: int | None = None
         self._wake = asyncio.Event()  # there is something to send
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def unreachable_seconds(self) -> float:
+        """Seconds since the last reply, if that is long ago and the process has not exited; else 0."""
+        seconds = time.monotonic() - self._replied_at
+        return seconds if self._task is not None and not self._task.done() and seconds > MAX_SILENCE else 0.0
 
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
@@ -69,6 +78,7 @@ class RemoteSlot:
         self._request = replace(self._request, start=replace(start, command=command))
         with wrap_storage_errors(log.path):
             output = log.open()
+        self._replied_at = time.monotonic()
         self._task = asyncio.create_task(self._exchange_until_exit(output), name=f"exchange {self.node}")
 
     def poll(self) -> int | None:
@@ -141,7 +151,7 @@ class RemoteSlot:
             log.write(reply.output)
             log.flush()
         request, offset = self._request, self._request.log_offset + len(reply.output)
-        self.pid = reply.pid
+        self.pid, self._replied_at = reply.pid, time.monotonic()
         if not request.granted:
             self._wake.set()  # the node starts the process after the first grant
         self._request = replace(

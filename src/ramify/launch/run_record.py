@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ramify import __version__
+from ramify.fencing.token import FencingToken
 from ramify.files import write_atomically
+from ramify.launch.process import EarlierProcess
 from ramify.store import wrap_storage_errors
 
 if TYPE_CHECKING:
     from ramify.launch.supervisor import ProcessStatus
 
 RECORD_FILE = "run.json"
+GONE_STATES = ("waiting", "ended")  # of processes that do not run
 
 
 class RunRecord:
@@ -44,6 +47,15 @@ class RunRecord:
         }
         with wrap_storage_errors(self.file):
             write_atomically(self.file, json.dumps({**self._header, "processes": rows}, indent=2))
+
+
+def read_earlier_processes(path: Path) -> dict[str, EarlierProcess]:
+    """Return the processes with a token that the last supervisor of a run has started, by name."""
+    earlier: dict[str, EarlierProcess] = {}
+    for name, row in read_record(path).get("processes", {}).items():
+        if token := row.get("token"):
+            earlier[name] = EarlierProcess(FencingToken.parse(token), may_run=row["state"] not in GONE_STATES)
+    return earlier
 
 
 def read_record(path: Path) -> dict[str, Any]:

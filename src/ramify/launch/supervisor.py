@@ -18,7 +18,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,9 +27,9 @@ from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_class
 from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Launcher
-from ramify.launch.liveness import get_process_state, wait_for_silence
+from ramify.launch.liveness import get_process_state, wait_for_silence, watch_contact
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
+from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
 from ramify.processes.restart_budget import RestartBudget
@@ -69,7 +69,9 @@ class Supervisor:
     """Supervises the processes of one run. Call `run` once.
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
-    processes after every change. `epoch` is that of this head, and part of the tokens of its processes.
+    processes after every change. `earlier_processes` are those of the last supervisor: one of them that may still run
+    on another node is replaced when its lease has ended. `epoch` is that of this head, and part of the tokens of its
+    processes.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Supervisor:
         print_line: Callable[[str], None] = print,
         on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
         launcher: Launcher | None = None,
+        earlier_processes: Mapping[str, EarlierProcess] | None = None,
         epoch: int = 0,
     ) -> None:
         self.process_specs, self.grace_period, self.epoch = list(process_specs), grace_period, epoch
         self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
         self._leases: dict[str, RoleLeases] = {}
+        self._earlier_processes = earlier_processes or {}
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
         self._processes: dict[str, SupervisedProcess] = {}
         # The last line of each consecutive crash of a process, as long as they are identical.
@@ -161,14 +165,26 @@ class Supervisor:
 
     async def _begin_incarnation(self, spec: ProcessSpec) -> RoleLeases:
         """Return the leases of the next execution of a process, when no earlier one can run any more."""
-        leases, now = self._leases.get(spec.name), read_lease_clock()
+        leases, earlier = self._leases.get(spec.name), self._earlier_processes.get(spec.name)
         if leases is None:
-            terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
-            leases = RoleLeases(spec.name, FencingToken(self.epoch), terms, num_ranks=spec.num_ranks, now=now)
-            self._leases[spec.name] = leases
-            return leases
-        await asyncio.sleep(max(0.0, leases.replaceable_at - now))
+            leases = self._leases[spec.name] = self._build_leases(spec, earlier)
+            if earlier is None:
+                return leases
+        seconds = leases.replaceable_at - read_lease_clock()
+        if seconds > 0:
+            self._print_line(f"{spec.name} may still run on a node that is not reachable; starting in {seconds:.0f} s")
+            await asyncio.sleep(seconds)
         leases.replace(read_lease_clock())
+        return leases
+
+    def _build_leases(self, spec: ProcessSpec, earlier: EarlierProcess | None) -> RoleLeases:
+        """Return the leases of a process; those that an earlier supervisor granted count as granted now."""
+        terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
+        token = earlier.token if earlier is not None else FencingToken(self.epoch)
+        leases = RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
+        if earlier is not None and not earlier.may_run:
+            for rank in range(spec.num_ranks):
+                leases.record_exit(token, rank)
         return leases
 
     async def _watch(self, process: SupervisedProcess) -> None:
@@ -176,6 +192,8 @@ class Supervisor:
         await process.wait_until_ready()
         self._notify_changed()
         spec = process.spec
+        if spec.placement is not None:
+            await watch_contact(process, lambda: self._report_contact(process))
         if spec.hang_timeout is None:
             return
         process.silent_seconds = await wait_for_silence(process, self._notify_changed)
@@ -185,6 +203,15 @@ class Supervisor:
         if spec.last_state is not None:
             self._print_line(spec.last_state())
         await process.kill()
+
+    def _report_contact(self, process: SupervisedProcess) -> None:
+        """Print that a node cannot be reached, or can be again, and report the new state of its process."""
+        name, node = process.spec.name, process.unreachable_node
+        if node:
+            self._print_line(f"{name}: its node {node} does not answer; {name} is replaced when its lease has ended")
+        else:
+            self._print_line(f"{name}: its node answers again")
+        self._notify_changed()
 
     def _should_restart(self, process: SupervisedProcess, code: int) -> bool:
         """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""

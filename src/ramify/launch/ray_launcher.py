@@ -1,0 +1,171 @@
+"""Starts processes on the nodes of a Ray cluster, with one small actor per process.
+
+Ray finds a node with enough cores and GPUs, and runs the actor there. The actor holds a `NodeProcess`, which starts the
+process and reports about it. Actors are never restarted and calls never repeated by Ray, because the supervisor decides
+what happens after a failure. Ray's view of what is dead does not count either: a node that Ray has given up may live
+on. Only an exit that was seen counts, or the end of a lease. Replies are small and bypass Ray's object store.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Self
+
+from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost
+from ramify.fencing.lease import LeaseTerms, RoleLeases
+from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
+from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
+from ramify.launch.remote_slot import RemoteSlot
+from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+
+CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
+RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
+
+
+class RayLauncher:
+    """Starts processes with a placement on the nodes of Ray, and all others on this machine."""
+
+    def __init__(self, ray: Any) -> None:
+        """Use an initialized `ray`; `connect` is the usual way."""
+        self._ray, self._local = ray, LocalLauncher()
+        self._actor_class = ray.remote(_NodeProcessActor)
+
+    @classmethod
+    def connect(cls, address: str = "auto") -> Self:
+        """Connect to a running Ray cluster. Raises ConfigInvalid if Ray is missing or the cluster does not answer."""
+        try:
+            ray: Any = import_module("ray")
+        except ImportError as error:
+            raise ConfigInvalid("cluster.launcher: 'ray' needs the extra `ray`: pip install 'ramify[ray]'") from error
+        try:
+            ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            advice = "start it with `ray start --head`, or set cluster.address"
+            raise ConfigInvalid(f"cluster.address: no Ray cluster answers at {address!r}: {error}; {advice}") from error
+        return cls(ray)
+
+    def list_nodes(self) -> list[ClusterNode]:
+        """Return the nodes that Ray takes for alive; the head is the one of this process."""
+        head_id = self._ray.get_runtime_context().get_node_id()
+        return [
+            ClusterNode(
+                node["NodeName"],
+                node["NodeManagerAddress"],
+                num_cpus=node["Resources"].get("CPU", 0.0),
+                num_gpus=node["Resources"].get("GPU", 0.0),
+                is_head=node["NodeID"] == head_id,
+            )
+            for node in self._list_alive_nodes()
+        ]
+
+    def _list_alive_nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    async def open_slots(
+        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+    ) -> Sequence[ProcessSlot]:
+        """Return one slot per rank. A rank without a preferred node goes wherever there is room."""
+        if placement is None:
+            return await self._local.open_slots(leases, placement, timeout=timeout)
+        clients: list[_RayClient] = []
+        try:
+            async with asyncio.timeout(timeout):
+                tasks = [self._open(leases, placement, rank, clients) for rank in range(leases.num_ranks)]
+                return await asyncio.gather(*tasks)
+        except BaseException as error:
+            for client in clients:
+                client.kill()
+            if isinstance(error, TimeoutError):
+                raise self._to_no_room(leases, placement, timeout) from error
+            raise
+
+    async def _open(
+        self, leases: RoleLeases, placement: Placement, rank: int, clients: "list[_RayClient]"
+    ) -> RemoteSlot:
+        """Start the actor of one rank, again if its node dies meanwhile."""
+        while True:
+            client = _RayClient(self._ray, self._create_actor(placement, rank))
+            clients.append(client)
+            with contextlib.suppress(PeerLost):
+                return RemoteSlot(client, await client.get_address(), leases, rank)
+            client.kill()
+            await asyncio.sleep(RETRY_INTERVAL)
+
+    def _create_actor(self, placement: Placement, rank: int) -> Any:
+        strategies = import_module("ray.util.scheduling_strategies")
+        name = placement.nodes[rank] if rank < len(placement.nodes) else ""
+        node_ids = [node["NodeID"] for node in self._list_alive_nodes() if node["NodeName"] == name]
+        strategy = strategies.NodeAffinitySchedulingStrategy(node_ids[0], soft=True) if node_ids else "SPREAD"
+        options = self._actor_class.options(
+            num_cpus=placement.num_cpus,
+            num_gpus=placement.num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        )
+        return options.remote(placement.lease)
+
+    def _to_no_room(self, leases: RoleLeases, placement: Placement, timeout: float) -> DeadlineExceeded:
+        needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
+        ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
+        nodes = [f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in self.list_nodes()]
+        message = f"{leases.role} has found no place within {timeout:g} s: {ranks} {needed}"
+        return DeadlineExceeded(
+            f"{message}; the nodes have, used or not, {', '.join(nodes)}; add a node or lower [cluster]"
+        )
+
+    async def close(self) -> None:
+        """Disconnect from Ray, which ends all actors that are left."""
+        self._ray.shutdown()
+
+
+class _NodeProcessActor(NodeProcess):
+    """What the actor runs: a `NodeProcess` that knows its node from Ray."""
+
+    def __init__(self, terms: LeaseTerms) -> None:
+        ray: Any = import_module("ray")
+        node_id = ray.get_runtime_context().get_node_id()
+        name = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
+        super().__init__(terms, node=name, host=ray.util.get_node_ip_address())
+
+
+class _RayClient:
+    """The connection to one actor."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor, self._is_closed = ray, actor, False
+
+    async def get_address(self) -> SlotAddress:
+        """Wait until the actor runs, and return where. Raises PeerLost if it dies."""
+        return await self._call(self._actor.get_address.remote())
+
+    async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Call the actor. Raises PeerLost if it does not answer."""
+        return await self._call(self._actor.exchange.remote(request))
+
+    async def _call(self, reference: Any) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return await reference
+        except exceptions.RayTaskError:
+            raise  # the method itself failed
+        except exceptions.RayError as error:
+            raise PeerLost(f"the actor of a process does not answer: {error}") from error
+
+    async def close(self, *, is_reachable: bool) -> None:
+        """Let the actor stop its process and remove its files, if it can, and end it."""
+        try:
+            if is_reachable and not self._is_closed:
+                with contextlib.suppress(PeerLost, TimeoutError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT):
+                        await self._call(self._actor.close.remote())
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the actor at once; its watcher stops the process."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ray.kill(self._actor)
