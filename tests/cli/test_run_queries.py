@@ -113,6 +113,17 @@ def test_why_of_a_live_run_shows_dropped_groups(run, capsys):
     assert "dropped groups: 37 × filtered: zero_advantage\n" in capsys.readouterr().out
 
 
+def test_why_names_the_nodes_of_a_run_on_a_cluster(run, capsys):
+    trainer = {"node": "host2, host3", "state": "silent", "restarts": 1}
+    processes = {"trainer": trainer, "orchestrator": {"node": "", "state": "ready", "restarts": 0}}
+    with serve_status(run) as address, RunStore.open(run):
+        (run / "run.json").write_text(json.dumps({"status": address, "processes": processes}))
+        assert main(["why", "run"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trainer", "host2,", "host3", "its", "node", "does", "not", "answer", "1"] in lines
+    assert ["orchestrator", "head", "ready", "0"] in lines
+
+
 def test_why_of_an_ended_run_reads_its_files(run, capsys):
     log = run / "logs" / "trainer.log"
     log.parent.mkdir()

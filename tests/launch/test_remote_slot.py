@@ -6,11 +6,15 @@ import signal
 import pytest
 
 from ramify.fencing.lease import LeaseTerms, read_lease_clock
+from ramify.launch import liveness, remote_slot
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
+from ramify.launch.process import ProcessRole, ProcessState
+from ramify.launch.supervisor import RunOutcome, Supervisor
 from ramify.processes.log import ProcessLog
 from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line, with_timeout
 from tests.launch.remote_launcher import InProcessLauncher
+from tests.launch.scripts import build_spec
 
 TERMS = LeaseTerms(duration=1.0, slack=1.0)
 LEASED = Placement(lease=TERMS)
@@ -73,6 +77,36 @@ async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
         assert await slots[0].wait() == -signal.SIGKILL
         assert await slots[1].wait() == 128 + signal.SIGKILL
         assert not is_locked(tmp_path / "lock")
+
+
+@with_timeout
+async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, monkeypatch, tmp_path):
+    monkeypatch.setattr(remote_slot, "MAX_SILENCE", 0.2)
+    monkeypatch.setattr(liveness, "CONTACT_INTERVAL", 0.05)
+    lines, states = [], []
+    leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)"
+
+    def on_change(statuses):
+        states.append(statuses[0].state)
+        if states[-1] is ProcessState.SILENT:
+            launcher.clients[0].is_cut = False
+        elif states[-1] is ProcessState.READY:
+            launcher.clients[0].is_cut = ProcessState.SILENT not in states
+            (tmp_path / "done").write_text("") if ProcessState.SILENT in states else None
+
+    specs = [
+        build_spec(tmp_path, "env", "import signal; signal.pause()", placement=Placement()),
+        build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
+    ]
+    supervisor = Supervisor(
+        specs, max_restarts=0, grace_period=1.0, launcher=launcher, print_line=lines.append, on_change=on_change
+    )
+    assert await supervisor.run() is RunOutcome.FINISHED
+    assert lines == [
+        "env: its node node-0 does not answer; env is replaced when its lease has ended",
+        "env: its node answers again",
+    ]
+    assert supervisor.get_process_statuses()[0].node == "node-0"
 
 
 @with_timeout

@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
     client = connect_if_running(path)
     if client is not None:
         _print_live_run(client.get("/status"), client.get("/why"), client.get("/dropped"))
+        _print_nodes(path)
         return 0
     try:
         _print_ended_run(path)
@@ -92,6 +93,24 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
     console.print(table)
 
 
+def _print_nodes(path: Path) -> None:
+    """Print which node runs which process and whether it answers, if the run has processes on several nodes."""
+    from rich.table import Table
+
+    from ramify.cli.console import make_console
+    from ramify.launch.run_record import read_record
+
+    processes: dict[str, dict[str, Any]] = read_record(path).get("processes", {})
+    if not any(process.get("node") for process in processes.values()):
+        return
+    table = Table("process", "node", "state", "restarts", box=None, padding=(0, 2, 0, 0))
+    for name, process in processes.items():
+        node = process.get("node")
+        state = "its node does not answer" if node and process["state"] == "silent" else process["state"]
+        table.add_row(name, node or "head", state, str(process["restarts"]))
+    make_console().print(table)
+
+
 def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
     """Print the last state of a run whose orchestrator does not respond; raise `busy` if it has written none."""
     import platform
@@ -112,6 +131,7 @@ def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
         print(f"continue it with: kill -CONT {snapshot.pid}")
     print(f"last state, written {snapshot.age:.0f} s ago:")
     _print_live_run(snapshot.status, snapshot.waits, snapshot.dropped)
+    _print_nodes(path)
     _print_log_tails(path, make_console())
 
 
@@ -155,7 +175,8 @@ def _print_log_tails(path: Path, console: "Console") -> None:
     from ramify.launch.run_record import read_record
 
     for name, process in read_record(path).get("processes", {}).items():
-        console.print(f"last lines of {name}, {process['log']}:", markup=False, soft_wrap=True)
+        where = f" on {process['node']}" if process.get("node") else ""
+        console.print(f"last lines of {name}{where}, {process['log']}:", markup=False, soft_wrap=True)
         for line in ProcessLog(Path(process["log"])).tail(TAIL_LINES).splitlines():
             console.print(f"  {line}", markup=False, soft_wrap=True)
 

@@ -21,14 +21,19 @@ from ramify.processes.log import ProcessLog
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A machine of the cluster."""
+    """A machine of the cluster. Sizes are in bytes; None if they are unknown."""
 
     name: str
+    """Unique in the cluster."""
     host: str
     """Address at which the other nodes reach it."""
     num_cpus: float
     num_gpus: float = 0.0
+    memory: int | None = None
+    gpu_memory: int | None = None
+    """Memory of each GPU."""
     is_head: bool = False
+    """Whether it is the head, which runs the supervisor, the orchestrator and the ledger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ramify.fencing.lease import RoleLeases
 from ramify.launch.devices import visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
-from ramify.launch.machine import usable_cores
+from ramify.launch.machine import usable_cores, usable_memory
 from ramify.launch.ports import HOST, PortReservation
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
@@ -28,7 +28,19 @@ class LocalLauncher:
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return this machine."""
-        return [ClusterNode(socket.gethostname(), HOST, usable_cores(), len(visible_gpus()), is_head=True)]
+        gpus = visible_gpus()
+        gpu_memory = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=None)
+        return [
+            ClusterNode(
+                socket.gethostname(),
+                HOST,
+                num_cpus=usable_cores(),
+                num_gpus=len(gpus),
+                memory=usable_memory(),
+                gpu_memory=gpu_memory,
+                is_head=True,
+            )
+        ]
 
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float

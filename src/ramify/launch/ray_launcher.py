@@ -55,6 +55,7 @@ class RayLauncher:
                 node["NodeManagerAddress"],
                 num_cpus=node["Resources"].get("CPU", 0.0),
                 num_gpus=node["Resources"].get("GPU", 0.0),
+                memory=int(node["Resources"].get("memory", 0)) or None,
                 is_head=node["NodeID"] == head_id,
             )
             for node in self._list_alive_nodes()
