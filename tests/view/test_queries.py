@@ -10,7 +10,7 @@ from ramify.cli.app import main
 from ramify.errors import ConfigInvalid
 from ramify.store import Ledger, RunStore
 from ramify.view import run_state
-from ramify.view.queries import RunQueries
+from ramify.view.queries import MAX_NODES, RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
 from tests.launch.status_stub import WAITS, serve_status
@@ -41,7 +41,7 @@ def queries(folder):
 
 def list_ids(queries, run="run", rollout_filter=None, **options):
     """Return the ids of a page, once the index is complete."""
-    queries._indexes.get(queries.folder.find_run(run)).refresh(
+    queries._get_index(queries.folder.find_run(run)).refresh(
         texts=bool(rollout_filter and rollout_filter.text), wait=DEADLINE
     )
     answer = queries.list_rollouts(run, rollout_filter, **options)
@@ -201,6 +201,13 @@ def test_tokens_have_the_values_that_are_stored_for_them(queries):
     assert node["values"]["version"] == [None, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_tokens_of_many_nodes_are_read_in_parts(queries):
+    nodes = [0, 1] * MAX_NODES
+    assert [entry["node"] for entry in queries.iter_tokens("run", "1.1", 0, nodes)] == nodes
+    with pytest.raises(ConfigInvalid, match="at most 60 nodes"):
+        queries.get_tokens("run", "1.1", 0, nodes)
+
+
 def test_trained_tokens_have_the_values_of_the_trainer(queries):
     [node] = queries.get_tokens("run", "1.1", 0, [1])
     assert node["values"]["entropy"] == [None, 0.0, 0.5, 1.0, 1.5]
@@ -241,6 +248,18 @@ def test_the_reward_changes_where_attempts_part(queries):
     measures = {entry["name"]: entry for entry in queries.get_rollout("run", "1.2")["traces"][0]["measures"]}
     [extreme] = measures["reward_change"]["extremes"]
     assert (extreme["node"], extreme["token"], extreme["value"]) == (1, 1, -0.5)
+
+
+def test_the_reward_changes_follow_a_group_whose_attempts_come_in(tmp_path):
+    path = write_eval_run(tmp_path / "run")
+    queries = RunQueries(tmp_path)
+    before = queries.get_tokens("run", "task-1.0", 0, [1])[0]["values"]["reward_change"]
+    with RunStore.open(path) as store:
+        trace = make_trace("late", 0, [60, 2], 1.0)
+        asyncio.run(store.add_rollout(make_record("task-1.2", "task-1", 2, "", [trace]), [trace]))
+    after = queries.get_tokens("run", "task-1.0", 0, [1])[0]["values"]["reward_change"]
+    assert before == [None, 0.0, 0.0]
+    assert after == [None, -0.125, 0.0]  # from the mean of 0.5, 0.75 and 1.0 to that of the first two
 
 
 def test_a_dropped_rollout_says_why_it_is_not_trained(queries):

@@ -51,8 +51,8 @@ def _print_tokens(store: "RunStore", rollout: str | None) -> int:
     queries, id = RunQueries(store.path), find_rollout(store, rollout).id
     name = store.path.resolve().name
     for number, trace in enumerate(queries.get_rollout(name, id)["traces"]):
-        for node in trace["nodes"]:
-            [tokens] = queries.get_tokens(name, id, number, [node["index"]])
+        nodes = trace["nodes"]
+        for node, tokens in zip(nodes, queries.iter_tokens(name, id, number, [node["index"] for node in nodes])):
             untrained = f", not trained: {node['untrained']}" if node["untrained"] else ""
             print(f"[{node['index']}] {node['role']}{untrained}")
             for at, (token_id, text) in enumerate(zip(tokens["ids"], tokens["texts"])):

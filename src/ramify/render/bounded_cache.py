@@ -1,6 +1,7 @@
-"""A small cache that several threads may use: large prompts are rendered in threads."""
+"""A small cache that several threads may use: prompts are rendered in threads, and threads answer the page."""
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -8,10 +9,13 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Holds at most `max_size` values by key. When it is full, the least recently used value is removed."""
+    """Holds at most `max_size` values by key. When it is full, the least recently used value is removed.
 
-    def __init__(self, max_size: int) -> None:
-        self._max_size = max_size
+    `discard` gets each value that is removed or replaced.
+    """
+
+    def __init__(self, max_size: int, discard: Callable[[V], object] = lambda _: None) -> None:
+        self._max_size, self._discard = max_size, discard
         self._values: dict[K, V] = {}
         self._lock = threading.Lock()
 
@@ -26,7 +30,38 @@ class BoundedCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Store a value."""
         with self._lock:
-            self._values.pop(key, None)
-            self._values[key] = value
-            if len(self._values) > self._max_size:
-                del self._values[next(iter(self._values))]
+            removed = self._store(key, value)
+        for old_value in removed:
+            self._discard(old_value)
+
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key; make and store it if it is missing.
+
+        Other threads are not kept waiting meanwhile. If one of them stores a value for the key first, that one is
+        returned, and the second is discarded.
+        """
+        value = self.get(key)
+        if value is not None:
+            return value
+        made = make()
+        with self._lock:
+            value = self._values.get(key)
+            removed = [made] if value is not None else self._store(key, made)
+        for old_value in removed:
+            self._discard(old_value)
+        return made if value is None else value
+
+    def clear(self) -> None:
+        """Remove all values."""
+        with self._lock:
+            values, self._values = list(self._values.values()), {}
+        for value in values:
+            self._discard(value)
+
+    def _store(self, key: K, value: V) -> list[V]:
+        """Store a value and return those that were removed for it. The caller holds the lock."""
+        removed = [self._values.pop(key)] if key in self._values else []
+        self._values[key] = value
+        if len(self._values) > self._max_size:
+            removed.append(self._values.pop(next(iter(self._values))))
+        return removed

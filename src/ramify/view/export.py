@@ -128,9 +128,9 @@ def _record_tokens(queries: RunQueries, run: str, id: str, rollout: dict[str, An
     for number, trace in enumerate(rollout["traces"]):
         if trace["tokens"] > MAX_TOKENS:
             continue
-        for node in trace["nodes"]:
-            key = make_key("tokens", {"run": run, "id": id, "trace": number, "node": [node["index"]]})
-            yield key, queries.get_tokens(run, id, number, [node["index"]])
+        for tokens in queries.iter_tokens(run, id, number, [node["index"] for node in trace["nodes"]]):
+            key = make_key("tokens", {"run": run, "id": id, "trace": number, "node": [tokens["node"]]})
+            yield key, [tokens]
 
 
 def _hash(text: str) -> str:
