@@ -1,5 +1,6 @@
 """An engine waits while a trainer on its GPU computes, and only then."""
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_a_lock_that_is_held_too_long_is_ignored(tmp_path, monkeypatch):
         assert engine.is_held()
         monkeypatch.setattr(training_lock, "HOLD_TIMEOUT", 0.0)
         assert not engine.is_held()
+
+
+def test_a_trainer_does_not_wait_for_an_engine_that_is_stopped_with_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_lock, "ACQUIRE_TIMEOUT", 0.05)
+    warnings: list[str] = []
+    with (tmp_path / "lock").open("w") as engine:
+        fcntl.flock(engine, fcntl.LOCK_EX)
+        with TrainingLock(tmp_path / "lock").hold(warnings.append):
+            assert len(warnings) == 1 and "trains without waiting" in warnings[0]
+    with TrainingLock(tmp_path / "lock").hold(warnings.append):
+        assert len(warnings) == 1
 
 
 def test_without_the_variable_there_is_no_lock(monkeypatch, tmp_path):

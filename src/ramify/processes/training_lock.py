@@ -9,11 +9,13 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 PATH_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
 HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
+ACQUIRE_TIMEOUT = 1.0  # seconds that a trainer waits for the lock
+POLL_INTERVAL = 1e-3  # seconds between two tries to acquire it
 
 
 class TrainingLock:
@@ -30,16 +32,32 @@ class TrainingLock:
         return cls(Path(path) if path else None)
 
     @contextlib.contextmanager
-    def hold(self) -> Generator[None]:
-        """Hold the lock, as a trainer."""
+    def hold(self, warn: Callable[[str], None] = lambda line: None) -> Generator[None]:
+        """Hold the lock, as a trainer. If it cannot be had within ACQUIRE_TIMEOUT, warn and go on without it."""
         if self._fd is None:
             yield
             return
-        fcntl.flock(self._fd, fcntl.LOCK_SH)  # engines hold it only for an instant
+        if not self._acquire_shared(self._fd):
+            warn(f"the training lock is held by an engine for {ACQUIRE_TIMEOUT:g} s; this step trains without waiting")
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _acquire_shared(self, fd: int) -> bool:
+        """Acquire the lock, which other ranks may hold too; return whether it was acquired.
+
+        An engine holds it only for an instant, unless the engine is stopped in that instant.
+        """
+        deadline = time.monotonic() + ACQUIRE_TIMEOUT
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(POLL_INTERVAL)
 
     def is_held(self) -> bool:
         """Return whether a trainer holds the lock and the engine has to wait."""

@@ -90,7 +90,7 @@ class TrainerProcess:
                 batch = None if self.should_stop() else self.batch_source.get_batch(steps_done)
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
-            with self.training_lock.hold():
+            with self.training_lock.hold(self.log):
                 metrics = trainer.step(batch)
             if token_stats is not None:
                 with self.ranks.raise_together():
