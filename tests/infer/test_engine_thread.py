@@ -7,7 +7,7 @@ import pytest
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import LaunchedStep
 from ramify.infer.request import SamplingParams
-from ramify.processes.training_lock import PATH_VARIABLE, TrainingLock
+from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 from tests.infer.llama import build_core, write_llama
 
 
@@ -18,7 +18,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def engine(source, tmp_path, monkeypatch):
-    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv(TRAINING_LOCK_VARIABLE, str(tmp_path / "lock"))
     engine = Engine(build_core(source)).start()
     yield engine
     engine.close()

@@ -17,7 +17,7 @@ from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
-from ramify.processes.training_lock import PATH_VARIABLE
+from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
@@ -210,7 +210,7 @@ def test_engine_waits_for_the_trainer_only_if_they_share_a_gpu(tmp_path):
     for placement, num_gpus, is_set in (("colocated", 1, True), ("split", 2, False)):
         asked = config(tmp_path, launch={"gpu_placement": placement})
         specs = build_plan(asked, gpus=[gpu(number) for number in range(num_gpus)]).process_specs
-        paths = {spec.name: spec.env.get(PATH_VARIABLE) for spec in specs}
+        paths = {spec.name: spec.env.get(TRAINING_LOCK_VARIABLE) for spec in specs}
         expected = str(asked.path.resolve() / "training.lock") if is_set else None
         assert (paths["inference"], paths["trainer"], paths["orchestrator"]) == (expected, expected, None)
 

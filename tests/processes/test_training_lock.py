@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ramify.processes import training_lock
-from ramify.processes.training_lock import PATH_VARIABLE, TrainingLock
+from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 
 HOLD_FOREVER = """
 import sys, time
@@ -20,12 +20,12 @@ with TrainingLock(Path(sys.argv[1])).hold():
 
 def test_the_lock_is_held_during_a_step_by_any_number_of_ranks(tmp_path):
     engine, ranks = TrainingLock(tmp_path / "lock"), [TrainingLock(tmp_path / "lock") for _ in range(2)]
-    assert not engine.is_held()
+    assert not engine.should_wait()
     with ranks[0].hold():
         with ranks[1].hold():
-            assert engine.is_held()
-        assert engine.is_held()
-    assert not engine.is_held()
+            assert engine.should_wait()
+        assert engine.should_wait()
+    assert not engine.should_wait()
 
 
 def test_a_killed_trainer_releases_the_lock(tmp_path):
@@ -34,18 +34,18 @@ def test_a_killed_trainer_releases_the_lock(tmp_path):
         assert holder.stdout is not None
         try:
             assert holder.stdout.readline() == "held\n"
-            assert TrainingLock(path).is_held()
+            assert TrainingLock(path).should_wait()
         finally:
             holder.kill()
-    assert not TrainingLock(path).is_held()
+    assert not TrainingLock(path).should_wait()
 
 
 def test_a_lock_that_is_held_too_long_is_ignored(tmp_path, monkeypatch):
     engine = TrainingLock(tmp_path / "lock")
     with TrainingLock(tmp_path / "lock").hold():
-        assert engine.is_held()
+        assert engine.should_wait()
         monkeypatch.setattr(training_lock, "HOLD_TIMEOUT", 0.0)
-        assert not engine.is_held()
+        assert not engine.should_wait()
 
 
 def test_a_trainer_does_not_wait_for_an_engine_that_is_stopped_with_the_lock(tmp_path, monkeypatch):
@@ -60,9 +60,9 @@ def test_a_trainer_does_not_wait_for_an_engine_that_is_stopped_with_the_lock(tmp
 
 
 def test_without_the_variable_there_is_no_lock(monkeypatch, tmp_path):
-    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    monkeypatch.delenv(TRAINING_LOCK_VARIABLE, raising=False)
     with TrainingLock.from_environment().hold():
-        assert not TrainingLock.from_environment().is_held()
-    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "lock"))
+        assert not TrainingLock.from_environment().should_wait()
+    monkeypatch.setenv(TRAINING_LOCK_VARIABLE, str(tmp_path / "lock"))
     with TrainingLock.from_environment().hold():
-        assert TrainingLock(Path(tmp_path / "lock")).is_held()
+        assert TrainingLock(Path(tmp_path / "lock")).should_wait()

@@ -280,7 +280,7 @@ class Engine:
         try:
             while not self._closing:
                 self._drain_queues()
-                is_training = self._training_lock.is_held()
+                is_training = self._training_lock.should_wait()
                 if self.core.has_unfinished_requests and not self.paused and not is_training:
                     self._notify_streams(self.core.step())
                 else:

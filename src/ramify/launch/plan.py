@@ -33,7 +33,7 @@ from ramify.launch.published_weights import link_newest_weights
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
-from ramify.processes.training_lock import PATH_VARIABLE
+from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
@@ -197,7 +197,7 @@ class _PlanBuilder:
                 "inference",
                 (*RAMIFY_COMMAND, "serve", "@", str(file)),
                 self.path / "logs" / "inference.log",
-                env={**self._build_environment(self.devices.inference, "inference"), **self._lock_variables},
+                env={**self._build_environment(self.devices.inference, "inference"), **self._training_lock_env},
                 address=f"{self.addresses['inference']}/health",
                 ready_timeout=self.config.launch.startup_timeout,
                 prepare=prepare,
@@ -269,7 +269,7 @@ class _PlanBuilder:
         num_gpus = len(self.devices.trainer.gpus)
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
         command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else (*RAMIFY_COMMAND, *arguments)
-        log, env = self.path / "logs" / "trainer.log", {**self.devices.trainer.env, **self._lock_variables}
+        log, env = self.path / "logs" / "trainer.log", {**self.devices.trainer.env, **self._training_lock_env}
         modules = TRAINER_MODULES if self._is_cpu_only else ()
         return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
 
@@ -283,10 +283,10 @@ class _PlanBuilder:
         return {**devices.env, RESERVED_PORTS_VARIABLE: self.reservation.ports(*listeners)}
 
     @property
-    def _lock_variables(self) -> dict[str, str]:
+    def _training_lock_env(self) -> dict[str, str]:
         """The environment variable that makes the engine wait while a trainer on its GPU computes a step."""
         path = str(self.path.resolve() / "training.lock")
-        return {PATH_VARIABLE: path} if self.devices.is_colocated else {}
+        return {TRAINING_LOCK_VARIABLE: path} if self.devices.is_colocated else {}
 
     @property
     def _is_cpu_only(self) -> bool:

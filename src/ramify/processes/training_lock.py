@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-PATH_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
+TRAINING_LOCK_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
 HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
 ACQUIRE_TIMEOUT = 1.0  # seconds that a trainer waits for the lock
 POLL_INTERVAL = 1e-3  # seconds between two tries to acquire it
@@ -28,7 +28,7 @@ class TrainingLock:
     @classmethod
     def from_environment(cls) -> "TrainingLock":
         """Return the lock that the launcher chose for this process."""
-        path = os.environ.get(PATH_VARIABLE)
+        path = os.environ.get(TRAINING_LOCK_VARIABLE)
         return cls(Path(path) if path else None)
 
     @contextlib.contextmanager
@@ -59,8 +59,11 @@ class TrainingLock:
                     return False
                 time.sleep(POLL_INTERVAL)
 
-    def is_held(self) -> bool:
-        """Return whether a trainer holds the lock and the engine has to wait."""
+    def should_wait(self) -> bool:
+        """Return whether a trainer holds the lock, for less than HOLD_TIMEOUT so far, so that the engine has to wait.
+
+        This takes the lock for an instant, and remembers since when a trainer holds it.
+        """
         if self._fd is None:
             return False
         try:
