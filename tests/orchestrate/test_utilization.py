@@ -8,13 +8,15 @@ from ramify.orchestrate.utilization import TrainedStep, UtilizationMeter
 TRAINING = {"train/mfu": 0.4, "train/seconds": 0.5}  # 0.2 s at the peak
 
 
-def measure(*reports: list[float | None], metrics=TRAINING) -> list[float | None]:
+def measure(*reports: list[float | None] | dict[str, float | None], metrics=TRAINING) -> list[float | None]:
+    """Return the utilization of each step, given the totals of the engines, by URL or in a fixed order."""
     meter = UtilizationMeter()
-    steps = [TrainedStep(step, 2.0, metrics) for step in range(len(reports))]
-    return [
-        meter.measure(step, [EngineLoad(ideal_seconds=seconds) for seconds in report])
-        for step, report in zip(steps, reports)
-    ]
+    utilization = []
+    for step, report in enumerate(reports):
+        totals = report if isinstance(report, dict) else {f"http://{n}": total for n, total in enumerate(report)}
+        loads = {url: EngineLoad(ideal_seconds=total) for url, total in totals.items()}
+        utilization.append(meter.measure(TrainedStep(step, 2.0, metrics), loads))
+    return utilization
 
 
 def test_sampling_and_training_add_up():
@@ -32,6 +34,10 @@ def test_several_engines_count_by_their_mean():
         [[1.0, 2.0], [1.5, None]],
         [[], []],
         [[10.0], [0.5]],  # restarted
+        [[10.0, 10.0], [10.4, 0.5]],  # one of two was restarted
+        [{"a": 1.0, "b": 9.0}, {"b": 9.5}],  # an engine did not answer
+        [{"a": 1.0}, {"a": 1.5, "b": 9.0}],
+        [{"a": 1.0}, {"b": 9.0}],
     ],
 )
 def test_unknown_work_is_left_out(reports):

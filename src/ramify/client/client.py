@@ -218,13 +218,14 @@ class InferenceClient(AsyncService):
         """The reasons why servers are down, by URL."""
         return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ReplicaState.DOWN}
 
-    async def get_loads(self) -> list[EngineLoad]:
-        """Return the load of every server that is up and responds."""
-        loads: list[EngineLoad] = []
+    async def get_loads(self) -> dict[str, EngineLoad]:
+        """Return the load of every server that is up and responds, by URL."""
+        loads: dict[str, EngineLoad] = {}
         for replica in self._pool.up_replicas:
             with contextlib.suppress(RamifyError, RequestFailed):
                 async with fail_after(self.config.health_timeout, f"{replica.url}/metrics"):
-                    loads.append(parse_load((await send_request(replica.http, "GET", "/metrics")).decode()))
+                    metrics = (await send_request(replica.http, "GET", "/metrics")).decode()
+                    loads[replica.url] = parse_load(metrics)
         return loads
 
     async def pause(self, mode: PauseMode = "keep") -> None:

@@ -46,7 +46,7 @@ async def adapt_concurrency(run: RunContext) -> None:
     """Adapt the number of attempts in flight to the load of the engines."""
     while True:
         await asyncio.sleep(POLL_INTERVAL)
-        run.engine_loads = loads = await run.client.get_loads()
+        run.engine_loads = loads = list((await run.client.get_loads()).values())
         if loads:
             run.limiter.update(
                 kv_usage=max(load.kv_usage for load in loads),

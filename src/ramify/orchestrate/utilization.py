@@ -5,7 +5,7 @@ trainer its share of peak operations. Both together, divided by the time from on
 It is left out if an engine or the trainer runs on a device whose peaks are unknown.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ramify.client.engine_load import EngineLoad
@@ -31,14 +31,17 @@ class UtilizationMeter:
     """Measures the utilization of each step; the engines' reports are totals, so it keeps the last ones."""
 
     def __init__(self) -> None:
-        self._last_sampling: float | None = None
+        self._last_totals: dict[str, float] = {}  # ideal seconds of each engine, by URL
 
-    def measure(self, trained: TrainedStep, loads: Sequence[EngineLoad]) -> float | None:
-        """Return the utilization of a step; None if it is unknown, or an engine was restarted."""
-        ideal = [load.ideal_seconds for load in loads if load.ideal_seconds is not None]
-        sampling = safe_mean(ideal) if ideal and len(ideal) == len(loads) else None
-        last, self._last_sampling = self._last_sampling, sampling
+    def measure(self, trained: TrainedStep, loads: Mapping[str, EngineLoad]) -> float | None:
+        """Return the utilization of a step, given the loads of the engines by URL.
+
+        It is None if it is unknown, if an engine was restarted, or if other engines than for the last step reported.
+        """
+        totals = {url: load.ideal_seconds for url, load in loads.items() if load.ideal_seconds is not None}
+        last_totals, self._last_totals = self._last_totals, totals
         training = trained.ideal_training_seconds
-        if last is None or sampling is None or sampling < last or training is None:
+        if training is None or not totals or not totals.keys() == loads.keys() == last_totals.keys():
             return None
-        return (sampling - last + training) / trained.seconds
+        sampling = [totals[url] - last_totals[url] for url in totals]  # of each engine
+        return None if min(sampling) < 0 else (safe_mean(sampling) + training) / trained.seconds
