@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
-from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, run_store, segment_log
-from ramify.store.locks import find_writer
+from ramify.store import RolloutRecord, RunStore, default_run_name, locks, open_run, run_store, segment_log
+from ramify.store.locks import find_writer, write_holder
 from ramify.store.run_store import LOCK_NAME
 from tests.store.rollouts import replies, rollout
 
@@ -283,3 +283,23 @@ def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written
     assert find_writer(tmp_path / LOCK_NAME) is None
     with RunStore.open(tmp_path, write=False, lock=False), RunStore.open(tmp_path):
         pass  # a reader without the lock keeps nobody from writing
+
+
+@pytest.mark.parametrize(
+    ("kind", "pid", "expected"),
+    [
+        ("WRITE", os.getpid(), os.getpid()),
+        ("READ", os.getpid(), None),
+        ("WRITE", 1, None),  # holds a file with the same inode on another device
+        ("WRITE", 0, 0),  # is in another container
+    ],
+)
+def test_the_writer_is_the_holder_that_the_lock_file_names(tmp_path, monkeypatch, kind, pid, expected):
+    path, kernel_list = tmp_path / LOCK_NAME, tmp_path / "locks"
+    monkeypatch.setattr(locks, "PROC_LOCKS", kernel_list)
+    with path.open("w") as file:
+        write_holder(file.fileno())
+        kernel_list.write_text(f"1: FLOCK  ADVISORY  {kind} {pid} 08:01:{path.stat().st_ino} 0 EOF\n")
+        assert find_writer(path) == expected
+        kernel_list.write_text(f"1: FLOCK  ADVISORY  {kind} {pid} 08:01:99999999 0 EOF\n")
+        assert find_writer(path) is None
