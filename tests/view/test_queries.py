@@ -9,10 +9,12 @@ import pytest
 from ramify.cli.app import main
 from ramify.errors import ConfigInvalid
 from ramify.store import Ledger, RunStore
+from ramify.trace import Message, ToolCall
 from ramify.view import run_state
 from ramify.view.queries import MAX_NODES, RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
+from ramify.view.rollout_view import MAX_MESSAGE_CHARS
 from tests.launch.status_stub import WAITS, serve_status
 from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run, write_token_stats
 
@@ -190,6 +192,33 @@ def test_a_rollout_has_its_messages_as_a_tree(queries):
     assert trace["nodes"][3]["media"][0]["mime"] == "image/png"
     assert trace["rewards"] == {"tests": [0.25, 2.0], "style": [0.5, 0.5]}
     json.dumps(rollout)
+
+
+def test_a_long_message_is_read_in_parts_that_miss_no_character(tmp_path):
+    """The positions count code points, as Python does; JavaScript counts an emoji as two."""
+    text = "🎉é" * MAX_MESSAGE_CHARS
+    write_rl_run(tmp_path / "run", num_groups=1, texts={(0, 0): text})
+    queries = RunQueries(tmp_path)
+    node = queries.get_rollout("run", "0.0")["traces"][0]["nodes"][1]
+    parts, stop = [node["text"]], node["shown"]
+    assert (node["chars"], stop) == (len(text), MAX_MESSAGE_CHARS)
+    while stop < node["chars"]:
+        part = queries.get_message("run", "0.0", 0, 1, stop, 7001)
+        parts.append(part["text"])
+        stop = part["stop"]
+    assert "".join(parts) == text
+    assert queries.get_message("run", "0.0", 0, 1, len(text) + 5, 7)["stop"] == len(text)
+
+
+def test_long_reasoning_and_arguments_end_with_an_ellipsis(tmp_path):
+    trace = make_trace("0.0", 0, [50, 2], 1.0)
+    call = ToolCall("c", "write", "a" * (MAX_MESSAGE_CHARS + 1))
+    trace.add_node(1, Message("assistant", "", "r" * (MAX_MESSAGE_CHARS + 1), (call,)), [5])
+    with RunStore.open(tmp_path / "run") as store:
+        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace]))
+    node = RunQueries(tmp_path).get_rollout("run", "0.0")["traces"][0]["nodes"][2]
+    assert node["reasoning"] == "r" * MAX_MESSAGE_CHARS + "…"
+    assert node["calls"][0]["arguments"] == "a" * MAX_MESSAGE_CHARS + "…"
 
 
 def test_tokens_have_the_values_that_are_stored_for_them(queries):

@@ -230,6 +230,13 @@ def test_no_text_is_parsed_as_html_or_code():
         assert not unsafe, file.name
 
 
+def test_no_list_of_any_length_becomes_arguments():
+    """Browsers refuse calls with about 100,000 arguments: points of a long run, tokens of a long message."""
+    for file in list_files():
+        calls = re.findall(r"(?:Math\.\w+|\.(?:append|replaceChildren))\([^;\n]*?\.\.\.", file.read_text())
+        assert not calls, file.name
+
+
 def test_help_names_the_folder(capsys):
     with pytest.raises(SystemExit):
         main(["view", "--help"])

@@ -39,7 +39,8 @@ def describe_rollout(
 def read_message_text(trace: Trace, node: int, start: int, count: int) -> dict[str, Any]:
     """Return a part of the text of a message, for messages that are not sent at once."""
     text = trace.nodes[node].message.text
-    return {"text": text[start : start + count], "start": start, "chars": len(text)}
+    stop = min(start + count, len(text))
+    return {"text": text[start:stop], "start": start, "stop": stop, "chars": len(text)}
 
 
 def format_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> str:
@@ -80,17 +81,16 @@ def _describe_node(node: Node, forks: Mapping[int, Any], untrained: str) -> dict
         "parent": node.parent,
         "role": message.role,
         "text": text[:MAX_MESSAGE_CHARS],
+        "shown": min(len(text), MAX_MESSAGE_CHARS),
         "chars": len(text),
         "tokens": len(node.token_ids),
         "sampled": stop - start,
         "untrained": untrained,
     }
     if message.reasoning:
-        fields["reasoning"] = message.reasoning[:MAX_MESSAGE_CHARS]
+        fields["reasoning"] = _clip(message.reasoning)
     if message.tool_calls:
-        fields["calls"] = [
-            {"name": call.name, "arguments": call.arguments[:MAX_MESSAGE_CHARS]} for call in message.tool_calls
-        ]
+        fields["calls"] = [{"name": call.name, "arguments": _clip(call.arguments)} for call in message.tool_calls]
     if media := _list_media(node.trace, message):
         fields["media"] = media
     if node.index in forks:
@@ -116,9 +116,11 @@ def _clip_values(table: Mapping[str, Any]) -> dict[str, str]:
     texts = {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in table.items()
     }
-    return {
-        key: text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…" for key, text in texts.items()
-    }
+    return {key: _clip(text) for key, text in texts.items()}
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 
 
 def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[str]:

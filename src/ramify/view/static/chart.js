@@ -1,6 +1,6 @@
 // Charts as SVG: lines with points, error bars, smoothing, a log axis, and a crosshair that arrow keys move too.
 
-import { fill, formatNumber, h, svg } from "./dom.js";
+import { fill, findRange, formatNumber, h, svg } from "./dom.js";
 
 const MARGIN = { top: 10, right: 14, bottom: 26, left: 48 };
 
@@ -9,7 +9,7 @@ export function sparkline(values, { width = 132, height = 30 } = {}) {
   const finite = values.filter((value) => value !== null);
   const root = svg("svg", { class: "sparkline", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
   if (finite.length < 2) return root;
-  const low = Math.min(...finite), high = Math.max(...finite), span = high - low || 1;
+  const [low, high] = findRange(finite), span = high - low || 1;
   const points = values.map((value, at) => [2 + (at / (values.length - 1)) * (width - 6), height - 4 - ((value - low) / span) * (height - 8)]);
   const line = points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
   const [x, y] = points.at(-1);
@@ -73,13 +73,13 @@ export class LineChart {
     const xs = this.shown.flatMap((entry) => [entry.points[0][0], entry.points.at(-1)[0]]);
     let ys = this.shown.flatMap((entry) => entry.points.flatMap(([x, y]) => (entry.errors?.has(x) ? [y - entry.errors.get(x), y + entry.errors.get(x)] : [y])));
     if (this.isLog) ys = ys.filter((y) => y > 0);
-    let [low, high] = [Math.min(...ys), Math.max(...ys)];
+    let [low, high] = findRange(ys);
     if (!ys.length) [low, high] = [0.1, 1];
     if (low === 0 && high === 0) high = 1;
     else if (low === high) [low, high] = this.isLog ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
     else if (!this.isLog) [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
     this.yTicks = this.isLog ? logTicks(low, high) : linearTicks(low, high, height < 170 ? 3 : 5);
-    const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+    const [x0, x1] = findRange(xs);
     const areIntegers = xs.every(Number.isInteger);
     this.xTicks = linearTicks(x0, x1, Math.max(3, Math.min(8, Math.floor(width / 90)))).filter((x) => x >= x0 && x <= x1 && (Number.isInteger(x) || !areIntegers));
     const toUnit = this.isLog ? (y) => (Math.log(y) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (y) => (y - low) / (high - low);

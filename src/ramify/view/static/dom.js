@@ -20,8 +20,13 @@ function build(element, props, children) {
     else if (name === "value" && "value" in element) element.value = value;
     else element.setAttribute(name, value === true ? "" : TEXT_ATTRIBUTES.test(name) ? makeVisible(String(value)) : value);
   }
-  element.append(...flatten(children));
+  appendAll(element, children);
   return element;
+}
+
+// One by one: a call takes at most about 100,000 arguments.
+function appendAll(element, children) {
+  for (const child of flatten(children)) element.append(child);
 }
 
 function flatten(children) {
@@ -41,7 +46,8 @@ export function makeVisible(text) {
 }
 
 export function fill(element, ...children) {
-  element.replaceChildren(...flatten(children));
+  element.replaceChildren();
+  appendAll(element, children);
   return element;
 }
 
@@ -49,6 +55,16 @@ export function fill(element, ...children) {
 export function setText(element, text) {
   const visible = makeVisible(text);
   if (element.textContent !== visible) element.textContent = visible;
+}
+
+// The smallest and the largest value; [Infinity, -Infinity] without values.
+export function findRange(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
 }
 
 export function formatNumber(value, digits = 3) {

@@ -1,7 +1,7 @@
 // The merged forest of a group: every token once, as wide as the tokens of its path, as high as the attempts that share it.
 
 import { divergingColor } from "./colors.js";
-import { fill, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, svg } from "./dom.js";
+import { fill, findRange, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, svg } from "./dom.js";
 import { href } from "./routes.js";
 
 const ROW = 26; // height of one attempt
@@ -15,8 +15,8 @@ const MAX_DRAWN = 12000; // token cells; more are drawn as bins
 
 export function drawForest(run, forest, { width = 1100, selected = null } = {}) {
   const layout = placeSegments(forest);
-  const depth = Math.max(1, ...forest.segments.map((segment) => segment.depth + segment.length));
-  const size = Math.max(0.001, ...forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))));
+  const depth = Math.max(1, findRange(forest.segments.map((segment) => segment.depth + segment.length))[1]);
+  const size = Math.max(0.001, findRange(forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))))[1]);
   const columns = placeColumns(forest, depth, width - LABEL_WIDTH - 16);
   const height = layout.rows.length * ROW + 4;
   const tooltip = h("div", { class: "forest-tip", role: "status" });
@@ -44,8 +44,8 @@ function placeSegments(forest) {
   };
   forest.segments.forEach((segment, number) => segment.parent < 0 && visit(number));
   const places = forest.segments.map((segment) => {
-    const rows = segment.attempts.map((attempt) => order.get(attempt));
-    return rows.length ? [Math.min(...rows), Math.max(...rows) + 1] : [0, 1];
+    const [first, last] = findRange(segment.attempts.map((attempt) => order.get(attempt)));
+    return segment.attempts.length ? [first, last + 1] : [0, 1];
   });
   return { rows: [...order.keys()], places };
 }

@@ -222,7 +222,7 @@ function drawMessage(run, rollout, trace, node, tree, selected, select) {
       { class: "message-body" },
       node.reasoning ? h("details", { class: "reasoning", open: true }, h("summary", {}, "Reasoning"), renderText(node.reasoning)) : null,
       text,
-      node.chars > node.text.length ? (isExport ? h("p", { class: "muted" }, `${formatCount(node.chars - node.text.length)} more characters are not in this file.`) : moreButton(run, rollout, trace, node, text)) : null,
+      node.chars > node.shown ? (isExport ? h("p", { class: "muted" }, `${formatCount(node.chars - node.shown)} more characters are not in this file.`) : moreButton(run, rollout, trace, node, text)) : null,
       (node.media ?? []).map((media) => drawMedia(run, rollout, media)),
       (node.calls ?? []).map((call) => h("div", { class: "call" }, h("span", { class: "call-name" }, `→ ${call.name}`), codeBlock(prettyJson(call.arguments) ?? call.arguments))),
       !node.chars && !node.calls && !node.media && !node.reasoning ? h("span", { class: "muted" }, "empty") : null,
@@ -230,9 +230,10 @@ function drawMessage(run, rollout, trace, node, tree, selected, select) {
   );
 }
 
-// A long message is shown from its beginning; the rest is fetched in parts and shown as plain text.
+// A long message is shown from its beginning; the rest is fetched in parts and shown as plain text. Positions are those of
+// the server, which counts code points: a character of a JavaScript string may be half of one.
 function moreButton(run, rollout, trace, node, place) {
-  let shown = node.text.length;
+  let shown = node.shown;
   const button = h("button", { type: "button", onclick: load }, label());
   function label() {
     return `Show more: ${formatCount(node.chars - shown)} of ${formatCount(node.chars)} characters are hidden`;
@@ -240,7 +241,7 @@ function moreButton(run, rollout, trace, node, place) {
   async function load() {
     const part = await get("message", { run, id: rollout.id, trace, node: node.index, start: shown });
     place.append(h("div", { class: "prose", dir: "auto" }, part.text));
-    shown += part.text.length;
+    shown = part.stop;
     button.textContent = label();
     button.hidden = shown >= node.chars;
   }

@@ -5,10 +5,8 @@ import { LineChart, SERIES_COLORS, legend } from "./chart.js";
 import { drawFlow, drawProcesses } from "./diagram.js";
 import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
-import { chooser, placePoints } from "./runs.js";
+import { AXIS_METRICS, X_AXES, chooser, placePoints } from "./runs.js";
 
-const AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
-const AXIS_METRICS = ["time/unix", "tokens/sampled", "rollouts"];
 const TICKS_WHEN_IDLE = 2; // updates of a run that is not running are this many times rarer
 const SMALL_CHARTS = [
   ["entropy", "Entropy of the policy"],
@@ -45,7 +43,7 @@ export async function showRun(run) {
     const isNew = wanted.some((name) => !known.has(name));
     const answer = await get("metrics", { run, name: wanted, after: isNew ? "" : data.last });
     if (isNew) data.points = {};
-    for (const [name, points] of Object.entries(answer.points)) (data.points[name] ??= []).push(...points);
+    for (const [name, points] of Object.entries(answer.points)) data.points[name] = (data.points[name] ?? []).concat(points);
     data.last = answer.last;
   }
 
@@ -98,7 +96,7 @@ function makeRunParts(run, data) {
   const controls = h(
     "div",
     { class: "controls" },
-    chooser("Horizontal axis", Object.keys(AXES), settings.x, (value) => ((settings.x = value), drawCurves()), AXES),
+    chooser("Horizontal axis", Object.keys(X_AXES), settings.x, (value) => ((settings.x = value), drawCurves()), X_AXES),
     h("label", {}, "Smoothing ", h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput: (event) => ((settings.smoothing = Number(event.target.value)), drawCurves()) })),
     h("label", {}, h("input", { type: "checkbox", onchange: (event) => ((settings.log = event.target.checked), drawCurves()) }), " Log axis"),
   );
@@ -112,7 +110,7 @@ function makeRunParts(run, data) {
 
   function drawCurves() {
     const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
-    const changes = { smoothing: settings.smoothing, isLog: settings.log, xLabel: AXES[settings.x], formatX };
+    const changes = { smoothing: settings.smoothing, isLog: settings.log, xLabel: X_AXES[settings.x], formatX };
     const series = listRewardSeries(data, settings.x);
     rewardChart.update(series, changes);
     fill(rewardLegend, legend(series));

@@ -2,12 +2,13 @@
 
 import { get } from "./api.js";
 import { LineChart, SERIES_COLORS, legend, sparkline } from "./chart.js";
-import { code, fill, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, notice, setText, statePill } from "./dom.js";
+import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, notice, setText, statePill } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 
-const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
+export const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
 const TIME_METRIC = "time/unix";
 const TOKEN_METRICS = ["tokens/sampled", "rollouts"];
+export const AXIS_METRICS = [TIME_METRIC, ...TOKEN_METRICS]; // that a chart needs for its horizontal axis
 
 export async function showRuns() {
   const chosen = new Set();
@@ -103,7 +104,7 @@ export async function showCompare(params) {
   const points = new Map(); // run -> {name: points}
 
   async function load() {
-    const names = [settings.name, TIME_METRIC, ...TOKEN_METRICS];
+    const names = [settings.name, ...AXIS_METRICS];
     const answers = await Promise.all(runs.map((run) => get("metrics", { run, name: names })));
     runs.forEach((run, at) => points.set(run, answers[at]));
     return answers;
@@ -164,7 +165,7 @@ function toMap(list) {
 
 function timeBySteps(points) {
   const times = toMap(points[TIME_METRIC]);
-  const start = Math.min(...times.values());
+  const [start] = findRange(times.values());
   return new Map([...times].map(([step, time]) => [step, time - start]));
 }
 
