@@ -15,20 +15,16 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, WeightsRefused
+from ramify.model.layer_types import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.paged_attention import paged_attention
 from ramify.model.precision import DtypeChoice, choose_dtype
-from ramify.model.recurrent_state import RECURRENT_LAYER_TYPES, StateSpec, probe_state_specs
+from ramify.model.recurrent_state import StateSpec, probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
 
 ATTENTION_NAME = "ramify_paged"
-ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
-UNIFORM_SETTINGS = {
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-}  # one value for all layers
+ENGINE_UNIFORM_SETTINGS = {"num_attention_heads", "num_key_value_heads", "head_dim"}  # one value for all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ def _read_shape(config: Any) -> ModelShape:
         raise ModelUnsupported(f"{model_type} has no layers with attention, which the engine needs")
     if getattr(text_config, "kv_lora_rank", None):
         raise ModelUnsupported(f"{model_type} caches latent keys, which the paged cache cannot hold yet")
-    if varying := sorted(get_per_layer_settings(text_config) & UNIFORM_SETTINGS):
+    if varying := sorted(get_per_layer_settings(text_config) & ENGINE_UNIFORM_SETTINGS):
         raise ModelUnsupported(
             f"{model_type} has layers that differ in {', '.join(varying)}, which the paged cache cannot hold yet"
         )

@@ -29,7 +29,7 @@ UNSUPPORTED_SETTINGS = {
 }
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
 MODELS_WITH_SINKS = {"gpt_oss"}
-UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # the trainer needs one value for all layers
+TRAINER_UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # one value for all layers
 
 
 class PackLayout(Enum):
@@ -48,7 +48,7 @@ def choose_pack_layout(config: Any) -> PackLayout:
     for name, feature in UNSUPPORTED_SETTINGS.items():
         if getattr(text_config, name, None) not in (None, 1, 1.0):
             raise ModelUnsupported(f"{model_type} has {feature} ({name}), which the trainer does not compute")
-    if varying := sorted(get_per_layer_settings(text_config) & UNIFORM_SETTINGS):
+    if varying := sorted(get_per_layer_settings(text_config) & TRAINER_UNIFORM_SETTINGS):
         raise ModelUnsupported(
             f"{model_type} has layers that differ in {', '.join(varying)}, which the trainer does not compute"
         )

@@ -19,7 +19,6 @@ from ramify.errors import ModelUnsupported
 from ramify.model.logprob_check import describe_error
 
 StateKind = Literal["conv", "recurrent"]
-RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from ramify.model.layer_types import ATTENTION_LAYER_TYPES
 from ramify.model.weight_counts import WeightCounts
 from ramify.trace import Forest
 
 FLOPS_FORMULA = (
     "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"
 )
-ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")  # linear attention has no pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FlopsModel:
             layer_windows=tuple(
                 window if layer_type == "sliding_attention" else 0
                 for layer_type in layer_types
-                if layer_type in ATTENTION_LAYER_TYPES
+                if layer_type in ATTENTION_LAYER_TYPES  # recurrent layers have no pairs
             ),
         )
 
