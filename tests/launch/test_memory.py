@@ -1,10 +1,17 @@
 """The size of a model, from which its memory is estimated."""
 
 import json
+import math
 import shutil
 
-from ramify.launch.memory import ModelSize
+import pytest
+
+from ramify.launch.devices import Gpu, allocate_devices
+from ramify.launch.memory import ModelSize, estimate_memory
+from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
+from tests.infer.qwen3_next import write_qwen3_next
+from tests.launch.test_plan import config
 
 
 def test_model_size_is_read_or_guessed():
@@ -19,3 +26,35 @@ def test_null_in_a_model_config_means_the_default(tmp_path):
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
     assert ModelSize.from_name(str(tmp_path / "model")) == ModelSize.from_name("tiny")
+
+
+def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
+    types = ["linear_attention", "linear_attention", "full_attention"]
+    model = write_qwen3_next(tmp_path / "model", num_hidden_layers=3, layer_types=types)
+    size, specs = ModelSize.from_name(str(model)), load_model(model, dtype="float32", device="cpu").state_specs
+    assert size is not None
+    assert size.num_kv_layers == 1
+    assert size.state_elements == sum(math.prod(spec.shape) for spec in specs) > 0
+    assert ModelSize.from_name("tiny").state_elements == 0
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
+def test_weights_that_are_handed_over_in_memory_are_counted(tmp_path, num_gpus):
+    gpus = [Gpu(str(number), "a GPU", 80 << 30) for number in range(num_gpus)]
+    devices = allocate_devices(8, gpus, inference="auto", trainer="auto", placement="auto")
+    size = ModelSize.from_name("org/Some-1B")
+    disk, ipc = (
+        estimate_memory(config(tmp_path, weights={"transport": transport}), size, devices)
+        for transport in ("disk", "ipc")
+    )
+    copy_bytes = size.num_parameters * (2 if num_gpus else 4)
+    assert ipc.trainer - disk.trainer == copy_bytes  # the buffer; on a CPU it is a file, but its copy is not
+    assert ipc.other - disk.other == (copy_bytes if num_gpus else 0)  # the copy in pinned memory
+
+
+def test_states_take_memory_of_the_cache(tmp_path):
+    devices = allocate_devices(8, [Gpu("0", "a GPU", 80 << 30)], inference="auto", trainer="auto", placement="auto")
+    sizes = [ModelSize(10**9, 20, 1024, 4096, 256, state_elements=elements) for elements in (0, 10**6)]
+    engine = {"kv_cache_tokens": 1000, "max_running_requests": 8, "state_snapshots": 2}
+    plain, recurrent = (estimate_memory(config(tmp_path, inference=engine), size, devices) for size in sizes)
+    assert recurrent.inference - plain.inference == (8 + 2) * 10**6 * 4

@@ -1,7 +1,9 @@
 """Rough estimate of the memory that a run needs, and the check that it fits, before anything is loaded.
 
-The estimate covers what dominates: weights, optimizer state, the activations of one pack, and the KV cache. It was
-compared with one measurement (Qwen3-0.6B, bf16, packs of 16k tokens: 30 GiB), so it tells whether a run fits, no more.
+The estimate covers what dominates: weights and their copies, optimizer state, the activations of one pack, the KV cache
+and the states of recurrent layers. An engine's second copy of the weights during an update is left out on a GPU: one
+that has no room for it uses host memory. The estimate was compared with one measurement (Qwen3-0.6B, bf16, packs of 16k
+tokens: 30 GiB), so it tells whether a run fits, no more.
 """
 
 import json
@@ -9,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ModelNotFound, WeightsRefused
@@ -16,6 +19,7 @@ from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocations
 from ramify.launch.machine import usable_memory
 from ramify.model.experts import describe_experts
+from ramify.model.layer_types import RECURRENT_LAYER_TYPES
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
@@ -26,6 +30,7 @@ MAX_MEMORY_FRACTION = 0.95  # of a device
 TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
+STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
 
@@ -40,9 +45,17 @@ class ModelSize:
     intermediate_size: int = 0
     kv_elements: int = 0
     """Elements of keys and values per token and layer."""
+    state_elements: int = 0
+    """Elements of the states of all recurrent layers, per request."""
+    num_recurrent_layers: int = 0
     origin: str = "from its files"
     experts_note: str | None = None
     """What to know about a mixture of experts before it is trained."""
+
+    @property
+    def num_kv_layers(self) -> int:
+        """The number of layers with keys and values."""
+        return self.num_layers - self.num_recurrent_layers
 
     @classmethod
     def from_name(cls, name: str) -> "ModelSize | None":
@@ -62,12 +75,15 @@ class ModelSize:
         experts_note, hf_config = describe_experts(hf_config), hf_config.get("text_config") or hf_config
         hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
         head_dim = hf_config.get("head_dim") or hidden_size // num_heads
+        recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
         return cls(
             num_parameters=sum(math.prod(shape) for shape in read_tensor_shapes(directory).values()),
             num_layers=hf_config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
             intermediate_size=hf_config.get("intermediate_size", 0),
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
+            state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
+            num_recurrent_layers=len(recurrent_layers),
             experts_note=experts_note,
         )
 
@@ -76,7 +92,7 @@ class ModelSize:
         """Guess typical dimensions: 12 hidden² parameters per layer, and a hidden size of 40 times the layers."""
         hidden_size = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
         num_layers = max(1, hidden_size // 40)
-        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, "guessed from its name")
+        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, origin="guessed from its name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,8 @@ def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocati
             for engine, size in _list_engines(config, model)
         ),
         trainer=_estimate_trainer(config, model, gpu=bool(devices.trainer.gpus)),
-        other=PROCESS_BASE_BYTES * (2 + 2 * num_sources),
+        other=PROCESS_BASE_BYTES * (2 + 2 * num_sources)
+        + (_count_buffer_bytes(config, model, gpu=True) if devices.trainer.gpus else 0),  # its copy in pinned memory
     )
 
 
@@ -135,14 +152,15 @@ def _estimate_engine(
     """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory."""
     element_bytes = _bytes_per_element(inference.dtype, gpu)
     weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes
-    token_bytes = model.num_layers * model.kv_elements * element_bytes
+    token_bytes = model.num_kv_layers * model.kv_elements * element_bytes
     max_len = inference.max_model_len or seq_len
     if isinstance(inference, VLLMConfig):
         vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if gpu else 0
         return max(vllm_bytes, weight_bytes + max_len * token_bytes)
-    cache_limit = int(inference.kv_memory_fraction * device_memory)
+    state_bytes = (inference.max_running_requests + inference.num_state_snapshots) * model.state_elements * STATE_BYTES
+    cache_limit = int(inference.kv_memory_fraction * device_memory) - state_bytes
     cache_tokens = inference.kv_cache_tokens or max_len * inference.max_running_requests
-    return weight_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
+    return weight_bytes + state_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
 
 
 def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
@@ -157,7 +175,24 @@ def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     num_ranks = config.launch.trainer_gpus
-    return TORCH_BASE_BYTES + state_bytes // num_ranks + trainer.pack_tokens * saved_elements * element_bytes
+    state_bytes = state_bytes // num_ranks + _count_buffer_bytes(config, model, gpu=gpu)
+    return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
+
+
+def _count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+    """Return the bytes of the buffer in which the trainer hands weights to engines; on a CPU, those of its copy."""
+    element_bytes = _bytes_per_element(config.trainer.dtype, gpu)
+    return model.num_parameters * element_bytes if config.weights.transport == "ipc" else 0
+
+
+def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
+    """Return the elements of the state of one recurrent layer."""
+    if layer_type == "conv":
+        return hf_config.get("hidden_size", 0) * hf_config.get("conv_L_cache", 0)
+    num_keys, key_dim = hf_config.get("linear_num_key_heads", 0), hf_config.get("linear_key_head_dim", 0)
+    num_values, value_dim = hf_config.get("linear_num_value_heads", 0), hf_config.get("linear_value_head_dim", 0)
+    conv_elements = (2 * num_keys * key_dim + num_values * value_dim) * hf_config.get("linear_conv_kernel_dim", 0)
+    return conv_elements + num_values * key_dim * value_dim
 
 
 def _bytes_per_element(dtype: str, gpu: bool) -> int:
