@@ -1,10 +1,13 @@
 """Plugin tables are checked in a subprocess."""
 
+import base64
+
 import pytest
 
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
+from tests.images.samples import make_square
 from tests.processes.other_interpreter import TASKSET, make_interpreter
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
@@ -58,6 +61,41 @@ def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
     check_plugin_tables(config(tmp_path, eval=silent))
     with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
         check_plugin_tables(config(tmp_path, train=silent, eval=[]))
+
+
+IMAGE_TASKSET = """
+import ramify as rf
+class Looking(rf.Taskset):
+    def load(self):
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,%s"}}
+        yield rf.Task(prompt=[{"role": "user", "content": [image]}])
+    @rf.reward
+    def nothing(self) -> float:
+        return 0.0
+"""
+
+
+def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
+    squares = [{"taskset": {"id": "color-codeword"}}]
+    check_plugin_tables(config(tmp_path, train=squares, eval=[], model={"name": "tiny-vision"}))
+    check_plugin_tables(config(tmp_path, train=squares, eval=[], model={"name": "not/on-this-machine"}))
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .* takes images; tiny is a text model"):
+        check_plugin_tables(config(tmp_path, train=squares, eval=[], model={"name": "tiny"}))
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*; images are not sent to vLLM"):
+        check_plugin_tables(
+            config(tmp_path, train=squares, model={"name": "tiny-vision"}, inference={"engine": "vllm"})
+        )
+
+
+def test_a_first_task_with_an_image_is_refused_for_a_text_model(tmp_path):
+    image = base64.b64encode(make_square((255, 0, 0)).data).decode()
+    (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)
+    looking = [{"taskset": {"id": str(tmp_path / "looking.py")}}]
+    check_plugin_tables(
+        config(tmp_path, train=looking, eval=[], model={"name": "tiny-vision"}), include_start_checks=True
+    )
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*takes images; tiny is a text model"):
+        check_plugin_tables(config(tmp_path, train=looking, eval=[], model={"name": "tiny"}), include_start_checks=True)
 
 
 def test_plugin_that_exits_raises_environment_fault(tmp_path):

@@ -122,7 +122,7 @@ class VLLMAdapter(EngineAdapter):
     def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
         self._check_token_ids(request.prompt_ids)
         if request.images:
-            raise ModelUnsupported("images are not sent to vLLM yet; serve this model with the native engine")
+            raise ModelUnsupported("images are not sent to vLLM; serve this model with the native engine")
         return {**request.to_dict(), "cache_salt": self.versioned_cache_salt(request.cache_salt)}
 
     def versioned_cache_salt(self, cache_salt: str | None) -> str:

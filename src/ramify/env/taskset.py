@@ -29,6 +29,7 @@ class Taskset:
 
     - `config`: the options, as an object of the class that annotates this attribute.
     - `task_type`: the class of the tasks, used to decode tasks that come from another process.
+    - `requires_vision`: whether the model must take images. A run with another model is then refused at its start.
 
     A subclass may define these hooks. A hook takes the parameters that it names, out of the fields of `RolloutContext`
     (`task`, `trace`, `state`, `rng`, `runtime`, `endpoint`), and may be async.
@@ -52,6 +53,7 @@ class Taskset:
 
     config: TasksetConfig
     task_type: ClassVar[type[Task]] = Task
+    requires_vision: ClassVar[bool] = False
 
     def __init__(self, config: TasksetConfig | None = None) -> None:
         self.config = get_config_class(type(self), TasksetConfig)() if config is None else config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.config import parse_problems, raise_config_invalid
-from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
+from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, ModelNotFound, RamifyError
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.interpreter import find_other_interpreter
 
@@ -43,7 +43,7 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
 def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]:
     """Return the requests to check in each interpreter: that of this process, and those that sources name."""
     this_python = Path(sys.executable)
-    sources_only: dict[str, Any] = {"tables": [], "loss": None, "start": request["start"]}
+    sources_only: dict[str, Any] = {**request, "tables": [], "loss": None}
     requests: dict[Path, dict[str, Any]] = {this_python: {**request, "sources": {}}}
     for key, source in request["sources"].items():
         try:
@@ -78,7 +78,13 @@ def _build_request(config: RunConfig) -> dict[str, Any]:
         for number, source in enumerate(sources)
         if source.address is None
     }
-    return {"sources": sources, "tables": config.plugin_tables, "loss": config.trainer.loss.model_dump(mode="json")}
+    return {
+        "sources": sources,
+        "tables": config.plugin_tables,
+        "loss": config.trainer.loss.model_dump(mode="json"),
+        "model": config.model.name,
+        "engine": config.inference.engine,
+    }
 
 
 def run_checks(request: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +102,13 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
             if source_key.startswith("train.") and not environment.has_rewards:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
                 problems.append((f"{source_key}.taskset", text))
+            if environment.taskset.requires_vision and (reason := _find_vision_problem(request)):
+                problems.append((f"{source_key}.taskset", f"{environment.name} {reason}"))
         except ConfigInvalid as error:
             problems += [_prefix_key(source_key, key, text) for key, text in parse_problems(error)]
             continue
         if request.get("start"):
-            problems += [(f"{source_key}.taskset", text) for text in _find_first_task_problems(environment)]
+            problems += [(f"{source_key}.taskset", text) for text in _find_first_task_problems(environment, request)]
     try:
         plugin.resolve_plugins(request["tables"])
     except ConfigInvalid as error:
@@ -110,17 +118,41 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
     return {"problems": problems, "environments": environments}
 
 
-def _find_first_task_problems(environment: "Environment") -> list[str]:
+def _find_first_task_problems(environment: "Environment", request: dict[str, Any]) -> list[str]:
+    from ramify.harness.initial_messages import build_initial_messages
+
     try:
         task = next(environment.iter_tasks(), None)
         if task is None:
             return ["has no tasks"]
         environment.check_task(task)
+        _, images = build_initial_messages(task)
+        if images and not environment.taskset.requires_vision and (reason := _find_vision_problem(request)):
+            return [f"{environment.name} {reason}"]
     except RamifyError as error:
         return [error.message]
     except Exception as error:  # noqa: BLE001 - `load` is user code
         return [f"load raised {type(error).__name__}: {error}"]
     return []
+
+
+def _find_vision_problem(request: dict[str, Any]) -> str | None:
+    """Return why the run's model cannot be shown images; None if it can, or if its files are not known."""
+    from ramify.images import load_image_family
+    from ramify.model.resolve import resolve_model_path
+
+    needed = "needs a model that takes images"
+    if request.get("engine") == "vllm":
+        return f"{needed}; images are not sent to vLLM: set inference.engine to 'native'"
+    if (model := request.get("model")) is None:
+        return None
+    try:
+        family = load_image_family(resolve_model_path(model))
+    except ModelNotFound:
+        return None
+    except RamifyError as error:
+        return f"{needed}; {error.message}"
+    return f"{needed}; {model} is a text model: set model.name to another one" if family is None else None
 
 
 def _find_loss_problems(loss: dict[str, Any]) -> list[tuple[str, str]]:

@@ -68,6 +68,7 @@ class ColorCodeword(rf.Taskset):
 
     config: ColorCodewordConfig
     task_type = ColorCodewordTask
+    requires_vision = True
 
     def load(self) -> Iterator[ColorCodewordTask]:
         """Draw `num_tasks` distinct codewords of the split."""
