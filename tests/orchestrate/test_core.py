@@ -19,6 +19,8 @@ from ramify.envserver.messages import GroupScores
 from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, RequestInvalid, TransitionRefused
 from ramify.orchestrate import connected_source
 from ramify.orchestrate.admission import AdmissionLimits
+from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig
+from ramify.orchestrate.algorithms.base import annotate_advantage
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.orchestrate.connected_source import ConnectedSource
@@ -311,6 +313,36 @@ def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
     assert sorted(forest.targets.ref_logprob.tolist()) == [-2.5, -1.5, -0.25, -0.25]
     assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 4, "kl": 0}
     assert ledger.get_reference_scores(0) is None  # the batch has them
+
+
+class Alternate(Algorithm):
+    """An algorithm whose state is empty before every second group; `states` has that before each group."""
+
+    def __init__(self) -> None:
+        super().__init__(AlgorithmConfig())
+        self.states: dict[int, dict] = {}
+
+    def annotate_with_state(self, group, state):
+        self.states[int(group[0].id.partition(".")[0])] = dict(state)
+        annotations = [note for index, trace in enumerate(group) for note in annotate_advantage(trace, index - 0.5)]
+        return annotations, {} if state else {"odd": True}
+
+
+def test_a_state_may_become_empty_again(ledger):
+    algorithm = Alternate()
+
+    async def main():
+        core = await open_core(ledger, World(size=2, batch=4), algorithm=algorithm)
+        groups, states_by_source = await core.issue_groups(), {}
+        while (queued := core.next_attempt(99)) is not None:
+            number, attempt = queued[1].group, queued[1].attempt
+            await core.record_attempt(number, attempt, [rollout(f"{number}.{attempt}", float(attempt))])
+        for group in groups:
+            await core.score_group(group.number)
+            states_by_source.setdefault(group.source, []).append(algorithm.states[group.number])
+        assert states_by_source["reverse"][:3] == [{}, {"odd": True}, {}]
+
+    asyncio.run(main())
 
 
 def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart(ledger, tmp_path):

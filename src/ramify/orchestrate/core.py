@@ -192,15 +192,15 @@ class OrchestratorCore:
                 return None
             await self._write_top_logprobs(group_number, reference_scores)
             group, states = self._groups[group_number], dict[str, Any]()
-            algorithm_state = self._algorithm_states.get(group.source, {})
+            state_before = self._algorithm_states.get(group.source, {})
             scored = score_complete_group(
-                tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
+                tracker, self.sources[group.source], self.scoring_rules, reference_scores, state_before
             )
             if scored.mean_reward is not None:
                 states = self.source_mix.record_reward(group.source, group.task_number, scored.mean_reward)
-                if scored.algorithm_state:
-                    self._algorithm_states[group.source] = scored.algorithm_state
-                    states[f"{ALGORITHM_STATE_PREFIX}{group.source}"] = scored.algorithm_state
+                if scored.state_after is not None:
+                    self._algorithm_states[group.source] = scored.state_after
+                    states[f"{ALGORITHM_STATE_PREFIX}{group.source}"] = scored.state_after
             if scored.batch_group is None or scored.forest is None:
                 assert scored.drop_reason is not None
                 await self._drop_locked_group(group_number, scored.drop_reason, scored.drop_detail, states)
@@ -215,7 +215,7 @@ class OrchestratorCore:
                 rollouts=changed,
                 states=states,
                 reference_scores=encode_scores(reference_scores) if reference_scores else None,
-                algorithm_state=algorithm_state if scored.algorithm_state else None,
+                algorithm_state_before=state_before if scored.state_after is not None else None,
             )
             self.admission.mark_scored(group_number)
             self.patience.record_trainable()
@@ -351,9 +351,9 @@ class OrchestratorCore:
                 reference_scores = {
                     key: replace(score, top_logprobs=top_logprobs.get(key)) for key, score in reference_scores.items()
                 }
-            algorithm_state = self.ledger.get_algorithm_state(group.number)
+            state_before = self.ledger.get_algorithm_state_before(group.number)
             scored = score_complete_group(
-                tracker, self.sources[group.source], self.scoring_rules, reference_scores, algorithm_state
+                tracker, self.sources[group.source], self.scoring_rules, reference_scores, state_before
             )
             if scored.batch_group is None or scored.forest is None:  # other filters or another algorithm than before
                 await self.drop_group(group.number, scored.drop_reason or DropReason.CANCELLED, scored.drop_detail)

@@ -55,7 +55,7 @@ class ScoredGroup:
     mean_reward: float | None
     attempt_notes: dict[int, dict[str, Any]]  # reward, advantage and fired filters, by attempt
     fired_by_filter: dict[str, list[bool]]  # by filter: whether it fired, for each trace
-    algorithm_state: dict[str, Any]  # for the next group of the source; {} if the algorithm has none
+    state_after: dict[str, Any] | None  # of the algorithm, for the next group of the source; None if it has no state
     batch_group: BatchGroup | None = None
     forest: Forest | None = None
     drop_reason: DropReason | None = None
@@ -72,19 +72,19 @@ def score_complete_group(
     source: SourceSpec,
     rules: ScoringRules,
     reference_scores: NodeScores | None = None,
-    algorithm_state: Mapping[str, Any] | None = None,
+    state_before: Mapping[str, Any] | None = None,
 ) -> ScoredGroup:
     """Score a complete group. If it cannot be trained on, the result says why.
 
-    `reference_scores` has the logprobs of another model for the annotations that need them. `algorithm_state` is what
-    the algorithm remembers of the groups before.
+    `reference_scores` has the logprobs of another model for the annotations that need them. `state_before` is what the
+    algorithm remembers of the groups before.
     """
     rewards = [trace.reward for trace in tracker.traces if trace.reward is not None]
     if len(rewards) < len(tracker.traces):
         names = {name for trace in tracker.traces for name, entry in trace.rewards.items() if entry is None}
-        return ScoredGroup(None, {}, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=", ".join(sorted(names)))
+        return ScoredGroup(None, {}, {}, None, drop_reason=DropReason.UNSCORED, drop_detail=", ".join(sorted(names)))
     with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise ValueNotFinite below
-        return _score_rewarded_group(tracker, source, rules, rewards, reference_scores or {}, algorithm_state or {})
+        return _score_rewarded_group(tracker, source, rules, rewards, reference_scores or {}, state_before or {})
 
 
 def _score_rewarded_group(
@@ -93,10 +93,10 @@ def _score_rewarded_group(
     rules: ScoringRules,
     rewards: Sequence[float],
     reference_scores: NodeScores,
-    algorithm_state: Mapping[str, Any],
+    state_before: Mapping[str, Any],
 ) -> ScoredGroup:
     mean = safe_mean(rewards)
-    annotations, new_state = source.algorithm.annotate_with_state(tracker.traces, algorithm_state)
+    annotations, state_after = source.algorithm.annotate_with_state(tracker.traces, state_before)
     annotations = [
         _add_reference(annotation, reference_scores, trainer_scores=source.trainer_scores) for annotation in annotations
     ]
@@ -104,7 +104,7 @@ def _score_rewarded_group(
     notes = _build_attempt_notes(tracker, annotations, filtered.filters_by_trace)
 
     def drop(reason: DropReason, detail: str, mean: float | None = mean) -> ScoredGroup:
-        return ScoredGroup(mean, notes, filtered.fired_by_filter, new_state, drop_reason=reason, drop_detail=detail)
+        return ScoredGroup(mean, notes, filtered.fired_by_filter, state_after, drop_reason=reason, drop_detail=detail)
 
     if not annotations:
         return drop(DropReason.NOTHING_TRAINABLE, "no sampled tokens")
@@ -123,7 +123,7 @@ def _score_rewarded_group(
         overlong = f"every path is over {rules.seq_len} tokens"
         detail = overlong if forest.dropped.overlong_calls else "all token weights are zero"
         return drop(DropReason.NOTHING_TRAINABLE, detail)
-    return ScoredGroup(mean, notes, filtered.fired_by_filter, new_state, group, forest)
+    return ScoredGroup(mean, notes, filtered.fired_by_filter, state_after, group, forest)
 
 
 def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, trainer_scores: bool) -> Annotation:

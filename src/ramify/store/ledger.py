@@ -132,13 +132,13 @@ class Ledger:
         rollouts: Sequence[tuple[RolloutRecord, Sequence[Trace]]] = (),
         states: Mapping[str, Any] | None = None,
         reference_scores: bytes | None = None,
-        algorithm_state: Mapping[str, Any] | None = None,
+        algorithm_state_before: Mapping[str, Any] | None = None,
     ) -> None:
         """Record that a group has its rewards.
 
         `notes` has plain data about attempts by their index. `rollouts` replaces the rollouts that scoring changed.
-        `reference_scores` are the encoded scores of another model, if one scored the group. `algorithm_state` is what
-        the algorithm remembered of earlier groups, if it remembers something.
+        `reference_scores` are the encoded scores of another model, if one scored the group. `algorithm_state_before` is
+        what the algorithm remembered of earlier groups when it scored this one; None if it has no state.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -150,8 +150,8 @@ class Ledger:
             if reference_scores is not None:
                 query = "INSERT OR REPLACE INTO reference_scores VALUES (?, ?)"
                 connection.execute(query, (group_number, reference_scores))
-            if algorithm_state is not None:
-                encoded_state = msgspec.msgpack.encode(dict(algorithm_state))
+            if algorithm_state_before is not None:
+                encoded_state = msgspec.msgpack.encode(dict(algorithm_state_before))
                 _insert(connection, "algorithm_states", group_number, encoded_state)
             _save_states(connection, states)
 
@@ -327,8 +327,8 @@ class Ledger:
         rows = self.store.select("SELECT scores FROM reference_scores WHERE number = ?", (group_number,))
         return rows[0][0] if rows else None
 
-    def get_algorithm_state(self, group_number: int) -> dict[str, Any] | None:
-        """Return what the algorithm remembered when it scored a group that is not in a batch; None without a state."""
+    def get_algorithm_state_before(self, group_number: int) -> dict[str, Any] | None:
+        """Return the algorithm's state before it scored a group that is not in a batch; None without a state."""
         rows = self.store.select("SELECT state FROM algorithm_states WHERE number = ?", (group_number,))
         return msgspec.msgpack.decode(rows[0][0]) if rows else None
 

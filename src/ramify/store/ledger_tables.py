@@ -27,7 +27,7 @@ LEDGER_TABLES = (
         step INTEGER PRIMARY KEY, members BLOB NOT NULL, annotations BLOB NOT NULL, counts BLOB NOT NULL)""",
     # The scores of other models for groups that are scored but not in a batch yet; a batch holds those of its groups.
     "CREATE TABLE IF NOT EXISTS reference_scores (number INTEGER PRIMARY KEY, scores BLOB NOT NULL)",
-    # What the algorithm remembered when it scored these groups, which scores them in the same way after a restart.
+    # The algorithm's state before it scored these groups, so that it scores them in the same way after a restart.
     "CREATE TABLE IF NOT EXISTS algorithm_states (number INTEGER PRIMARY KEY, state BLOB NOT NULL)",
     """CREATE TABLE IF NOT EXISTS served (
         incarnation INTEGER NOT NULL, step INTEGER NOT NULL, members BLOB NOT NULL,
