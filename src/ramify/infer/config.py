@@ -64,8 +64,9 @@ class EngineConfig(Config):
     @property
     def num_state_snapshots(self) -> int:
         """The maximum number of snapshots; none without a prefix cache."""
-        default = 2 * self.max_running_requests
-        return 0 if not self.prefix_cache else default if self.state_snapshots is None else self.state_snapshots
+        if not self.prefix_cache:
+            return 0
+        return 2 * self.max_running_requests if self.state_snapshots is None else self.state_snapshots
 
     @model_validator(mode="after")
     def _batch_tokens_cover_running_requests(self) -> "EngineConfig":

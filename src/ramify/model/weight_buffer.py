@@ -112,7 +112,7 @@ class WeightBuffer:
             self.tensors[name].copy_(tensor)
 
     def announce(self, version: PolicyVersion, directory: str) -> None:
-        """Announce that the buffer holds `version` now. It must not change until `directory` is complete."""
+        """Announce that the buffer holds `version` now. It may be refilled at any time: readers verify the checksum."""
         checksum = compute_buffer_checksum(self._bytes)  # waits for the device
         size = self._bytes.nbytes
         announcement = Announcement(version, directory, size, checksum, self._slots, self._location)

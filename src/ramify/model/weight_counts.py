@@ -24,11 +24,11 @@ class WeightCounts:
         config = model.config.get_text_config()
         layers: nn.Module = model.get_decoder().layers
         matrices = {name: value.numel() for name, value in layers.named_parameters() if value.ndim >= 2}
-        num_experts = sum(size for name, size in matrices.items() if "experts" in name and "shared" not in name)
+        num_expert_weights = sum(size for name, size in matrices.items() if "experts" in name and "shared" not in name)
         counts = read_expert_counts(config.to_dict())
         return cls(
-            dense=sum(matrices.values()) - num_experts,
-            experts=num_experts,
+            dense=sum(matrices.values()) - num_expert_weights,
+            experts=num_expert_weights,
             head=config.vocab_size * config.hidden_size,
             expert_share=counts.active / counts.total if counts else 1.0,
         )

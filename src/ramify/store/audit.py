@@ -87,13 +87,15 @@ def _check_commits(ledger: Ledger) -> Iterator[str]:
     served = {(incarnation, step) for incarnation, step, _ in ledger.served_batches()}
     previous = CommitRecord(0, 0, "")
     for commit in ledger.commits():
-        by = f"version {commit.version} was committed by trainer {FencingToken.from_number(commit.incarnation)}"
+        commit_text = (
+            f"version {commit.version} was committed by trainer {FencingToken.from_number(commit.incarnation)}"
+        )
         if commit.incarnation < previous.incarnation:
             newer = FencingToken.from_number(previous.incarnation)
-            yield f"{by} after trainer {newer} had committed version {previous.version}"
+            yield f"{commit_text} after trainer {newer} had committed version {previous.version}"
         for step in range(previous.version, commit.version) if commit.digest else ():
             if (commit.incarnation, step) not in served:
-                yield f"{by}, which never received the batch of step {step}"
+                yield f"{commit_text}, which never received the batch of step {step}"
         previous = commit
     if previous.version != (committed := ledger.progress().committed):
         yield f"the history ends at version {committed}, but the last commit is that of version {previous.version}"

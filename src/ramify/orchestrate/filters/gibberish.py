@@ -34,7 +34,7 @@ class Gibberish(Filter):
         limit = -math.log(rollout.vocab_size) - self.config.logprob_offset
         logprobs = rollout.trace.graph.logprobs.view
         if not np.any(logprobs < limit):
-            return False  # as nearly always
+            return False  # most rollouts end here: what follows is slow
         nodes = rollout.trace.nodes
         for node in map(nodes.__getitem__, get_trainable_nodes(rollout.trace)):
             rare = node.token_ids[slice(*node.sampled_span)] > self.config.token_id_threshold

@@ -30,7 +30,7 @@ class Repetition(Filter):
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether a long run of tokens was sampled almost with certainty."""
         if rollout.trace.completion_len < self.config.window:
-            return False  # as nearly always
+            return False  # most rollouts end here: what follows is slow
         limit = math.log(self.config.prob_threshold)
         nodes = rollout.trace.nodes
         runs = (_longest_run(nodes[node].logprobs > limit) for node in get_trainable_nodes(rollout.trace))
