@@ -446,3 +446,89 @@ async def test_health_checks_tolerate_metrics_that_are_not_numeric():
         await until(lambda: fake.paths.count("/metrics") >= 3)
         assert not client.down_replicas
         waiting.cancel()
+
+
+# -- addresses that change ----------------------------------------------------------------------------------------------
+
+
+@bounded
+async def test_a_new_address_is_used_once_it_has_the_weights_of_the_others():
+    old, new = Fake(), Fake()
+    async with connected(old) as client, new:
+        await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
+        new.healthy = False
+        client.set_urls([old.url, new.url])
+        await until(lambda: "/health" in new.paths)
+        assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {old.url}
+        assert client.urls == [old.url, new.url] and client.joined_urls == [old.url]
+        new.healthy = True
+        await until(lambda: new.url in client.versions)
+        assert new.version == PolicyVersion("fake", 0, 2)
+        assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {old.url, new.url}
+
+
+@bounded
+async def test_a_removed_address_gets_no_new_requests_and_finishes_those_in_flight():
+    leaving, staying = Fake(), Fake()
+    may_answer = asyncio.Event()
+
+    async def answer_later(fake, exchange):
+        await may_answer.wait()
+        await answer(fake, exchange)
+
+    async with connected(leaving) as client, staying:
+        leaving.behaviour = answer_later
+        in_flight = asyncio.create_task(client.generate([1], SAMPLING))
+        await until(lambda: leaving.asked)
+        client.set_urls([f"{staying.url}/"])  # a slash at the end makes no other address
+        assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {staying.url}
+        may_answer.set()
+        assert (await in_flight).server == leaving.url
+        num_checks = leaving.paths.count("/health")
+        await until(lambda: len(client._watch_tasks) == 1)
+        await asyncio.sleep(0.1)
+        assert leaving.paths.count("/health") <= num_checks + 2
+        assert list(client.versions) == [staying.url] and not client.down_replicas
+
+
+@bounded
+async def test_a_seeded_request_moves_away_from_a_vanished_address():
+    vanished, other = Fake(), Fake()
+    async with connected(vanished) as client, other:
+        vanished.behaviour = hang
+        seeded = ClientSampling(max_tokens=3, seed=5)
+        waiting = asyncio.create_task(client.generate([1], seeded, timeout=10, clock=StallClock()))
+        await until(lambda: vanished.asked)
+        client.set_urls([])
+        vanished.healthy = False  # as if its machine were cut off
+        await until(lambda: vanished.hung_up.is_set())
+        assert not waiting.done()
+        client.set_urls([other.url])
+        assert (await waiting).server == other.url
+
+
+@bounded
+async def test_an_address_that_returns_is_joined_again():
+    one, two = Fake(), Fake()
+    async with connected(one, two) as client:
+        client.set_urls([two.url])
+        client.set_urls([one.url, two.url])
+        await until(lambda: one.url in client.versions)
+        assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {one.url, two.url}
+
+
+@bounded
+async def test_start_follows_addresses_that_change():
+    gone, new = Fake(), Fake()
+    async with gone:
+        pass
+    async with new:
+        client = InferenceClient(gone.url, QUICK)
+        starting = asyncio.create_task(client.start())
+        await until(lambda: "cannot be reached" in client.down_replicas[gone.url])
+        client.set_urls([])
+        await until(lambda: not client._watch_tasks)
+        client.set_urls([new.url])
+        await starting
+        assert list(client.versions) == [new.url]
+        await client.close()

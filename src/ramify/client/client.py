@@ -37,6 +37,7 @@ from ramify.wire.lifecycle import AsyncService
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation
+JOIN_INTERVAL = 0.2  # at most these seconds between two tries to join a server that was never up
 
 
 class InferenceClient(AsyncService):
@@ -49,17 +50,16 @@ class InferenceClient(AsyncService):
         self, urls: str | Sequence[str], config: ClientConfig | None = None, *, version: PolicyVersion | None = None
     ) -> None:
         self.config = config or ClientConfig()
-        urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        urls = _normalize_urls([urls] if isinstance(urls, str) else urls)
         if not urls:
             raise ProviderError("a client needs the address of at least one inference server")
-        connect_timeout, max_connections = self.config.connect_timeout, self.config.connections
-        https = (HttpClient(url, connect_timeout=connect_timeout, max_connections=max_connections) for url in urls)
-        self._pool = ReplicaPool([Replica(http.base_url, http) for http in https])
+        self._pool = ReplicaPool([self._make_replica(url) for url in urls])
         self._initial_version = version
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
         self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
-        self._health_tasks: list[asyncio.Task[None]] = []
+        self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._is_open = self._is_started = False  # from the start of `start`, and from its end, until `close`
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
@@ -68,35 +68,71 @@ class InferenceClient(AsyncService):
 
         Raises ProviderError if none is up.
         """
-        if self._health_tasks:
+        if self._is_open:
             raise ProviderError("the client is already started")
-        joins = [asyncio.create_task(self._join_when_ready(replica)) for replica in self._pool.replicas]
+        self._is_open, timeout = True, self.config.server_wait_timeout
         try:
-            timeout = self.config.server_wait_timeout
-            done, _ = await asyncio.wait(joins, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-            for join in done:
-                join.result()
+            for replica in self._pool.replicas:
+                self._watch(replica)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while not self._pool.replicas or self._pool.replicas != self._pool.up_replicas:
+                        await self._pool.wait_for_change()
+                        for replica in self._pool.replicas:
+                            if replica.refusal is not None:
+                                raise replica.refusal
             if not self._pool.up_replicas:
                 raise ProviderError(f"no inference server came up within {timeout:g} s: {self._pool.describe_down()}")
         except BaseException:
             await self.close()
             raise
-        finally:
-            await cancel_all(joins)
-        self._health_tasks = [
-            asyncio.create_task(self._monitor_health(replica), name=f"health of {replica.url}")
-            for replica in self._pool.replicas
-        ]
+        self._is_started = True
         return self
 
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
-        await cancel_all(self._health_tasks)
-        self._health_tasks = []
-        self._pool.is_closed = True
-        for replica in self._pool.replicas:
+        replicas = {*self._pool.replicas, *self._watch_tasks}
+        await cancel_all(self._watch_tasks.values())
+        self._watch_tasks.clear()
+        self._is_open, self._pool.is_closed = False, True
+        for replica in replicas:
             self._pool.eject(replica, "the client is closed")
             await replica.http.aclose()
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Use the servers at these addresses from now on; if there is none, requests wait for one.
+
+        A new server gets requests once it serves the same weights as the others. A removed server gets no more. Its
+        requests in flight are continued there while it is healthy; after that, those that may be sent again are.
+        """
+        urls = _normalize_urls(urls)
+        for replica in list(self._pool.replicas):
+            if replica.url not in urls:
+                self._pool.remove(replica)
+        for url in urls:
+            if url not in self.urls:
+                self._pool.add(replica := self._make_replica(url))
+                if self._is_open:
+                    self._watch(replica)
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of the servers, whether they are up or not."""
+        return [replica.url for replica in self._pool.replicas]
+
+    @property
+    def joined_urls(self) -> list[str]:
+        """The addresses of the servers that were up at least once."""
+        return [replica.url for replica in self._pool.replicas if replica.adapter is not None]
+
+    def _make_replica(self, url: str) -> Replica:
+        config = self.config
+        http = HttpClient(url, connect_timeout=config.connect_timeout, max_connections=config.connections)
+        return Replica(url, http)
+
+    def _watch(self, replica: Replica) -> None:
+        work = self._watch_replica(replica)
+        self._watch_tasks[replica] = asyncio.create_task(work, name=f"health of {replica.url}")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -294,31 +330,30 @@ class InferenceClient(AsyncService):
 
     # -- health --------------------------------------------------------------------------------------------------------
 
-    async def _join_when_ready(self, replica: Replica) -> None:
-        """Try to join the server until it is up. Raises a failure that is not retryable."""
-        while replica.state is ReplicaState.DOWN:
-            try:
-                await self._join_replica(replica)
-            except RamifyError as error:
-                replica.reason = f"{error.name}: {error.message}"
-                if not error.retryable:
-                    raise
-                await asyncio.sleep(min(self.config.health_interval, 0.2))
+    async def _watch_replica(self, replica: Replica) -> None:
+        """Join one server when it is up, then check its health and join it again when it recovers, until it is removed.
 
-    async def _monitor_health(self, replica: Replica) -> None:
-        """Check the health of one server forever; join it again when it recovers."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.health_interval):
-                    await replica.check_now.wait()
-            replica.check_now.clear()
+        While the client starts, servers are joined without a health check: a server that is no engine has none.
+        """
+        while not replica.is_drained:
             try:
-                await self._check_health(replica)
+                if self._is_started:
+                    await self._check_health(replica)
                 if replica.state is ReplicaState.DOWN:
                     await self._join_replica(replica)
             except RamifyError as error:
                 if replica.state is ReplicaState.DOWN:
                     replica.reason = f"{error.name}: {error.message}"
+                if not error.retryable and not self._is_started:
+                    replica.refusal = error
+                    self._pool.notify_change()
+            interval = self.config.health_interval
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval if replica.adapter is not None else min(interval, JOIN_INTERVAL)):
+                    await replica.check_now.wait()
+            replica.check_now.clear()
+        del self._watch_tasks[replica]
+        await replica.http.aclose()
 
     async def _check_health(self, replica: Replica) -> None:
         """Check the health of one server once; eject it after enough failures in a row. Raises ProviderError."""
@@ -329,9 +364,9 @@ class InferenceClient(AsyncService):
                     await self._record_progress(replica)
         except (RamifyError, RequestFailed) as error:
             replica.num_failed_checks += 1
-            if replica.num_failed_checks >= self.config.eject_after and replica.state is ReplicaState.UP:
+            if replica.num_failed_checks >= self.config.eject_after and replica.state is not ReplicaState.DOWN:
                 self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
-                if self._pool.up_replicas:
+                if self._pool.up_replicas or replica.state is ReplicaState.REMOVED:
                     replica.interrupt_movable_requests()
             raise ProviderError(str(error)) from error
         replica.num_failed_checks = 0
@@ -358,3 +393,7 @@ class InferenceClient(AsyncService):
                 raise ProviderError(str(error)) from error
             replica.adapter = adapter
             self._pool.admit(replica)
+
+
+def _normalize_urls(urls: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))

@@ -1,7 +1,8 @@
 """The servers (replicas) of a client, and routing among them.
 
-    UP -> DOWN   health checks failed, a connection could not be made, or a weight update was not acknowledged
-    DOWN -> UP   healthy again, and serving the same weights as the others
+    UP -> DOWN      health checks failed, a connection could not be made, or a weight update was not acknowledged
+    DOWN -> UP      healthy again, and serving the same weights as the others
+    any -> REMOVED  its address was removed from the list; requests in flight stay with it, and it never comes back
 
 A session stays with its server while that is up, because the session's prefix is in the server's cache. Other requests
 go to the server with the fewest requests of this client in flight.
@@ -17,7 +18,7 @@ from enum import Enum
 from ramify.client.engine_adapter import EngineAdapter
 from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.stall_clock import StallClock
-from ramify.errors import ProviderError
+from ramify.errors import ProviderError, RamifyError
 
 MAX_SESSIONS = 1 << 16  # beyond it, the least recently used session is forgotten
 
@@ -27,6 +28,7 @@ class ReplicaState(Enum):
 
     UP = "up"
     DOWN = "down"
+    REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +43,9 @@ class TimedRequest:
 class Replica:
     """One server: its connections, its state, and its requests in flight.
 
-    `reason` says why it is down; `adapter` is set when it first comes up; `num_failed_checks` counts failed health
-    checks in a row; setting `check_now` triggers a health check; `last_num_steps` is the engine's step counter at the
-    last health check.
+    `reason` says why it is down; `adapter` is set when it first comes up; `refusal` is a failure to join that trying
+    again cannot help; `num_failed_checks` counts failed health checks in a row; setting `check_now` triggers a health
+    check; `last_num_steps` is the engine's step counter at the last health check.
     """
 
     def __init__(self, url: str, http: HttpClient) -> None:
@@ -51,6 +53,7 @@ class Replica:
         self.state = ReplicaState.DOWN
         self.reason = "not reached yet"
         self.adapter: EngineAdapter | None = None
+        self.refusal: RamifyError | None = None
         self.num_in_flight = 0
         self.num_served = 0
         self.num_failed_checks = 0
@@ -63,6 +66,11 @@ class Replica:
         if self.adapter is None:
             raise ProviderError(f"{self.url} was never reached: {self.reason}")
         return self.adapter
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it was removed and its last request has ended."""
+        return self.state is ReplicaState.REMOVED and not self.num_in_flight
 
     @contextlib.contextmanager
     def track_request(self) -> Generator[None]:
@@ -92,7 +100,7 @@ class Replica:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            raise ResponseLost(f"{self.url} failed its health checks, and another server is up") from error
+            raise ResponseLost(f"{self.url} failed its health checks") from error
 
     @property
     def has_timed_requests(self) -> bool:
@@ -117,7 +125,7 @@ class ReplicaPool:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
         self._session_replicas: OrderedDict[str, Replica] = OrderedDict()
-        self._any_up = asyncio.Event()
+        self._any_up, self._changed = asyncio.Event(), asyncio.Event()
         self.is_closed = False
 
     @property
@@ -125,17 +133,44 @@ class ReplicaPool:
         """The servers that receive requests."""
         return [replica for replica in self.replicas if replica.state is ReplicaState.UP]
 
+    def add(self, replica: Replica) -> None:
+        """Add a server. It gets requests once it is admitted."""
+        self.replicas.append(replica)
+        self.notify_change()
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a server: it gets no more requests, and those in flight stay with it."""
+        self.replicas.remove(replica)
+        self._set_state(replica, ReplicaState.REMOVED, "its address was removed")
+        replica.check_now.set()
+
     def eject(self, replica: Replica, reason: str) -> None:
         """Stop sending requests to a server until it is admitted again."""
-        replica.state, replica.reason = ReplicaState.DOWN, reason
+        self._set_state(replica, ReplicaState.DOWN, reason)
         replica.check_now.set()
-        if not self.up_replicas:
-            self._any_up.clear()
 
     def admit(self, replica: Replica) -> None:
         """Start sending requests to a server."""
-        replica.state, replica.reason, replica.num_failed_checks = ReplicaState.UP, "", 0
-        self._any_up.set()
+        replica.num_failed_checks = 0
+        self._set_state(replica, ReplicaState.UP, "")
+
+    def _set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        if replica.state is not ReplicaState.REMOVED:
+            replica.state, replica.reason = state, reason
+        if self.up_replicas:
+            self._any_up.set()
+        else:
+            self._any_up.clear()
+        self.notify_change()
+
+    def notify_change(self) -> None:
+        """Wake up `wait_for_change`."""
+        self._changed.set()
+
+    async def wait_for_change(self) -> None:
+        """Wait until a server is added, removed, admitted, ejected or refused. Only one task may wait."""
+        await self._changed.wait()
+        self._changed.clear()
 
     def pick(self, session: str | None, avoid: Collection[Replica] = ()) -> Replica | None:
         """Return the server for a request: not one of `avoid` if there is another; None if none is up."""

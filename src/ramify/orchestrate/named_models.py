@@ -13,6 +13,7 @@ from ramify.client.generate_api import decode_json
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import ProviderError, RamifyError, RequestInvalid, TokenizerMismatch, TokensRequired
 from ramify.infer.config import NamedModelConfig
+from ramify.orchestrate.address_book import AddressBook, get_model_key
 from ramify.render.tokenizer import Tokenizer
 
 PROBE_TIMEOUT = 60.0  # seconds for a server to tokenize a text
@@ -28,17 +29,21 @@ async def connect_model(
     timeout: float,
     scores: bool,
     top_k: int = 0,
+    address_book: AddressBook | None = None,
 ) -> InferenceClient:
     """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
 
-    With `scores`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. Raises
-    ProviderError if no server answers within `timeout` seconds, TokensRequired or TokenizerMismatch.
+    With `scores`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
+    client follows the addresses in `address_book`. Raises ProviderError if no server answers within `timeout` seconds,
+    TokensRequired or TokenizerMismatch.
     """
     client = InferenceClient(config.base_url, ClientConfig(server_wait_timeout=timeout))
+    if address_book is not None:
+        address_book.subscribe(get_model_key(name), client.set_urls)
     try:
         await stack.enter_async_context(client)
         tokenizer = Tokenizer(model_dir)
-        for url in config.base_url:
+        for url in client.joined_urls:
             await check_tokenizer(url, tokenizer)
         token_ids = tokenizer.encode(PROBE_TEXT).ids.tolist()
         if scores and top_k:

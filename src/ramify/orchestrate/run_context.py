@@ -20,6 +20,7 @@ from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
+from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import RunConfig
@@ -95,7 +96,9 @@ class RunContext:
         self.progress = RunProgress(self.run_log, self._on_metrics)
         timeout, secret = config.launch.startup_timeout, config.secret
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
+        self.address_book = await stack.enter_async_context(AddressBook(config.path))
         client = InferenceClient(self.inference.base_url, client_config, version=version)
+        self.address_book.subscribe(INFERENCE_KEY, client.set_urls)
         self.client: InferenceClient = await stack.enter_async_context(client)
         score_models = await self._connect_score_models(stack, timeout)
         connect = functools.partial(connect_source, stack=stack, timeout=timeout, secret=secret)
@@ -170,7 +173,14 @@ class RunContext:
             model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
             top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
             client = await connect_model(
-                name, models[name], model_dir, stack, timeout=timeout, scores=is_scorer, top_k=top_k
+                name,
+                models[name],
+                model_dir,
+                stack,
+                address_book=self.address_book,
+                timeout=timeout,
+                scores=is_scorer,
+                top_k=top_k,
             )
             scorers[name] = ScoreModel(name, client, timeout)
         return {source: scorers[name] for source, name in score_names.items()}

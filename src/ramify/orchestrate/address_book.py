@@ -1,0 +1,103 @@
+"""The address book of a run: where its engines, models and env servers can be reached now.
+
+On a cluster, a process may be restarted on another node, so addresses change while a run goes on. The supervisor then
+replaces `addresses.json` in the run directory, and the orchestrator, which reads the file every second, connects to the
+new addresses. A run on one machine has no such file: its addresses are those of its configuration.
+
+    {"inference": ["http://10.0.0.2:8000"], "models/judge": [...], "env/train/reverse": ["tcp://10.0.0.3:5000", ...]}
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from ramify.async_calls import cancel_all
+from ramify.errors import ConfigInvalid
+from ramify.files import write_atomically
+from ramify.wire.lifecycle import AsyncService
+
+ADDRESS_BOOK_FILE = "addresses.json"
+INFERENCE_KEY = "inference"
+POLL_INTERVAL = 1.0  # seconds
+
+OnAddresses = Callable[[list[str]], None]
+
+
+def get_model_key(name: str) -> str:
+    """Return the key of the servers of a model in `[models]`."""
+    return f"models/{name}"
+
+
+def get_env_key(kind: str, source_name: str) -> str:
+    """Return the key of the env servers of a source; `kind` is `train` or `eval`."""
+    return f"env/{kind}/{source_name}"
+
+
+def write_addresses(run_directory: Path, addresses: Mapping[str, Sequence[str]]) -> None:
+    """Replace the address book of a run."""
+    write_atomically(run_directory / ADDRESS_BOOK_FILE, msgspec.json.encode(addresses))
+
+
+def read_addresses(run_directory: Path) -> dict[str, list[str]] | None:
+    """Return the addresses by key; None if the run has no address book. Raises ConfigInvalid if it is malformed."""
+    path = run_directory / ADDRESS_BOOK_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        expected = 'expected lists of addresses by key, {"inference": ["http://HOST:PORT"]}'
+        raise ConfigInvalid(f"{path} is not an address book: {error}; {expected}") from error
+
+
+class AddressBook(AsyncService):
+    """The current addresses of a run. It reads the file from `start` to `close`, and notifies its subscribers.
+
+    `addresses` is None until the run has an address book.
+    """
+
+    def __init__(self, run_directory: Path, *, poll_interval: float = POLL_INTERVAL) -> None:
+        self._run_directory, self._poll_interval = run_directory, poll_interval
+        self.addresses: dict[str, list[str]] | None = None
+        self._subscribers: list[tuple[str, OnAddresses]] = []
+        self._polling: asyncio.Task[None] | None = None
+
+    async def start(self) -> Self:
+        """Read the file, and start to poll it. Raises ConfigInvalid if the file is malformed."""
+        self._refresh()
+        self._polling = asyncio.create_task(self._poll(), name="address book")
+        return self
+
+    async def close(self) -> None:
+        """Stop polling."""
+        if self._polling is not None:
+            await cancel_all([self._polling])
+
+    async def wait_failed(self) -> None:
+        """Wait until polling fails, and raise its failure."""
+        assert self._polling is not None
+        await asyncio.shield(self._polling)
+
+    def subscribe(self, key: str, on_addresses: OnAddresses) -> None:
+        """Call `on_addresses` with the addresses of a key: now if the book has the key, and whenever they change."""
+        self._subscribers.append((key, on_addresses))
+        if self.addresses is not None and key in self.addresses:
+            on_addresses(self.addresses[key])
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_interval)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Read the file. A key that it no longer has keeps its addresses."""
+        read = read_addresses(self._run_directory)
+        if read is None:
+            return
+        before, self.addresses = self.addresses or {}, {**(self.addresses or {}), **read}
+        for key, on_addresses in list(self._subscribers):
+            if key in read and read[key] != before.get(key):
+                on_addresses(read[key])
