@@ -1,5 +1,6 @@
 """Judges call a model over HTTP, record their usage, and raise JudgeError for unparsable verdicts."""
 
+import asyncio
 import socket
 
 import pytest
@@ -50,6 +51,25 @@ def test_a_judge_can_be_a_model_of_the_run(server, monkeypatch):
         run(Judge.load({**table, "base_url": "models.other"}).score(TASK, make_context(TASK, "Rome").trace))
     with pytest.raises(ConfigInvalid, match="model: required"):
         Judge.load({"id": "reference", "base_url": server.url})
+
+
+def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypatch):
+    server.reset(lambda body: "Verdict: CORRECT")
+
+    async def move(reader, writer) -> None:
+        """Close the connection, like a server that dies and is started elsewhere."""
+        chat_client.set_model_address("big", [server.url.removesuffix("/v1")])
+        writer.close()
+
+    async def score() -> float:
+        async with await asyncio.start_server(move, "127.0.0.1", 0) as old:
+            port = old.sockets[0].getsockname()[1]
+            monkeypatch.setenv("RAMIFY_MODEL_BIG", f"http://127.0.0.1:{port} big")
+            judge = Judge.load({"id": "reference", "base_url": "models.big"})
+            return await judge.score(TASK, make_context(TASK, "Rome").trace)
+
+    assert run(score()) == 1.0
+    assert server.requests[0]["model"] == "big"
 
 
 def test_rubric_score_is_the_weighted_mean(server):

@@ -54,6 +54,8 @@ class Tricky(rf.Taskset):
         if does == "shell":
             nap = f"sleep {task.nap}"
             await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", timeout=900)
+        if does == "model":
+            Path(task.file).write_text(os.environ["RAMIFY_MODEL_JUDGE"])
         if does == "talk":
             write_output(str(task.key))
 

@@ -19,12 +19,13 @@ from ramify.errors import ConfigInvalid, ProviderError
 from ramify.trace import Trace, Usage
 
 if TYPE_CHECKING:
-    from ramify.client.http_client import HttpClient, HttpResponse
+    from ramify.client.http_client import HttpResponse
 
 EXCERPT_CHARS = 300  # of a response, in error messages
 RUN_MODEL_PREFIX = "models."  # of a `base_url` that names a model of the run
 COMPLETIONS_PATH = "/chat/completions"
 RETRYABLE_STATUS_CODES = (408, 409, 429, 500, 502, 503, 504)
+CONNECT_TIMEOUT = 10.0  # seconds to open a connection
 INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
 
 
@@ -64,6 +65,14 @@ class ExternalModelConfig(Config):
 def get_model_variable(name: str) -> str:
     """Return the environment variable with the address and the name of a model of the run, separated by a space."""
     return f"RAMIFY_MODEL_{name.upper().replace('-', '_')}"
+
+
+def set_model_address(name: str, urls: Sequence[str]) -> None:
+    """Let this process reach a model of the run at the first of these addresses, if it could reach the model before."""
+    variable = get_model_variable(name)
+    if urls and variable in os.environ:
+        _, _, served_model = os.environ[variable].partition(" ")
+        os.environ[variable] = f"{urls[0]} {served_model}"
 
 
 class ChatClientConfig(ExternalModelConfig):
@@ -110,39 +119,40 @@ class ChatClient:
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:
         """Return the model's reply. Raises ProviderError if all retries fail or the timeout passes."""
-        from ramify.client.http_client import HttpClient  # takes long to load, and few environments need it
-
         config, (base_url, model) = self.config, self.config.resolve()
         body = {"model": model, "messages": list(messages)}
         body |= {name: v for name in ("temperature", "max_tokens") if (v := getattr(config, name)) is not None}
         try:
-            async with (
-                asyncio.timeout(config.timeout),
-                HttpClient(base_url.rstrip("/"), connect_timeout=config.timeout, max_connections=1) as http,
-            ):
-                http.headers |= self._headers
-                return await self._post_with_retries(http, msgspec.json.encode(body))
+            async with asyncio.timeout(config.timeout):
+                return await self._post_with_retries(msgspec.json.encode(body))
         except TimeoutError:
             raise ProviderError(f"{base_url} did not answer within {config.timeout:g} s") from None
 
-    async def _post_with_retries(self, http: "HttpClient", body: bytes) -> ChatCompletion:
+    async def _post_with_retries(self, body: bytes) -> ChatCompletion:
         """Return the completion, after retries of transient failures."""
-        from ramify.client.http_client import RequestFailed
+        from ramify.client.http_client import HttpClient, RequestFailed  # slow to load, and few environments need it
         from ramify.dialects.chat_format import parse_chat_completion
 
-        url = f"{http.base_url}{COMPLETIONS_PATH}"
+        connect_timeout = min(self.config.timeout, CONNECT_TIMEOUT)
 
-        async def post() -> "HttpResponse":
-            """Return the response; raise ProviderError, which is retryable, for a transient failure."""
-            try:
-                response = await http.request("POST", COMPLETIONS_PATH, body)
-            except RequestFailed as error:
-                raise ProviderError(f"{url}: {error}") from error
+        async def post() -> tuple[str, "HttpResponse"]:
+            """Return address and response; raise ProviderError, which is retryable, for a transient failure.
+
+            Each try asks for the address: a model of the run may have moved to another one.
+            """
+            base_url = self.config.resolve()[0].rstrip("/")
+            url = f"{base_url}{COMPLETIONS_PATH}"
+            async with HttpClient(base_url, connect_timeout=connect_timeout, max_connections=1) as http:
+                http.headers |= self._headers
+                try:
+                    response = await http.request("POST", COMPLETIONS_PATH, body)
+                except RequestFailed as error:
+                    raise ProviderError(f"{url}: {error}") from error
             if response.status in RETRYABLE_STATUS_CODES:
                 raise _status_error(url, response)
-            return response
+            return url, response
 
-        response = await retry(post, max_retries=self.config.retries, backoff=INITIAL_BACKOFF)
+        url, response = await retry(post, max_retries=self.config.retries, backoff=INITIAL_BACKOFF)
         if response.status != 200:
             raise _status_error(url, response)
         message, _, usage = parse_chat_completion(response.body, url)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ramify.env import Task
 from ramify.envserver.messages import (
+    AddressUpdate,
     CancelRequest,
     EnvServerHealth,
     EnvServerInfo,
@@ -126,6 +127,10 @@ class EnvClient(AsyncService):
         """Cancel rollouts by id, including those of other clients; return how many were running."""
         request = WireMessage.encode(CancelRequest(list(ids)))
         return (await self._client.call("cancel", request, timeout=CONTROL_TIMEOUT)).decode(int)
+
+    async def update_addresses(self, update: AddressUpdate) -> None:
+        """Tell the server where inference servers are from now on; running rollouts use the new addresses too."""
+        await self._client.call("addresses", WireMessage.encode(update), timeout=CONTROL_TIMEOUT)
 
     async def info(self, *, count_tasks: bool = True, timeout: float = 300.0) -> EnvServerInfo:
         """Return a description of the environment. Counting its tasks takes as long as loading them."""

@@ -21,10 +21,12 @@ from pydantic import ValidationError
 
 from ramify import __version__
 from ramify.env import Task
+from ramify.env.chat_client import set_model_address
 from ramify.envserver.config import EnvServerConfig
 from ramify.envserver.heap import HeapTrimmer
 from ramify.envserver.messages import (
     MAX_COUNTED_TASKS,
+    AddressUpdate,
     EnvServerInfo,
     GroupScores,
     RolloutRequest,
@@ -38,7 +40,7 @@ from ramify.envserver.messages import (
     WorkerReady,
     WorkerSpec,
 )
-from ramify.envserver.policy import open_policy
+from ramify.envserver.policy import open_policy, set_policy_urls
 from ramify.envserver.rollout_log import RolloutLog
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.errors.origin import describe_exception
@@ -129,6 +131,7 @@ class EnvWorker:
             "tasks": self.tasks,
             "count": self.count,
             "score_group": self.score_group,
+            "addresses": self.update_addresses,
             "stop": self.stop,
         }
 
@@ -198,6 +201,16 @@ class EnvWorker:
         await score_group(self._env, task, traces)
         rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
         return WireMessage.encode(GroupScores(rewards, [trace.errors[n:] for trace, n in zip(traces, num_errors)]))
+
+    async def update_addresses(self, request: IncomingRequest) -> WireMessage:
+        """Use new addresses of inference servers, also for rollouts that are running."""
+        update = request.decode(AddressUpdate)
+        if update.inference is not None:
+            set_policy_urls(self._policy, update.inference)
+        for name, urls in update.models.items():
+            set_model_address(name, urls)
+        self._env.update_model_addresses()
+        return WireMessage.encode()
 
     async def stop(self, request: IncomingRequest) -> WireMessage:
         """Stop this process after the response is sent."""

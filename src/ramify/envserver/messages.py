@@ -93,6 +93,15 @@ class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
     ids: list[str]
 
 
+class AddressUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """Addresses of inference servers, which replace those that the env server was started with or told before."""
+
+    inference: list[str] | None = None
+    """The servers of the model that the agents call. None: those that the env server was started with."""
+    models: dict[str, list[str]] = {}
+    """The servers of other models of the run, by name; the others stay where they were."""
+
+
 class TaskCount(msgspec.Struct, forbid_unknown_fields=True):
     """The number of tasks; None if there are more than MAX_COUNTED_TASKS."""
 

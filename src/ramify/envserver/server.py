@@ -16,6 +16,7 @@ import msgspec
 from ramify.envserver.config import DEFAULT_ADDRESS, EnvServerConfig
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import (
+    AddressUpdate,
     CancelRequest,
     EnvServerHealth,
     EnvServerStats,
@@ -51,6 +52,7 @@ class EnvServer(AsyncService):
             "run": self._handle_run,
             "score_group": self._handle_score_group,
             "cancel": self._handle_cancel,
+            "addresses": self._handle_addresses,
             "health": self._handle_health,
             "stats": self._handle_stats,
         }
@@ -170,6 +172,10 @@ class EnvServer(AsyncService):
             self._cancelled_tasks.add(task)
             task.cancel()
         return WireMessage.encode(len(tasks))
+
+    async def _handle_addresses(self, request: IncomingRequest) -> WireMessage:
+        self.pool.update_addresses(request.decode(AddressUpdate))
+        return WireMessage.encode()
 
     async def _forward(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
         """Forward the request to any worker; if the worker is lost, try another."""

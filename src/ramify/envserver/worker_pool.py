@@ -6,6 +6,7 @@ load and shrinks after it has had surplus workers for a while. Every decision is
 """
 
 import asyncio
+import contextlib
 import math
 import shutil
 import tempfile
@@ -16,13 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ramify.env.chat_client import set_model_address
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, SelectedSource
 from ramify.envserver.log import EnvServerLog
-from ramify.envserver.messages import EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
+from ramify.envserver.messages import AddressUpdate, EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
 from ramify.envserver.worker_process import WorkerProcess, WorkerState
-from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
+from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, WorkerDied
 from ramify.processes.interpreter import find_other_interpreter
-from ramify.wire import LoopMonitor, WireSettings
+from ramify.wire import LoopMonitor, WireMessage, WireSettings
 
 MAX_HISTORY = 256  # recorded losses and decisions
 INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
@@ -50,6 +52,7 @@ class WorkerPool:
         self.counts = {"booted": 0, "lost": 0, "hung": 0, "recycled": 0, "boot_failures": 0}
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
+        self._addresses: AddressUpdate | None = None  # that have replaced those of the configuration
         self.boot_error: RamifyError | None = None
         """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""
         self.started_at = time.monotonic()
@@ -143,6 +146,25 @@ class WorkerPool:
             if not future.done():
                 self.num_waiting -= 1
                 future.set_exception(_attempt_error(error))
+
+    # -- addresses -----------------------------------------------------------------------------------------------------
+
+    def update_addresses(self, update: AddressUpdate) -> None:
+        """Let all workers, and those that are started later, use new addresses of inference servers."""
+        if update == self._addresses:
+            return
+        self._addresses = update
+        self.log.log_event("new addresses", inference=update.inference, models=update.models)
+        for name, urls in update.models.items():
+            set_model_address(name, urls)  # workers inherit the environment of this process
+        for worker in self.workers.values():
+            if worker.state is not WorkerState.BOOTING:
+                self._create_task(self._send_addresses(worker, update))
+
+    async def _send_addresses(self, worker: WorkerProcess, update: AddressUpdate) -> None:
+        """Send addresses to a worker. A worker whose event loop is blocked gets them when it continues."""
+        with contextlib.suppress(PeerLost, WorkerDied):
+            await worker.client.call("addresses", WireMessage.encode(update), timeout=2 * self.config.hang_timeout)
 
     # -- scaling -------------------------------------------------------------------------------------------------------
 
@@ -238,6 +260,9 @@ class WorkerPool:
             server_timeout=max(60.0, 2 * config.hang_timeout),
             max_open_requests=2 * config.max_open_requests,
         )
+        if self._addresses is not None and self._addresses.inference:
+            inference = config.inference.model_copy(update={"base_url": self._addresses.inference})
+            config = config.model_copy(update={"inference": inference})
         spec = WorkerSpec(id=worker.id, source=self._source_config, config=config.model_dump(mode="json"), secret="")
         try:
             await worker.boot(
@@ -254,6 +279,8 @@ class WorkerPool:
         self.counts["booted"] += 1
         self._boot_failures_in_a_row, self.boot_error = 0, None
         self.info = worker.info
+        if self._addresses is not None:  # they may have changed while it booted
+            self._create_task(self._send_addresses(worker, self._addresses))
         self.log.log_event("worker ready", worker=worker.id, pid=worker.pid, seconds=worker.age)
         self._first_boot_done.set()
         self._assign_waiters()

@@ -326,6 +326,10 @@ class ChatPolicy(MessagePolicy):
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
+    def set_base_url(self, base_url: str) -> None:
+        """Send further requests to another address."""
+        self._http.base_url = base_url.rstrip("/")
+
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()

@@ -48,9 +48,9 @@ async def connect_policy(
     """Connect to these servers and return their policy, which stays open until `stack` is closed.
 
     `served_model` is the name of the model on the servers, if it is another one with the tokenizer of `model`; ""
-    stands for any name. Raises ProviderError if a server does not respond.
+    stands for any name. Raises ProviderError if no server responds.
     """
-    cards = [await _list_models(url, api_key) for url in urls]
+    cards = await _list_models_of_all(urls, api_key)
     reason = _why_no_token_ids(client_mode, model, model if served_model is None else served_model, cards)
     if reason is None:
         try:
@@ -95,6 +95,18 @@ def _why_no_token_ids(
     except ModelNotFound as error:
         return error.message
     return None
+
+
+async def _list_models_of_all(urls: Sequence[str], api_key: str) -> list[list[dict[str, Any]]]:
+    """Return the models of each server that responds; raise the failure of the first if none does."""
+    results = await asyncio.gather(*(_list_models(url, api_key) for url in urls), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ProviderError):
+            raise result
+    cards = [result for result in results if not isinstance(result, BaseException)]
+    if not cards:
+        raise next(result for result in results if isinstance(result, BaseException))
+    return cards
 
 
 async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:

@@ -175,6 +175,11 @@ class Environment:
                 self._model_policies[name] = ChatPolicy(*model.resolve(), key)
         return dict(self._model_policies)
 
+    def update_model_addresses(self) -> None:
+        """Use the current addresses of the other models, after those of a model of the run have changed."""
+        for name, policy in self._model_policies.items():
+            policy.set_base_url(self.harness.config.models[name].resolve()[0])
+
 
 def _build_plugin(kind: str, table: dict[str, Any]) -> Any:
     """Return a plugin. Errors of its constructor are raised as ConfigInvalid."""

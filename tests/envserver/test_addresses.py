@@ -1,0 +1,48 @@
+"""Addresses of inference servers that change while an env server runs: workers, rollouts in flight and judges use them."""
+
+import asyncio
+import os
+import signal
+
+from ramify.envserver import EnvClient, EnvServer
+from ramify.envserver.messages import AddressUpdate
+from tests.client.fake import hang
+from tests.envserver.engine import instant
+from tests.envserver.helpers import QUICK, make_config, task, wait_until
+
+TIMEOUT = 60.0
+
+
+def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAMIFY_MODEL_JUDGE", "http://old judge-7b")
+    pool = {"type": "static", "workers": 1}
+
+    async def main(old, new, stop_old) -> None:
+        config = make_config(old.url, tmp_path, pool=pool)
+        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+
+            async def run(number: int, **options) -> None:
+                result = await client.run(task(number, **options), id=f"r{number}", seed=1, timeout=TIMEOUT)
+                assert result.episode.traces[0].rewards["right"] == (1.0, 1.0)
+
+            old.behaviour = hang
+            in_flight = asyncio.create_task(run(1))
+            await wait_until(lambda: bool(old.asked), "a request in flight")
+            update = AddressUpdate([new.url], {"judge": ["http://new"], "other": ["http://elsewhere"]})
+            await client.update_addresses(update)
+            await asyncio.to_thread(stop_old)
+            await in_flight
+            await run(2, does="model", file=str(tmp_path / "judge"))
+            assert (tmp_path / "judge").read_text() == "http://new judge-7b"
+            (worker,) = server.pool.workers.values()
+            os.kill(worker.pid, signal.SIGKILL)
+            await wait_until(lambda: worker.id not in server.pool.workers, "the loss of the worker")
+            await run(3, does="model", file=str(tmp_path / "judge_of_new_worker"))
+            assert (tmp_path / "judge_of_new_worker").read_text() == "http://new judge-7b"
+            assert len(new.asked) == 3 and len(old.asked) == 1
+            assert "RAMIFY_MODEL_OTHER" not in os.environ
+
+    old_engine = instant()
+    old = old_engine.__enter__()
+    with instant() as new:
+        asyncio.run(main(old, new, lambda: old_engine.__exit__(None, None, None)))
