@@ -448,7 +448,7 @@ async def test_health_checks_tolerate_metrics_that_are_not_numeric():
         waiting.cancel()
 
 
-# -- addresses that change ----------------------------------------------------------------------------------------------
+# -- addresses that change -------------------------------------------------------------------------------------------
 
 
 @bounded
@@ -464,7 +464,7 @@ async def test_a_new_address_is_used_once_it_has_the_weights_of_the_others():
         new.healthy = True
         await until(lambda: new.url in client.versions)
         assert new.version == PolicyVersion("fake", 0, 2)
-        assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {old.url, new.url}
+        assert {(await client.generate([1], SAMPLING)).server for _ in range(9)} == {old.url, new.url}
 
 
 @bounded

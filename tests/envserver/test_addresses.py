@@ -1,4 +1,4 @@
-"""Addresses of inference servers that change while an env server runs: workers, rollouts in flight and judges use them."""
+"""New addresses of inference servers reach all workers of an env server, rollouts in flight and judges."""
 
 import asyncio
 import os

@@ -18,6 +18,7 @@ from ramify.envserver.env_worker import TaskPager
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import connect_source
+from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.wire import WireMessage
 from tests.envserver.helpers import make_config, task, wait_until
 
@@ -184,7 +185,7 @@ def test_training_source_without_rewards_is_refused(engine, tmp_path):
         served = make_config(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
         async with EnvServer(served) as server, contextlib.AsyncExitStack() as stack:
             source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
-            await connect_source(source, stack, timeout=60.0, secret=None)
+            await connect_source(source, EnvServerPool("silent", source.addresses, start_timeout=60.0), stack)
 
     asyncio.run(connect(EvalSourceConfig))
     with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):

@@ -35,7 +35,7 @@ from ramify.orchestrate.task_cache import TaskCache
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import CommitRecord, Ledger
+from ramify.store.ledger import CommitRecord, GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.view.token_check import check_trained_tokens
@@ -75,7 +75,23 @@ class World:
     seed: int = 0
     failure_rate: float = 0.2
     trainer_kill_rate: float = 0.1  # after a step
+    repeat_rate: float = 0.0  # of results that arrive once more, from an env server that was given up
     process_kills: list[tuple[int, bool]] = field(default_factory=list)  # changes until the kill, and whether after
+    results: dict[str, list[str]] = field(default_factory=dict)  # by rollout: trace ids until the first that counted
+    counted: set[str] = field(default_factory=set)  # rollouts whose first result has counted
+
+    async def record(self, core: OrchestratorCore, group: GroupRecord, attempt: int, rng: Random, suffix: str = ""):
+        """Report the result of an attempt to the core."""
+        if rng.random() < self.failure_rate:
+            return await core.record_failure(group.number, attempt, DIED)
+        rollout_id = f"{group.number}.{attempt}"
+        trace_id = f"{rollout_id}{suffix}"
+        if rollout_id not in self.counted:
+            self.results.setdefault(rollout_id, []).append(trace_id)
+        trace = rollout(trace_id, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
+        progress = await core.record_attempt(group.number, attempt, [trace], {"stop": "done"})
+        self.counted.add(rollout_id)
+        return progress
 
 
 def sources(world: World, **more) -> dict[str, SourceSpec]:
@@ -105,7 +121,7 @@ async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
     """Drive the core like env servers, a trainer and engines do."""
     await core.register_trainer()
     version = core.ledger_progress.committed
-    in_flight = []
+    in_flight, ended = [], []
     turns = 0
     while version < world.steps:
         turns += 1
@@ -117,13 +133,12 @@ async def drive(core: OrchestratorCore, world: World, rng: Random) -> None:
             in_flight.append(next_attempt)
         if in_flight:
             group, queued = in_flight.pop(rng.randrange(len(in_flight)))
-            number, attempt = queued.group, queued.attempt
-            if rng.random() < world.failure_rate:
-                progress = await core.record_failure(number, attempt, DIED)
-            else:
-                name = f"{number}.{attempt}"
-                trace = rollout(name, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
-                progress = await core.record_attempt(number, attempt, [trace], {"stop": "done"})
+            number = queued.group
+            progress = await world.record(core, group, queued.attempt, rng)
+            ended.append((group, queued.attempt))
+            if rng.random() < world.repeat_rate:
+                group, attempt = ended[rng.randrange(len(ended))]
+                await world.record(core, group, attempt, rng, suffix=f"-{turns}")
             if progress is GroupProgress.TOO_FEW:
                 in_flight = [entry for entry in in_flight if entry[1].group != number]
             if progress is GroupProgress.COMPLETE:
@@ -179,6 +194,8 @@ def check(ledger: Ledger, world: World) -> None:
         DropReason.FILTERED,
         DropReason.TOO_FEW,
     }
+    for record in ledger.store.rollouts():
+        assert ledger.store.read_traces(record.id)[0].id in world.results[record.id]
     counts = Counter(group.source for group in groups)
     assert abs(counts["reverse"] - 0.75 * len(groups)) <= 1
 
@@ -198,10 +215,11 @@ def test_run_ends_with_every_group_trained_or_dropped():
         seed=st.integers(0, 2**20),
         failure_rate=st.sampled_from([0.0, 0.2, 0.6]),
         trainer_kill_rate=st.sampled_from([0.0, 0.3]),
+        repeat_rate=st.sampled_from([0.0, 0.5]),
         process_kills=st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=4),
     )
 )
-def test_run_killed_at_any_write_resumes_without_loss(world):
+def test_run_killed_at_any_write_resumes_without_loss_and_counts_each_attempt_once(world):
     run(world)
 
 
@@ -564,7 +582,7 @@ def connect(client, *, max_tries: int = 1, group_rewards: frozenset[str] = froze
     """Return a source that is served by `client`."""
     return ConnectedSource(
         name="reverse",
-        client=client,
+        servers=client,
         tasks=TaskCache("reverse", client),
         attempt_timeout=9.0,
         max_tries=max_tries,

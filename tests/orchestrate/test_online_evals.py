@@ -84,7 +84,7 @@ def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
     server: Any = FakeEnvServer()
     source = ConnectedSource(
         name="it",
-        client=server,
+        servers=server,
         tasks=server,
         attempt_timeout=9.0,
         max_tries=1,

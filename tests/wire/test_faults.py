@@ -55,6 +55,37 @@ def test_broken_connection_loses_no_reply_and_repeats_no_request():
     asyncio.run(main())
 
 
+def test_connection_is_open_again_soon_after_a_silent_network_works_again():
+    """A connection that was being opened when packets were dropped is given up after `server_timeout`."""
+    impatient = WireSettings(heartbeat_interval=0.05, server_timeout=0.3)
+
+    async def main():
+        async def answer(request: IncomingRequest) -> WireMessage:
+            return request.message
+
+        async with (
+            WireServer({"answer": answer}, settings=FAST) as server,
+            Proxy(server.address) as proxy,
+            WireClient(proxy.address, settings=impatient) as client,
+        ):
+            proxy.silent = True
+            proxy.cut()
+            while proxy.connections < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(PeerLost):
+                await client.call("answer", timeout=5)
+            proxy.silent = False
+            async with asyncio.timeout(5):
+                while True:
+                    try:
+                        await client.call("answer", timeout=5)
+                        return
+                    except PeerLost:
+                        continue
+
+    asyncio.run(main())
+
+
 def test_restarted_server_fails_pending_calls_and_serves_new_ones():
     async def main():
         started = asyncio.Event()

@@ -50,8 +50,8 @@ def run(argv: Sequence[str]) -> int:
     )
     selected = config.select_source()
     if dry:
-        address = selected.config.address or "a free port of this machine"
-        check_bind_address(selected.config.address or "tcp://127.0.0.1:0", config.load_secret())
+        check_bind_address(selected.listen_address, config.load_secret())
+        address = selected.listen_address if selected.config.address else "a free port of this machine"
         log_path = selected.log_path(config.output)
         print(f"would serve {selected.key} at {address}, {selected.config.pool}, log in {log_path}")
         return 0

@@ -6,6 +6,7 @@ call has a timeout, and cancelling a call closes its connection, so that the ser
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -37,6 +38,7 @@ from ramify.wire.lifecycle import AsyncService
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation
+STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up
 JOIN_INTERVAL = 0.2  # at most these seconds between two tries to join a server that was never up
 
 
@@ -64,9 +66,9 @@ class InferenceClient(AsyncService):
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> Self:
-        """Connect to the servers; wait until all are up, or until `server_wait_timeout` has passed and some are.
+        """Connect to the servers; wait until all are up, or until some are and the others take too long.
 
-        Raises ProviderError if none is up.
+        Raises ProviderError if none is up within `server_wait_timeout` seconds, or TokensRequired if one is no engine.
         """
         if self._is_open:
             raise ProviderError("the client is already started")
@@ -74,13 +76,7 @@ class InferenceClient(AsyncService):
         try:
             for replica in self._pool.replicas:
                 self._watch(replica)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while not self._pool.replicas or self._pool.replicas != self._pool.up_replicas:
-                        await self._pool.wait_for_change()
-                        for replica in self._pool.replicas:
-                            if replica.refusal is not None:
-                                raise replica.refusal
+            await self._wait_until_joined(timeout)
             if not self._pool.up_replicas:
                 raise ProviderError(f"no inference server came up within {timeout:g} s: {self._pool.describe_down()}")
         except BaseException:
@@ -88,6 +84,18 @@ class InferenceClient(AsyncService):
             raise
         self._is_started = True
         return self
+
+    async def _wait_until_joined(self, timeout: float) -> None:
+        pool, deadline = self._pool, time.monotonic() + timeout
+        with contextlib.suppress(TimeoutError):
+            while not pool.replicas or pool.replicas != pool.up_replicas:
+                if pool.up_replicas:
+                    deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await pool.wait_for_change()
+                for replica in pool.replicas:
+                    if replica.refusal is not None:
+                        raise replica.refusal
 
     async def close(self) -> None:
         """Stop the health checks and close the connections."""

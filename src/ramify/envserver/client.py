@@ -59,6 +59,11 @@ class EnvClient(AsyncService):
         """The address of the server."""
         return self._client.address
 
+    @property
+    def session_number(self) -> int:
+        """The number of times that the server has lost the requests of this client, because it was restarted."""
+        return self._client.session_number
+
     async def start(self, timeout: float | None = None) -> Self:
         """Connect. Raises PeerLost if the server does not answer within `timeout` seconds."""
         await self._client.start(timeout)

@@ -62,8 +62,21 @@ class ServedSourceConfig(SourceConfig):
     """A source that has its own env server."""
 
     pool: PoolConfig = ElasticPoolConfig()
-    address: str | None = None
-    """The address of the env server if you run it yourself; by default a free port of this machine."""
+    address: str | list[str] | None = None
+    """The address of the env server if you run it yourself, or a list of several that share the load; by default a
+    free port of this machine."""
+
+    @field_validator("address")
+    @classmethod
+    def _list_of_addresses_is_not_empty(cls, address: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(address, list) and (not address or len(set(address)) < len(address)):
+            raise ValueError(f"expected one or more different addresses, got {address}")
+        return address
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the env servers, as far as they are set."""
+        return [self.address] if isinstance(self.address, str) else self.address or []
 
     @property
     def source_config(self) -> SourceConfig:
@@ -172,6 +185,15 @@ class SelectedSource:
     def __init__(self, key: str, config: ServedSourceConfig) -> None:
         self.key, self.config = key, config
         self.kind, _, self.source_name = key.partition("/")
+
+    @property
+    def listen_address(self) -> str:
+        """The address to listen at. Raises ConfigInvalid if the source has several."""
+        addresses = self.config.addresses
+        if len(addresses) > 1:
+            flag = f"--{self.kind}.NUMBER.address {addresses[0]}"
+            raise_config_invalid([("address", f"{self.key} has {len(addresses)} env servers; select one with {flag}")])
+        return addresses[0] if addresses else DEFAULT_ADDRESS
 
     def log_path(self, output: Path) -> Path:
         """Return the path of the server's log."""

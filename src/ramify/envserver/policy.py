@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from ramify.envserver.config import EnvServerConfig
 from ramify.client import InferenceClient
+from ramify.envserver.config import EnvServerConfig
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.wire.address import is_listening

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ramify.envserver.config import DEFAULT_ADDRESS, EnvServerConfig
+from ramify.envserver.config import EnvServerConfig
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import (
     AddressUpdate,
@@ -58,7 +58,7 @@ class EnvServer(AsyncService):
         }
         self._server = WireServer(
             {name: self._with_counters(name, handler) for name, handler in handlers.items()},
-            self.selected.config.address or DEFAULT_ADDRESS,
+            self.selected.listen_address,
             secret=config.load_secret(),
             settings=config.wire_settings,
             name="env-server",

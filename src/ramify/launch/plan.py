@@ -345,7 +345,9 @@ def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:
         (f"{MODEL_PREFIX}{name}", ", ".join(model.base_url)) for name, model in config.models.items() if model.base_url
     ]
     for kind, sources in (("train", config.train), ("eval", config.eval)):
-        services += [(f"env/{kind}/{source.source_name}", source.address) for source in sources if source.address]
+        services += [
+            (f"env/{kind}/{source.source_name}", ", ".join(source.addresses)) for source in sources if source.addresses
+        ]
     return services
 
 

@@ -105,7 +105,7 @@ class AttemptDispatcher:
             task = await source.tasks.get_task(group.task_number)
             if source.num_tasks is None and attempt == 0:
                 core.ledger.queue_task_digest(group.source, group.task_number, compute_content_digest(task))
-            result = await source.client.run(
+            result = await source.servers.run(
                 task,
                 id=build_rollout_id(group.number, attempt),
                 group=str(group.number),

@@ -142,11 +142,24 @@ async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> Non
                 }
             )
         for batch in batches:
+            if metrics := measure_env_servers(run):
+                run.progress.record_metrics(batch.step, metrics)
             run.next_step_to_report = batch.step + 1
             _print_step(run, batch)
             if on_samples is not None:
                 _show_samples(run, batch, on_samples)
         await run.trainer_service.notify_waiters()
+
+
+def measure_env_servers(run: RunContext) -> dict[str, float]:
+    """Return the counters of each env server, by source and host, of sources with several."""
+    metrics: dict[str, float] = {}
+    for name, source in run.sources.items():
+        for server in source.servers.servers if len(source.servers.servers) > 1 else ():
+            prefix = f"env_servers/{name}/{server.address.partition('://')[2]}"
+            counts = {"in_flight": server.num_in_flight, "done": server.num_done, "lost": server.num_lost}
+            metrics |= {f"{prefix}/{key}": float(value) for key, value in counts.items()}
+    return metrics
 
 
 def _print_step(run: RunContext, batch: BatchRecord) -> None:

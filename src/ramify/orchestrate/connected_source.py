@@ -1,25 +1,22 @@
 """Sources as the orchestrator reaches them: through env servers that may still be starting, or restart at any time."""
 
 import asyncio
-import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import EnvServerInfo
-from ramify.errors import ConfigInvalid, Failure, PeerLost, RamifyError, TokensRequired, WorkerDied
+from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, RamifyError, TokensRequired
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, get_task_numbers
 from ramify.store.summary import UNRECORDED_REVISION
 from ramify.trace import Trace
 
-POLL_INTERVAL = 0.05  # seconds between health requests to a server that is not ready
 QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker
 RETRY_DELAY = 1.0  # seconds before a failed attempt is retried
 SERVER_FAILURES = ("PeerLost", "WorkerDied")  # failures of the server rather than of the attempt
@@ -27,17 +24,17 @@ SERVER_FAILURES = ("PeerLost", "WorkerDied")  # failures of the server rather th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectedSource:
-    """A source with an open connection to its env server."""
+    """A source with open connections to its env servers."""
 
     name: str
-    client: EnvClient
+    servers: EnvServerPool
     tasks: TaskCache
     attempt_timeout: float
     """Seconds that one attempt may take, including its time in the queue, at a task without its own limit."""
     max_tries: int
     """Most tries of an attempt."""
     server_timeout: float
-    """Seconds to wait for the server to become healthy again."""
+    """Seconds to wait for a server to become healthy again."""
     group_rewards: frozenset[str] = frozenset()
     """Names of the rewards that compare all attempts of a group."""
     num_tasks: int | None = None
@@ -57,14 +54,10 @@ class ConnectedSource:
         return self.attempt_timeout + float(task.get("timeout") or 0.0)
 
     async def wait_before_retry(self, failure: Failure) -> None:
-        """Wait before a retry. If the server failed, wait until it is healthy, so that one outage costs one try."""
+        """Wait before a retry. If the server failed, wait until one is healthy, so that one outage costs one try."""
         await asyncio.sleep(RETRY_DELAY)
-        deadline = time.monotonic() + self.server_timeout
-        while failure.name in SERVER_FAILURES and time.monotonic() < deadline:
-            with contextlib.suppress(RamifyError):
-                if (await self.client.health()).state == "ok":
-                    return
-            await asyncio.sleep(RETRY_DELAY)
+        if failure.name in SERVER_FAILURES:
+            await self.servers.wait_until_up(self.server_timeout)
 
     async def add_group_rewards(self, traces: Sequence[Trace], on_failure: Callable[[Failure], None]) -> None:
         """Let the server compute the group rewards and add them to the traces, in at most `max_tries` tries.
@@ -73,7 +66,7 @@ class ConnectedSource:
         """
         for num_tries_left in reversed(range(self.max_tries)):
             try:
-                scores = await self.client.score_group(
+                scores = await self.servers.score_group(
                     traces[0].task, traces, environment_digest=self.environment_digest, timeout=self.attempt_timeout
                 )
                 for failure in (failure for failures in scores.errors for failure in failures):
@@ -102,57 +95,43 @@ class ConnectedSource:
 
 
 async def connect_source(
-    config: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack, *, timeout: float, secret: str | None
+    config: TrainSourceConfig | EvalSourceConfig, servers: EnvServerPool, stack: AsyncExitStack
 ) -> ConnectedSource:
-    """Connect to the env server of a source; the connection is closed with `stack`.
+    """Connect to the env servers of a source; the connections are closed with `stack`.
 
-    Raises PeerLost, WorkerDied, TokensRequired or ConfigInvalid.
+    Raises PeerLost, WorkerDied, TokensRequired, EnvironmentChanged or ConfigInvalid.
     """
-    assert config.address is not None
-    name, deadline = config.source_name, time.monotonic() + timeout
-    try:
-        client = await EnvClient(config.address, secret).start(timeout)
-    except PeerLost as error:
-        raise PeerLost(f"the env server of source {name} is not reachable: {error.message}") from error
-    stack.push_async_callback(client.close)
-    tasks = TaskCache(name, client, timeout=config.timeouts.load)
-    info, num_tasks = await _wait_until_ready(config, client, tasks, deadline)
+    await stack.enter_async_context(servers)
+    name, tasks = config.source_name, TaskCache(config.source_name, servers, timeout=config.timeouts.load)
+    info = _get_common_info(name, await servers.list_infos())
     if isinstance(config, TrainSourceConfig) and not info.trainable:
         raise TokensRequired(f"train source {name}: its endpoint does not return token ids and logprobs")
     if isinstance(config, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
             f"train source {name}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
         )
+    limit = MAX_COUNTED_TASKS if isinstance(config, TrainSourceConfig) else config.num_tasks
     return ConnectedSource(
         name=name,
-        client=client,
+        servers=servers,
         tasks=tasks,
         attempt_timeout=config.max_attempt_seconds() + QUEUE_TIME_ALLOWANCE,
         max_tries=config.max_tries,
-        server_timeout=timeout,
+        server_timeout=servers.start_timeout,
         group_rewards=frozenset(info.group_rewards),
-        num_tasks=num_tasks,
+        num_tasks=await tasks.count_tasks(limit),
         environment=info.environment,
         environment_digest=info.environment_digest,
     )
 
 
-async def _wait_until_ready(
-    config: TrainSourceConfig | EvalSourceConfig, client: EnvClient, task_cache: TaskCache, deadline: float
-) -> tuple[EnvServerInfo, int | None]:
-    """Wait until the server has a worker, and return its info and its number of tasks."""
-    limit = MAX_COUNTED_TASKS if isinstance(config, TrainSourceConfig) else config.num_tasks
-    is_broken = False
-    while True:
-        try:
-            health = await client.health()
-            if health.state == "ok":
-                return await client.info(count_tasks=False), await task_cache.count_tasks(limit)
-            is_broken = health.state == "broken"
-            reason = health.reason or health.state
-            error = WorkerDied(f"the env server of source {config.source_name} has no worker: {reason}")
-        except RamifyError as failure:
-            error = failure
-        if not error.retryable or is_broken or time.monotonic() > deadline:
-            raise error
-        await asyncio.sleep(POLL_INTERVAL)
+def _get_common_info(name: str, infos: Mapping[str, EnvServerInfo]) -> EnvServerInfo:
+    """Return the description of the environment; raise EnvironmentChanged if the servers have different ones."""
+    (first_address, first), *others = infos.items()
+    for address, info in others:
+        if info.environment_digest != first.environment_digest:
+            raise EnvironmentChanged(
+                f"the env servers of source {name} have different environments: {first.environment_digest} at "
+                f"{first_address}, {info.environment_digest} at {address}; start them with the same code and settings"
+            )
+    return first

@@ -121,8 +121,12 @@ class OrchestratorCore:
 
     def next_attempt(self, limit: int) -> tuple[GroupRecord, QueuedAttempt] | None:
         """Return the next attempt to dispatch; None if `limit` are in flight or the trainer has to catch up first."""
-        queued = self.attempt_queue.pop(limit, self.admission.can_dispatch)
-        return None if queued is None else (self._groups[queued.group], queued)
+        while (queued := self.attempt_queue.pop(limit, self.admission.can_dispatch)) is not None:
+            tracker = self._trackers.get(queued.group)
+            if tracker is not None and tracker.is_pending(queued.attempt):
+                return self._groups[queued.group], queued
+            self.attempt_queue.mark_done(*queued)  # a result of its earlier try has arrived meanwhile
+        return None
 
     async def record_attempt(
         self,
@@ -134,13 +138,16 @@ class OrchestratorCore:
     ) -> GroupProgress:
         """Record the episode of an attempt, and return the progress of its group.
 
-        If the group is COMPLETE, the caller must score it; if it has TOO_FEW attempts, it was dropped.
-        `encoded_episode`, if given, is stored without encoding the traces again, unless they hold images.
+        If the group is COMPLETE, the caller must score it; if it has TOO_FEW attempts, it was dropped. Only the first
+        result of an attempt counts: one that was given up and run again may return twice. `encoded_episode`, if given,
+        is stored without encoding the traces again, unless they hold images.
         """
         self.attempt_queue.mark_done(group_number, attempt)
         async with self._lock_group(group_number) as tracker:
             if tracker is None:
                 return GroupProgress.TOO_FEW  # dropped meanwhile
+            if not tracker.is_pending(attempt):
+                return tracker.progress
             outcome = tracker.record_episode(attempt, traces)
             if outcome is AttemptOutcome.KEPT:
                 record = self._build_record(group_number, attempt, traces, summary)
@@ -157,6 +164,8 @@ class OrchestratorCore:
         async with self._lock_group(group_number) as tracker:
             if tracker is None:
                 return GroupProgress.TOO_FEW
+            if not tracker.is_pending(attempt):
+                return tracker.progress
             outcome = tracker.record_failure(attempt, failure)
             return await self._retry_or_drop(tracker, attempt, outcome, failure)
 

@@ -63,8 +63,11 @@ class GroupTracker:
     @property
     def pending_attempts(self) -> list[int]:
         """Attempts that are neither kept nor dropped."""
-        done = self.rollouts.keys() | self.failed_attempts.keys()
-        return [attempt for attempt in self._num_tries if attempt not in done]
+        return [attempt for attempt in self._num_tries if self.is_pending(attempt)]
+
+    def is_pending(self, attempt: int) -> bool:
+        """Return whether an attempt is neither kept nor dropped."""
+        return attempt not in self.rollouts and attempt not in self.failed_attempts
 
     @property
     def progress(self) -> GroupProgress:

@@ -126,7 +126,7 @@ class OnlineEvaluator:
         for _ in range(source.max_tries):
             try:
                 task = await source.tasks.get_task(task_number)
-                result = await source.client.run(
+                result = await source.servers.run(
                     task,
                     id=rollout_id,
                     group=rollout_id,

@@ -6,7 +6,6 @@ engines <-------------------------- WeightUpdater <-------------------+         
 """
 
 import asyncio
-import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,16 +15,18 @@ from pathlib import Path
 
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
+from ramify.envserver.messages import AddressUpdate
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
-from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook
+from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_key, get_model_key
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource, connect_source
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
+from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.named_models import connect_model
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
@@ -59,6 +60,7 @@ class RunContext:
         stop_requested: set when the run should save a checkpoint and stop.
         eval_queue: evals that are due: step and sources.
         engine_loads: the last measured load of each engine.
+        sources: the train sources by name, and the eval sources by `eval/NAME`.
         first_step: the step at which this process started.
         next_step_to_report: the first step whose batch was not reported yet.
     """
@@ -94,20 +96,20 @@ class RunContext:
         self.replicator = await self._open_replicator()
         self._write_start_snapshot()
         self.progress = RunProgress(self.run_log, self._on_metrics)
-        timeout, secret = config.launch.startup_timeout, config.secret
+        timeout = config.launch.startup_timeout
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
         self.address_book = await stack.enter_async_context(AddressBook(config.path))
         client = InferenceClient(self.inference.base_url, client_config, version=version)
         self.address_book.subscribe(INFERENCE_KEY, client.set_urls)
         self.client: InferenceClient = await stack.enter_async_context(client)
         score_models = await self._connect_score_models(stack, timeout)
-        connect = functools.partial(connect_source, stack=stack, timeout=timeout, secret=secret)
-        train = {source.source_name: await connect(source) for source in config.train}
-        evals = {source.source_name: await connect(source) for source in config.eval}
+        train = {source.source_name: await self._connect_source("train", source, stack) for source in config.train}
+        evals = {source.source_name: await self._connect_source("eval", source, stack) for source in config.eval}
         source_specs = self._build_source_specs(plugins, train)
         check_task_counts(self.ledger, source_specs)
         await self._check_environments(train, evals)
         self.core = await self._open_core(plugins, source_specs, train)
+        self.sources = {**train, **{f"eval/{name}": source for name, source in evals.items()}}
         self.core.patience.restore(self.ledger, config.orchestrator.patience)
         self.first_step, self.next_step_to_report = self.core.ledger_progress.committed, self.core.admission.next_step
         max_group_size = max(config.get_group_size(source) for source in config.train)
@@ -184,6 +186,37 @@ class RunContext:
             )
             scorers[name] = ScoreModel(name, client, timeout)
         return {source: scorers[name] for source, name in score_names.items()}
+
+    async def _connect_source(
+        self, kind: str, source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack
+    ) -> ConnectedSource:
+        """Connect to the env servers of a source, at the addresses of the address book if it has them."""
+        name = source.source_name
+        origin = name if kind == "train" else f"{kind}/{name}"
+        servers = EnvServerPool(
+            name,
+            source.addresses,
+            self.config.secret,
+            start_timeout=self.config.launch.startup_timeout,
+            get_update=lambda: self._build_address_update(source),
+            on_lost=lambda failure: self.progress.record_failure(origin, failure),
+        )
+        self.address_book.subscribe(get_env_key(kind, name), servers.set_addresses)
+        return await connect_source(source, servers, stack)
+
+    def _build_address_update(self, source: TrainSourceConfig | EvalSourceConfig) -> AddressUpdate | None:
+        """Return what the env servers of a source must know of the address book; None if the run has none.
+
+        An engine is listed once it serves the weights of the others.
+        """
+        addresses = self.address_book.addresses
+        if addresses is None:
+            return None
+        models = {name: addresses[key] for name in self.config.models if (key := get_model_key(name)) in addresses}
+        sampler_model = source.sampler_model if isinstance(source, TrainSourceConfig) else None
+        if source.endpoint is not None:
+            return AddressUpdate(None, models)
+        return AddressUpdate(self.client.joined_urls if sampler_model is None else models.get(sampler_model), models)
 
     def _get_run_id(self) -> str:
         """Return the id that distinguishes this run from all others, whatever their directories are called."""

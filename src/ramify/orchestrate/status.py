@@ -5,6 +5,7 @@ import time
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ramify.orchestrate.connected_env_server import EnvServerState
 from ramify.orchestrate.run_context import RunContext
 
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
@@ -30,7 +31,8 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     elif num_in_flight:
         rollout_id, name, seconds = run.dispatcher.get_oldest_attempt()
         source = run.dispatcher.sources[name]
-        timeout, where = f"timeout {source.attempt_timeout:g} s", f"source {name} at {source.client.address}"
+        address = source.servers.find_address(rollout_id) or "no env server yet"
+        timeout, where = f"timeout {source.attempt_timeout:g} s", f"source {name} at {address}"
         detail = f"oldest attempt {rollout_id}: {seconds:.0f} s ({timeout}), {where}"
         add_wait("sampling", f"{num_in_flight} attempts", detail)
     elif not admission.num_free_slots and not admission.is_finished:
@@ -63,6 +65,10 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
         add_wait("env servers", f"{num_calls} model calls", f"running on the engines at {urls}")
     for url, reason in run.client.down_replicas.items():
         add_wait("client", f"the engine at {url}", reason, timeout=None)
+    for name, source in run.sources.items():
+        for server in source.servers.servers:
+            if server.state is EnvServerState.DOWN:
+                add_wait(f"source {name}", f"its env server at {server.address}", server.reason, timeout=None)
     return waits
 
 
@@ -95,6 +101,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "errors": list(progress.recent_failures)[-5:],
         "failures": dict(progress.failure_counts),
         "evals": progress.evals,
+        "env_servers": {name: source.servers.describe() for name, source in run.sources.items()},
         "version": None if version is None else str(version),
     }
 

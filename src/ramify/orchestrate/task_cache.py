@@ -1,23 +1,23 @@
-"""Cache of the tasks of a source, by number, fetched from its env server in pages on demand."""
+"""Cache of the tasks of a source, by number, fetched from its env servers in pages on demand."""
 
 import asyncio
 from collections.abc import Iterable
 from typing import Any
 
 from ramify.env.task import compute_content_digest
-from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import MAX_COUNTED_TASKS
 from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.orchestrate.env_server_pool import EnvServerPool
 
 PAGE_SIZE = 256
 MAX_CACHED_PAGES = -(-MAX_COUNTED_TASKS // PAGE_SIZE)  # enough for every bounded source
 
 
 class TaskCache:
-    """The tasks of one source. `timeout` is the seconds that the server may take for a page."""
+    """The tasks of one source. `timeout` is the seconds that a server may take for a page."""
 
-    def __init__(self, name: str, client: EnvClient, *, timeout: float = 300.0) -> None:
-        self.name, self._client, self._timeout = name, client, timeout
+    def __init__(self, name: str, servers: EnvServerPool, *, timeout: float = 300.0) -> None:
+        self.name, self._servers, self._timeout = name, servers, timeout
         self._pages: dict[int, list[dict[str, Any]]] = {}
         self._fetch_lock = asyncio.Lock()
 
@@ -25,7 +25,7 @@ class TaskCache:
         """Return the number of tasks; None if there are more than `limit`. Raises ConfigInvalid if there is none."""
         start = 0
         while start < limit:
-            page = await self._client.tasks(start, PAGE_SIZE, timeout=self._timeout)
+            page = await self._servers.tasks(start, PAGE_SIZE, timeout=self._timeout)
             self._pages[start // PAGE_SIZE] = [entry.task for entry in page.tasks]
             start += len(page.tasks)
             if page.end:
@@ -57,7 +57,7 @@ class TaskCache:
         if page not in self._pages:
             async with self._fetch_lock:
                 if page not in self._pages:
-                    reply = await self._client.tasks(page * PAGE_SIZE, PAGE_SIZE, timeout=self._timeout)
+                    reply = await self._servers.tasks(page * PAGE_SIZE, PAGE_SIZE, timeout=self._timeout)
                     self._pages[page] = [entry.task for entry in reply.tasks]
                     while len(self._pages) > MAX_CACHED_PAGES:
                         del self._pages[next(iter(self._pages))]  # the oldest

@@ -112,6 +112,11 @@ class WireClient(AsyncService):
         return max(0.0, time.monotonic() - last) if last else 0.0
 
     @property
+    def session_number(self) -> int:
+        """The number of sessions that the server has lost, each with all its requests."""
+        return self._session_number
+
+    @property
     def num_pending(self) -> int:
         """The number of calls that wait for their response."""
         return len(self._pending)

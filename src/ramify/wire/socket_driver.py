@@ -29,14 +29,15 @@ def open_socket(
 ) -> "zmq.Socket[bytes]":
     """Return a socket for an address, encrypted if there is a secret.
 
-    `kind` is `zmq.ROUTER` for a server, `zmq.DEALER` for a client. ZMQ drops a connection that is silent for
-    `peer_timeout` seconds.
+    `kind` is `zmq.ROUTER` for a server, `zmq.DEALER` for a client. ZMQ drops a connection that is silent, or not open
+    yet, for `peer_timeout` seconds.
     """
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     socket = context.socket(kind)
     socket.sndhwm = socket.rcvhwm = 10_000
     socket.heartbeat_ivl = int(settings.heartbeat_interval * 2000)
-    socket.heartbeat_timeout = int(peer_timeout * 1000)
+    # A network may drop the first packets of a connection; the system and ZMQ would wait for them for a minute or two.
+    socket.heartbeat_timeout = socket.connect_timeout = socket.handshake_ivl = int(peer_timeout * 1000)
     socket.ipv6 = "[" in address
     if secret:
         enable_curve(socket, secret, server=kind == zmq.ROUTER)

@@ -1,0 +1,84 @@
+"""One env server as the orchestrator sees it: its connection, its state and its requests in flight."""
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+from enum import Enum
+from typing import Any
+
+from ramify.envserver.client import EnvClient
+from ramify.envserver.messages import AddressUpdate
+from ramify.errors import RamifyError
+from ramify.wire import WireSettings
+
+CONNECT_TIMEOUT = 10.0  # seconds for one try to connect
+
+
+class EnvServerState(Enum):
+    """Whether a server gets requests; `env_server_pool` has the transitions."""
+
+    UP = "up"
+    DOWN = "down"
+    REMOVED = "removed"
+
+
+class ConnectedEnvServer:
+    """A server of one source.
+
+    `client` is set once it is connected; `failure` says why it is down, `is_broken` that its workers fail to boot;
+    `num_done` counts the requests that it answered, `num_lost` those that were lost with it; setting `check_now`
+    triggers a check.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address, self.state = address, EnvServerState.DOWN
+        self.client: EnvClient | None = None
+        self.failure: RamifyError | None = None
+        self.was_up = self.is_broken = False
+        self.num_in_flight = self.num_done = self.num_lost = 0
+        self.check_now = asyncio.Event()
+        self._sent_update: tuple[AddressUpdate, int] | None = None  # and the session in which it was sent
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it was removed and its last request has ended."""
+        return self.state is EnvServerState.REMOVED and not self.num_in_flight
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it may still come up."""
+        return self.state is EnvServerState.DOWN and not self.is_broken
+
+    @property
+    def reason(self) -> str:
+        """Why it is down."""
+        return "not reached yet" if self.failure is None else f"{self.failure.name}: {self.failure.message}"
+
+    async def connect(self, secret: str | None, settings: WireSettings | None) -> EnvClient:
+        """Return the open connection, or open it. Raises PeerLost or PeerRefused."""
+        if self.client is None:
+            self.client = await EnvClient(self.address, secret, settings=settings).start(CONNECT_TIMEOUT)
+        return self.client
+
+    async def send_update(self, client: EnvClient, update: AddressUpdate | None) -> None:
+        """Tell the server where the inference servers are, unless this process of it knows."""
+        if update is not None and self._sent_update != (update, client.session_number):
+            session_number = client.session_number
+            await client.update_addresses(update)
+            self._sent_update = (update, session_number)
+
+    @contextlib.contextmanager
+    def track_request(self) -> Generator[None]:
+        """Count a request while it is in flight."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if self.is_drained:
+                self.check_now.set()
+
+    def describe(self) -> dict[str, Any]:
+        """Return address, state and counters."""
+        counts = {"in_flight": self.num_in_flight, "done": self.num_done, "lost": self.num_lost}
+        return {"address": self.address, "state": self.state.value, **counts}

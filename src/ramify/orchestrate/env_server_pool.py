@@ -1,0 +1,264 @@
+"""The env servers of one source: a request goes to the least loaded one, and to another one if its server is lost.
+
+    DOWN -> UP       it answers, has a worker, and was told the current addresses of the inference servers
+    UP -> DOWN       a request was lost with it, or it has no worker
+    any -> REMOVED   its address was removed from the list; requests in flight stay with it
+
+A lost server may be alive and finish its attempts beside the servers that run them again. These results count for
+nobody: the connection drops replies to requests that were given up, and the ledger takes one result per attempt.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from ramify.async_calls import cancel_all
+from ramify.envserver.client import EnvClient, RolloutResult
+from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
+from ramify.errors import Failure, PeerLost, RamifyError, WorkerDied
+from ramify.orchestrate.connected_env_server import ConnectedEnvServer, EnvServerState
+from ramify.trace import Trace
+from ramify.wire import WireSettings
+from ramify.wire.lifecycle import AsyncService
+
+JOIN_INTERVAL = 0.05  # seconds between two tries to join a server that was never up
+CHECK_INTERVAL = 1.0  # seconds between two checks of any other server
+STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up
+MAX_MOVES = 10  # servers that may be lost while they run one attempt
+
+T = TypeVar("T")
+
+
+class EnvServerPool(AsyncService):
+    """The env servers of the source `name`, from `start` to `close`.
+
+    `get_update` returns the addresses of inference servers that all env servers should know; None if those of their
+    configuration are right. `on_lost` gets a failure for each server that is lost. `start_timeout` is the seconds that
+    `start` waits for a server, and a request if there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        addresses: Sequence[str],
+        secret: str | None = None,
+        *,
+        start_timeout: float,
+        get_update: Callable[[], AddressUpdate | None] = lambda: None,
+        on_lost: Callable[[Failure], None] = lambda _: None,
+        settings: WireSettings | None = None,
+    ) -> None:
+        self.name, self._secret, self._settings, self.start_timeout = name, secret, settings, start_timeout
+        self._get_update, self._on_lost = get_update, on_lost
+        self.servers = [ConnectedEnvServer(address) for address in dict.fromkeys(addresses)]
+        self._servers_by_rollout: dict[str, ConnectedEnvServer] = {}
+        self._watch_tasks: dict[ConnectedEnvServer, asyncio.Task[None]] = {}
+        self._any_up, self._checked = asyncio.Event(), asyncio.Event()
+        self._is_open = False
+
+    # -- servers -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Self:
+        """Connect to the servers; wait until all are up, or until some are and the others take too long.
+
+        Raises the failure of a server that can never be used, or that of the first server if none is up in time.
+        """
+        self._is_open = True
+        try:
+            for server in self.servers:
+                self._watch(server)
+            await self._wait_until_started()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._is_open = False
+        servers = {*self.servers, *self._watch_tasks}
+        await cancel_all(self._watch_tasks.values())
+        self._watch_tasks.clear()
+        await asyncio.gather(*(server.client.close() for server in servers if server.client is not None))
+
+    @property
+    def up_servers(self) -> list[ConnectedEnvServer]:
+        """The servers that get requests."""
+        return [server for server in self.servers if server.state is EnvServerState.UP]
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Use the servers at these addresses from now on; if there is none, requests wait for one.
+
+        A removed server gets no more requests. Its attempts in flight continue there; if it is lost, they are run
+        again on another server.
+        """
+        for server in [server for server in self.servers if server.address not in addresses]:
+            self.servers.remove(server)
+            server.state = EnvServerState.REMOVED
+            server.check_now.set()
+        if not self.up_servers:
+            self._any_up.clear()
+        known = {server.address for server in self.servers}
+        for address in dict.fromkeys(addresses):
+            if address not in known:
+                self.servers.append(server := ConnectedEnvServer(address))
+                if self._is_open:
+                    self._watch(server)
+
+    def find_address(self, rollout_id: str) -> str | None:
+        """Return the address of the server that runs an attempt; None if the attempt waits for a server."""
+        server = self._servers_by_rollout.get(rollout_id)
+        return None if server is None else server.address
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return address, state and counters of each server."""
+        return [server.describe() for server in self.servers]
+
+    async def wait_until_up(self, timeout: float) -> bool:
+        """Wait until a server is up, for at most `timeout` seconds; return whether one is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._any_up.wait()
+        return bool(self.up_servers)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def run(self, task: Mapping[str, Any], *, id: str, timeout: float, **options: Any) -> RolloutResult:
+        """Run one rollout on the least loaded server, with the `options` of `EnvClient.run`.
+
+        If its server is lost while another is up, it is run again there, under the same id.
+        """
+        try:
+            return await self._call(
+                lambda client, timeout: client.run(dict(task), id=id, timeout=timeout, **options), timeout, id
+            )
+        finally:
+            self._servers_by_rollout.pop(id, None)
+
+    async def score_group(
+        self, task: Mapping[str, Any], traces: Sequence[Trace], *, environment_digest: str, timeout: float
+    ) -> GroupScores:
+        """Compute the group rewards of all attempts at a task."""
+        return await self._call(
+            lambda client, timeout: client.score_group(
+                dict(task), traces, environment_digest=environment_digest, timeout=timeout
+            ),
+            timeout,
+        )
+
+    async def tasks(self, start: int, count: int, *, timeout: float) -> TaskPage:
+        """Return the tasks `start` to `start + count` of the taskset."""
+        return await self._call(lambda client, timeout: client.tasks(start, count, timeout=timeout), timeout)
+
+    async def list_infos(self) -> dict[str, EnvServerInfo]:
+        """Return the description of the environment by the address of each server that is up."""
+        clients = {server.address: server.client for server in self.up_servers if server.client is not None}
+        return {address: await client.info(count_tasks=False) for address, client in clients.items()}
+
+    async def _call(self, call: Callable[[EnvClient, float], Awaitable[T]], timeout: float, rollout_id: str = "") -> T:
+        deadline = time.monotonic() + timeout
+        for num_moves_left in reversed(range(MAX_MOVES + 1)):
+            server = await self._pick_server(deadline)
+            assert server.client is not None  # every server that was up has one
+            if rollout_id:
+                self._servers_by_rollout[rollout_id] = server
+            try:
+                with server.track_request():
+                    result = await call(server.client, deadline - time.monotonic())
+                server.num_done += 1
+                return result
+            except PeerLost as error:
+                server.num_lost += 1
+                self._mark_down(server, error)
+                if not num_moves_left or not self.up_servers:
+                    raise
+            except WorkerDied:
+                server.check_now.set()  # it may have no worker at all
+                raise
+        raise AssertionError  # the last iteration returns or raises
+
+    async def _pick_server(self, deadline: float) -> ConnectedEnvServer:
+        """Return the server with the fewest requests in flight; wait for one if none is up. Raises PeerLost."""
+        if not self.up_servers:
+            timeout = min(self.start_timeout, deadline - time.monotonic())
+            if not await self.wait_until_up(timeout):
+                raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")
+        return min(self.up_servers, key=lambda server: (server.num_in_flight, server.num_done))
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    async def _wait_until_started(self) -> None:
+        deadline = time.monotonic() + self.start_timeout
+        while not self.servers or any(server.is_pending for server in self.servers):
+            if self.up_servers:
+                deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
+            self._checked.clear()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._checked.wait()
+            except TimeoutError:
+                break
+            for server in self.servers:
+                if server.failure is not None and not server.failure.retryable:
+                    raise server.failure
+        if not self.up_servers:
+            failure = self.servers[0].failure if self.servers else None
+            if failure is not None and not isinstance(failure, PeerLost):
+                raise failure
+            raise PeerLost(f"the env server of source {self.name} is not reachable: {self._describe_down()}")
+
+    def _watch(self, server: ConnectedEnvServer) -> None:
+        work = self._watch_server(server)
+        self._watch_tasks[server] = asyncio.create_task(work, name=f"env server {server.address}")
+
+    async def _watch_server(self, server: ConnectedEnvServer) -> None:
+        """Join a server when it is ready, and check it when a request fails, until it is removed."""
+        while not server.is_drained:
+            is_check_due = server.check_now.is_set() or server.state is EnvServerState.DOWN
+            server.check_now.clear()
+            try:
+                await self._check_server(server, is_check_due)
+            except RamifyError as error:
+                self._mark_down(server, error)
+            self._checked.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_INTERVAL if server.was_up else JOIN_INTERVAL):
+                    await server.check_now.wait()
+        del self._watch_tasks[server]
+        if server.client is not None:
+            await server.client.close()
+
+    async def _check_server(self, server: ConnectedEnvServer, is_check_due: bool) -> None:
+        """Tell a server the current addresses, and check its health if that is due.
+
+        Raises PeerLost, or WorkerDied if the server has no worker.
+        """
+        client = await server.connect(self._secret, self._settings)
+        await server.send_update(client, self._get_update())
+        if not is_check_due:
+            return
+        health = await client.health()
+        server.is_broken = health.state == "broken"
+        if health.state != "ok":
+            reason = health.reason or health.state
+            raise WorkerDied(f"the env server of source {self.name} has no worker: {reason}")
+        if server.state is EnvServerState.DOWN:
+            server.state, server.failure, server.was_up = EnvServerState.UP, None, True
+            self._any_up.set()
+
+    def _mark_down(self, server: ConnectedEnvServer, error: RamifyError) -> None:
+        server.failure = error
+        if server.state is not EnvServerState.UP:
+            return
+        server.state = EnvServerState.DOWN
+        server.check_now.set()
+        if not self.up_servers:
+            self._any_up.clear()
+        if len(self.servers) > 1:  # the loss of the only server is reported by each of its attempts
+            self._on_lost(Failure.from_exception(error))
+
+    def _describe_down(self) -> str:
+        down = [f"{server.address}: {server.reason}" for server in self.servers if server.state is EnvServerState.DOWN]
+        return "; ".join(down) or "it has no address"

@@ -1,0 +1,91 @@
+"""An env server without an environment, over real sockets: it answers when it may, and records what it is asked."""
+
+import asyncio
+from typing import Any, Self
+
+from ramify.envserver.messages import (
+    AddressUpdate,
+    EnvServerHealth,
+    EnvServerInfo,
+    RolloutRequest,
+    RolloutResponse,
+    TaskItem,
+    TaskPage,
+    TasksRequest,
+)
+from ramify.trace import Episode, encode_episode
+from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
+from tests.orchestrate.rollouts import rollout
+
+QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=0.4, session_timeout=5.0)
+
+
+class StubEnvServer:
+    """One server. Rollouts wait while `may_answer` is not set; `health` is the state that it reports.
+
+    `started` and `finished` list the ids of rollouts, `updates` the addresses that it was told.
+    """
+
+    def __init__(self, name: str = "stub", address: str = "tcp://127.0.0.1:0", environment: str = "same") -> None:
+        self.name, self.health, self._environment = name, "ok", environment
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.started: list[str] = []
+        self.finished: list[str] = []
+        self.updates: list[AddressUpdate] = []
+        handlers = {
+            "info": self._info,
+            "health": self._health,
+            "tasks": self._tasks,
+            "run": self._run,
+            "addresses": self._addresses,
+        }
+        self._server = WireServer(handlers, address, settings=QUICK, name=name)
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    async def __aenter__(self) -> Self:
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.close()
+
+    async def _info(self, _: IncomingRequest) -> WireMessage:
+        values: dict[str, Any] = {name: {} for name in ("taskset", "harness", "runtime", "sampling", "limits")}
+        environment = {"code": {"env.py": self._environment}}
+        info = EnvServerInfo(
+            name="stub",
+            version="1",
+            model="tiny",
+            trainable=True,
+            rewards={"score": 1.0},
+            group_rewards={},
+            metrics=[],
+            environment=environment,
+            **values,
+        )
+        return WireMessage.encode(info)
+
+    async def _health(self, _: IncomingRequest) -> WireMessage:
+        health = EnvServerHealth(state=self.health, reason="no fuel", running=0, waiting=0, workers=[], deaths=[])
+        return WireMessage.encode(health)
+
+    async def _tasks(self, request: IncomingRequest) -> WireMessage:
+        page = request.decode(TasksRequest)
+        tasks = [TaskItem(str(number), {"prompt": str(number)}) for number in range(page.start, 10)]
+        return WireMessage.encode(TaskPage(tasks, end=True))
+
+    async def _run(self, request: IncomingRequest) -> WireMessage:
+        request_id = request.decode(RolloutRequest).id
+        self.started.append(request_id)
+        await self.may_answer.wait()
+        self.finished.append(request_id)
+        episode = encode_episode(Episode((rollout(request_id, 1.0),)))
+        return WireMessage.encode(RolloutResponse(worker=self.name, starts=1), episode)
+
+    async def _addresses(self, request: IncomingRequest) -> WireMessage:
+        self.updates.append(request.decode(AddressUpdate))
+        return WireMessage.encode()

@@ -1,0 +1,188 @@
+"""Several env servers of one source: they share its load, and one that is lost costs no attempt and no result twice."""
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+
+import pytest
+
+from ramify.envserver.messages import AddressUpdate
+from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, WorkerDied
+from ramify.orchestrate import env_server_pool as module
+from ramify.orchestrate.config import TrainSourceConfig
+from ramify.orchestrate.connected_source import connect_source
+from ramify.orchestrate.env_server_pool import EnvServerPool
+from tests.orchestrate.stub_env_server import QUICK, StubEnvServer
+from tests.wire.proxy import Proxy
+
+TASK = {"prompt": "?"}
+
+
+def bounded(test):
+    """Run an async test with a timeout."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 20))
+
+    return run
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def make_pool(*addresses: str, start_timeout: float = 5.0, **options) -> EnvServerPool:
+    return EnvServerPool("it", addresses, start_timeout=start_timeout, settings=QUICK, **options)
+
+
+async def run_one(pool: EnvServerPool, id: str) -> str:
+    """Run one attempt, and return the name of the server whose result counts."""
+    return (await pool.run(TASK, id=id, timeout=10.0)).worker_id
+
+
+@bounded
+async def test_attempts_go_to_the_least_loaded_server():
+    async with StubEnvServer("a") as a, StubEnvServer("b") as b, make_pool(a.address, b.address) as pool:
+        a.may_answer.clear()
+        b.may_answer.clear()
+        attempts = [asyncio.create_task(run_one(pool, str(number))) for number in range(6)]
+        await until(lambda: len(a.started) == len(b.started) == 3)
+        assert {pool.find_address(id) for id in a.started} == {a.address}
+        b.may_answer.set()
+        await until(lambda: len(b.finished) == 3)
+        more = [asyncio.create_task(run_one(pool, str(number))) for number in range(6, 9)]
+        await until(lambda: len(b.finished) == 6)
+        assert await asyncio.gather(*more) == ["b"] * 3 and len(a.started) == 3
+        a.may_answer.set()
+        assert Counter(await asyncio.gather(*attempts)) == {"a": 3, "b": 3}
+        assert [(entry["state"], entry["done"]) for entry in pool.describe()] == [("up", 3), ("up", 6)]
+
+
+@bounded
+async def test_attempts_of_a_lost_server_run_elsewhere_and_its_late_results_are_dropped():
+    lost: list[Failure] = []
+    async with (
+        StubEnvServer("a") as a,
+        StubEnvServer("b") as b,
+        Proxy(a.address) as proxy,
+        make_pool(proxy.address, b.address, on_lost=lost.append) as pool,
+    ):
+        a.may_answer.clear()
+        b.may_answer.clear()
+        attempts = {id: asyncio.create_task(run_one(pool, id)) for id in "wxyz"}
+        await until(lambda: len(a.started) == len(b.started) == 2)
+        proxy.silent = True
+        await until(lambda: len(b.started) == 4)
+        assert set(b.started) == set("wxyz") and pool.find_address(a.started[0]) == b.address
+        assert [failure.name for failure in lost] == ["PeerLost"] and proxy.address in lost[0].message
+        assert [server.address for server in pool.up_servers] == [b.address]
+        a.may_answer.set()
+        await until(lambda: len(a.finished) == 2)  # it has finished what it was given, beside b
+        proxy.silent = False
+        await until(lambda: len(pool.up_servers) == 2)  # by now its late replies have arrived
+        assert not any(attempt.done() for attempt in attempts.values())
+        b.may_answer.set()
+        assert await asyncio.gather(*attempts.values()) == ["b"] * 4
+        assert pool.describe()[0]["lost"] == 2
+
+
+@bounded
+async def test_without_another_server_the_loss_is_the_attempts_failure_and_later_attempts_wait():
+    server = await StubEnvServer("a").__aenter__()
+    async with make_pool(server.address) as pool:
+        server.may_answer.clear()
+        attempt = asyncio.create_task(run_one(pool, "x"))
+        await until(lambda: server.started)
+        await server.__aexit__()
+        with pytest.raises(PeerLost):
+            await attempt
+        waiting = asyncio.create_task(run_one(pool, "y"))
+        assert not await pool.wait_until_up(0.1) and not waiting.done()
+        async with StubEnvServer("again", server.address):
+            assert await waiting == "again"
+            assert await pool.wait_until_up(0.1)
+    impatient = make_pool(server.address, start_timeout=0.2)
+    with pytest.raises(PeerLost, match=f"the env server of source it is not reachable: {server.address}"):
+        await impatient.start()
+
+
+@bounded
+async def test_a_server_without_workers_gets_no_attempts_until_it_has_one():
+    async with StubEnvServer("a") as a, StubEnvServer("b") as b, make_pool(a.address, b.address) as pool:
+        a.health = "booting"
+        pool.servers[0].check_now.set()
+        await until(lambda: len(pool.up_servers) == 1)
+        assert {await run_one(pool, str(number)) for number in range(4)} == {"b"}
+        a.health = "ok"
+        await until(lambda: len(pool.up_servers) == 2)
+        assert {await run_one(pool, str(number)) for number in range(9)} == {"a", "b"}
+
+
+@bounded
+async def test_addresses_are_added_and_removed_while_attempts_run():
+    async with StubEnvServer("old") as old, StubEnvServer("new") as new, make_pool(old.address) as pool:
+        old.may_answer.clear()
+        in_flight = asyncio.create_task(run_one(pool, "x"))
+        await until(lambda: old.started)
+        pool.set_addresses([new.address])
+        assert await run_one(pool, "y") == "new"
+        old.may_answer.set()
+        assert await in_flight == "old"
+        await until(lambda: len(pool._watch_tasks) == 1)
+        pool.set_addresses([])
+        waiting = asyncio.create_task(run_one(pool, "z"))
+        assert not await pool.wait_until_up(0.05)
+        pool.set_addresses([old.address, new.address])
+        assert await waiting in ("old", "new")
+
+
+@bounded
+async def test_every_server_is_told_the_addresses_before_it_gets_attempts_and_after_a_restart():
+    update = AddressUpdate(["http://a:1"], {"judge": ["http://b:1"]})
+    current = [update]
+    server = await StubEnvServer("first").__aenter__()
+    async with make_pool(server.address, get_update=lambda: current[0]) as pool:
+        assert server.updates == [update]
+        current[0] = AddressUpdate(["http://c:1"])
+        pool.servers[0].check_now.set()
+        await until(lambda: len(server.updates) == 2)
+        await server.__aexit__()
+        async with StubEnvServer("second", server.address) as again:
+            await until(lambda: again.updates == [current[0]])
+            assert await run_one(pool, "x") == "second"
+
+
+@bounded
+async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up(monkeypatch):
+    monkeypatch.setattr(module, "STRAGGLER_TIMEOUT", 0.1)
+    async with StubEnvServer("a") as a, StubEnvServer("b") as b:
+        b.health = "broken"
+        with pytest.raises(WorkerDied, match="the env server of source it has no worker: no fuel"):
+            await make_pool(b.address, start_timeout=60.0).start()
+        async with make_pool(a.address, b.address, start_timeout=60.0) as pool:
+            assert [server.address for server in pool.up_servers] == [a.address]
+            b.health = "ok"
+            await until(lambda: len(pool.up_servers) == 2)
+        async with make_pool("tcp://127.0.0.1:1", a.address, start_timeout=60.0) as pool:
+            assert await run_one(pool, "x") == "a"
+
+
+@bounded
+async def test_servers_with_different_environments_are_refused():
+    source = TrainSourceConfig(name="it", taskset={"id": "it"}, address=["tcp://a:1", "tcp://b:1"])
+    async with StubEnvServer() as a, StubEnvServer(environment="other") as b, contextlib.AsyncExitStack() as stack:
+        connected = await connect_source(source, make_pool(a.address), stack)
+        assert connected.num_tasks == 10
+        with pytest.raises(EnvironmentChanged, match=f"source it have different environments: .* at {b.address}"):
+            await connect_source(source, make_pool(a.address, b.address), stack)
+
+
+def test_address_is_one_or_several_different_ones():
+    source = TrainSourceConfig(taskset={"id": "it"}, address="tcp://a:1")
+    assert source.addresses == ["tcp://a:1"] and TrainSourceConfig(taskset={"id": "it"}).addresses == []
+    for addresses in ([], ["tcp://a:1", "tcp://a:1"]):
+        with pytest.raises((ConfigInvalid, ValueError), match="one or more different addresses"):
+            TrainSourceConfig(taskset={"id": "it"}, address=addresses)

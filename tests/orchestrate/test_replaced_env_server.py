@@ -1,0 +1,101 @@
+"""An env server that is cut off and finishes its attempts beside the server that replaces it: each attempt counts once.
+
+Two real env servers, the real dispatcher and ledger; the connection to one server goes through a proxy.
+"""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ramify.envserver import EnvServer
+from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
+from ramify.orchestrate.connected_source import ConnectedSource
+from ramify.orchestrate.env_server_pool import EnvServerPool
+from ramify.store import Ledger, RunStore
+from ramify.store.audit import audit
+from ramify.store.group_state import GroupState
+from ramify.wire import WireSettings
+from tests.envserver.engine import instant
+from tests.envserver.helpers import make_config, task, wait_until
+from tests.orchestrate.test_core import World, open_core
+from tests.wire.proxy import Proxy
+
+QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=1.0)
+GROUP_REWARDS = frozenset({"rank"})
+NUM_ATTEMPTS = 4
+
+
+class GatedTasks:
+    """Tasks whose attempts wait until the file `gate` exists."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    async def get_task(self, number: int) -> dict[str, Any]:
+        return task(number, gate=str(self._gate))
+
+    def count_started(self) -> int:
+        started = self._gate.with_name(f"{self._gate.name}.begun")
+        return len(started.read_text().splitlines()) if started.exists() else 0
+
+
+async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> None:
+    pool_config, gate = {"type": "static", "workers": 1}, folder / "gate"
+    configs = [
+        make_config(urls, folder / name, pool=pool_config, client_timeout=60.0, heartbeat_interval=0.1)
+        for name in ("lost", "other")
+    ]
+    tasks: Any = GatedTasks(gate)
+    async with (
+        EnvServer(configs[0]) as lost,
+        EnvServer(configs[1]) as other,
+        Proxy(lost.address) as proxy,
+        EnvServerPool("it", [proxy.address, other.address], start_timeout=60.0, settings=QUICK) as servers,
+    ):
+        source = ConnectedSource(
+            name="it",
+            servers=servers,
+            tasks=tasks,
+            attempt_timeout=60.0,
+            max_tries=1,
+            server_timeout=60.0,
+            group_rewards=GROUP_REWARDS,
+            num_tasks=9,
+        )
+        core = await open_core(ledger, World(size=2), group_rewards=GROUP_REWARDS)
+        state = SimpleNamespace(limit=NUM_ATTEMPTS)
+        dispatcher = AttemptDispatcher(
+            core,
+            {"reverse": source, "wordle": source},
+            seed=0,
+            get_limit=lambda: state.limit,
+            on_group_scored=lambda *_: None,
+            on_failure=lambda name, failure: None,
+        )
+        dispatcher.weights_ready.set()
+        running = asyncio.create_task(dispatcher.run())
+        await wait_until(lambda: tasks.count_started() == NUM_ATTEMPTS, "attempts on both servers")
+        assert [server.num_in_flight for server in servers.servers] == [2, 2]
+        proxy.silent, state.limit = True, 0
+        await wait_until(lambda: tasks.count_started() == NUM_ATTEMPTS + 2, "the attempts of the lost server elsewhere")
+        gate.touch()
+        await wait_until(lambda: lost.counts["run_done"] == 2, "the lost server to finish its attempts too")
+        await wait_until(lambda: dispatcher.num_in_flight == 0, "the end of all attempts")
+        proxy.silent = False
+        await wait_until(lambda: len(servers.up_servers) == 2, "the lost server to come back")
+        assert other.counts["run_done"] == NUM_ATTEMPTS
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def test_attempts_of_a_replaced_env_server_count_once(tmp_path):
+    with RunStore.open(tmp_path / "run") as store, instant() as engine:
+        ledger = Ledger.open(store)
+        asyncio.run(run_with_cut_connection(engine.url, tmp_path, ledger))
+        ended = [attempt for attempt in ledger.attempts() if attempt.state is not GroupState.ISSUED]
+        assert len(ended) == NUM_ATTEMPTS and {attempt.num_tries for attempt in ended} == {1}
+        assert sorted(attempt.rollout_id or "" for attempt in ended) == sorted(record.id for record in store.rollouts())
+        assert audit(ledger, finished=False) == []
