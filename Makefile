@@ -53,7 +53,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view lint bench-check rl
+.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -75,15 +75,18 @@ $(DEV_STAMP): pyproject.toml
 	@$(INSTALL) -e '.[local,plot,vision,dev]'
 	@touch $(RUN_STAMP) $@
 
-lint: env  ## ruff, formatting, structure and types
+style: env  ## ruff, formatting and structure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.structure
+
+lint: style  ## style and types
 	$(BIN)/pyright --warnings
 
-# Three workers for two cores: many tests wait for a process to start or for a timeout.
-test: env lint  ## lint, types and the bounded tests
-	$(PYTEST) -n 3
+# Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
+# so it runs beside the tests.
+test: style  ## style, types and the bounded tests
+	$(BIN)/pyright --warnings & pyright=$$!; $(PYTEST) -n 3; tests=$$?; wait $$pyright && exit $$tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600
