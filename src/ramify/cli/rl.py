@@ -1,6 +1,7 @@
 """`ramify rl @ config.toml`: train a model with RL, with all processes of the run; rerun to resume."""
 
 import contextlib
+import itertools
 import json
 import shlex
 import sys
@@ -18,6 +19,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
        ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
 
   ID            a taskset to train on, with default settings; evaluated on its eval split
+  --cluster ray  run on the nodes of a Ray cluster, as `[cluster]` says or, without it, on what the cluster has
   --fresh       start over; the old run directory is renamed
   --accept-changes  resume although an environment has changed; the change is recorded
   --dry-run     check the configuration, print the plan, and exit
@@ -46,9 +48,16 @@ def run(argv: Sequence[str]) -> int:
 
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the run would refuse at its start, and print its plan."""
-    from ramify.launch.plan import build_plan  # loaded here, not for help
+    from ramify.launch.plan import build_plan, describe_run  # loaded here, not for help
     from ramify.launch.preflight import check_start
 
+    if config.cluster.is_distributed:
+        from ramify.launch.cluster_placement import list_planned_nodes, place_run
+
+        lines = place_run(config, list_planned_nodes(config)).format_lines()
+        check_start(config, fresh=fresh, accept_changes=accept)
+        dry_run(config, config.path, [describe_run(config), *lines])
+        return 0
     plan = build_plan(config, dry_run=True)
     check_start(config, fresh=fresh, accept_changes=accept)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
@@ -102,13 +111,22 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Return the arguments with short flags and a leading taskset id replaced by their keys."""
-    rest = expand_short_flags(args)
+    """Return the arguments with short flags, `--cluster NAME` and a leading taskset id replaced by their keys."""
+    rest = _expand_cluster_flag(expand_short_flags(args))
     if not rest or rest[0].startswith(("-", "@")):
         return rest
     taskset = {"id": rest.pop(0)}
     train, evals = [{"taskset": taskset}], [{"taskset": {**taskset, "split": "eval"}}]
     return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_apply_to_train_and_eval(rest)]
+
+
+def _expand_cluster_flag(args: Sequence[str]) -> list[str]:
+    """Return the arguments with `--cluster NAME` replaced by `--cluster.launcher NAME`."""
+    expanded = list(args)
+    for index, (arg, value) in enumerate(itertools.pairwise(args)):
+        if arg == "--cluster" and not value.startswith(("-", "@", "{")):
+            expanded[index] = "--cluster.launcher"
+    return expanded
 
 
 def _apply_to_train_and_eval(args: Sequence[str]) -> list[str]:

@@ -228,6 +228,13 @@ class EnvironmentChanged(ConfigInvalid):
     """
 
 
+class ClusterTooSmall(ConfigInvalid):
+    """The nodes of the cluster do not have the cores, GPUs or memory that the run needs.
+
+    The message lists what does not fit and what is left: add nodes, or lower the counts of `[cluster]`.
+    """
+
+
 class TemplateRefused(RamifyError, blame="system", retryable=False):
     """The model's chat template fails, or refuses the conversation.
 

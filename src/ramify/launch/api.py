@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ramify.config import expand_model_name, get_explicit_values, parse_section
+from ramify.config import expand_model_name, get_explicit_values, parse_section, raise_config_invalid
 from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
@@ -34,6 +34,9 @@ def rl(
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     run_config = _build_config(config, settings)
+    if run_config.cluster.is_distributed:
+        problem = "this version plans runs on several nodes with --dry-run, but starts them on one machine only"
+        raise_config_invalid([("cluster.launcher", problem)])
     plan = build_plan(run_config)
     with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import RunContent

@@ -110,10 +110,10 @@ def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocati
     device_memory = (gpus[0].memory or ASSUMED_GPU_BYTES) if gpus else usable_memory()
     return MemoryEstimate(
         inference=sum(
-            _estimate_engine(engine, config.seq_len, size, gpu=bool(gpus), device_memory=device_memory)
+            estimate_engine(engine, config.seq_len, size, gpu=bool(gpus), device_memory=device_memory)
             for engine, size in _list_engines(config, model)
         ),
-        trainer=_estimate_trainer(config, model, gpu=bool(devices.trainer.gpus)),
+        trainer=estimate_trainer(config, model, gpu=bool(devices.trainer.gpus), num_ranks=config.launch.trainer_gpus),
         other=PROCESS_BASE_BYTES * (2 + 2 * num_sources)
         + (_count_buffer_bytes(config, model, gpu=True) if devices.trainer.gpus else 0),  # its copy in pinned memory
     )
@@ -146,7 +146,7 @@ def _list_engines(config: RunConfig, model: ModelSize) -> list[tuple[EngineConfi
     return engines
 
 
-def _estimate_engine(
+def estimate_engine(
     inference: EngineConfig | VLLMConfig, seq_len: int, model: ModelSize, *, gpu: bool, device_memory: int
 ) -> int:
     """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory."""
@@ -163,7 +163,8 @@ def _estimate_engine(
     return weight_bytes + state_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
 
 
-def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> int:
+    """Estimate the memory of one rank: its share of the weights and of the optimizer's state, and activations."""
     trainer = config.trainer
     element_bytes = _bytes_per_element(trainer.dtype, gpu)
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
@@ -174,7 +175,6 @@ def _estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     saved_elements = model.num_layers * layer_elements
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
-    num_ranks = config.launch.trainer_gpus
     state_bytes = state_bytes // num_ranks + _count_buffer_bytes(config, model, gpu=gpu)
     return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
 

@@ -73,7 +73,7 @@ class LaunchPlan:
 
     def format_lines(self) -> list[str]:
         """Return the plan as lines of text."""
-        lines = [f"run {self.config.path}: {self.config.model.name}, {self.config.max_steps} steps"]
+        lines = [describe_run(self.config)]
         devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
         for spec in self.process_specs:
             kind = "inference" if spec.name.startswith(MODEL_PREFIX) else spec.name
@@ -96,6 +96,11 @@ class LaunchPlan:
         has_assumed_gpu = any(gpu.memory is None for gpu in gpus)
         note = f"; missing GPUs assumed to have {ASSUMED_GPU_BYTES / GIB:.0f} GiB" if has_assumed_gpu else ""
         return f"memory, roughly: {fields}; {self.model.num_parameters:,} parameters, {self.model.origin}{note}"
+
+
+def describe_run(config: RunConfig) -> str:
+    """Return the first line of a plan."""
+    return f"run {config.path}: {config.model.name}, {config.max_steps} steps"
 
 
 def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | None = None) -> LaunchPlan:

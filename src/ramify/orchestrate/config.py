@@ -15,9 +15,17 @@ from ramify.config import Config, RunName
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
-from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, NamedModelConfig, VLLMConfig
+from ramify.infer.config import (
+    EngineConfig,
+    ExternalConfig,
+    InferenceConfig,
+    ModelConfig,
+    NamedModelConfig,
+    VLLMConfig,
+)
 from ramify.names import suggest
 from ramify.orchestrate.admission import AdmissionLimits
+from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import check_source_names
@@ -28,6 +36,11 @@ from ramify.train.process_config import WeightsConfig
 START_REFERENCE = "start"  # the reference that is the model a run starts from
 TEACHER_ALGORITHMS = ("opd", "sft")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")  # also the name of a process, of a file and of a variable
+LOCAL_LAUNCH_KEYS = {  # keys of `launch` for one machine, and what to set instead for a cluster
+    "gpu_placement": "engines and trainer have separate GPUs there",
+    "trainer_gpus": "set cluster.trainer.num_ranks",
+    "base_port": "ports are chosen on each node",
+}
 EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
 
 CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
@@ -226,14 +239,6 @@ class LaunchConfig(Config):
     """Seconds to wait for a last checkpoint when the run is stopped."""
 
 
-class ClusterConfig(Config):
-    """A run on several nodes."""
-
-    shared_directory: Path | None = None
-    """A directory that all nodes reach. A run has a directory of its name in it, with checkpoints, weights, images and
-    the log from which another head can continue the run."""
-
-
 class WandbConfig(Config):
     """Weights & Biases."""
 
@@ -340,6 +345,26 @@ class RunConfig(Config):
                     continue
                 hint = suggest(name, self.models, f"models: {', '.join(self.models) or 'none'}")
                 raise ValueError(f"train.{number}.{key}: there is no [models.{name}]; {hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit_the_cluster(self) -> "RunConfig":
+        if not self.cluster.is_distributed:
+            return self
+        for key, instead in LOCAL_LAUNCH_KEYS.items():
+            if getattr(self.launch, key) != LaunchConfig.model_fields[key].default:
+                raise ValueError(f"launch.{key}: not allowed on a cluster; {instead}")
+        if self.weights.transport != "disk":
+            reason = "reaches only engines on the trainer's node"
+            raise ValueError(f"weights.transport: {self.weights.transport!r} {reason}; use 'disk' on a cluster")
+        if isinstance(self.inference, ExternalConfig) and self.cluster.engines != EnginePlacementConfig():
+            raise ValueError(
+                "cluster.engines: not allowed with inference.base_url: the run does not start these servers"
+            )
+        if (self.cluster.engines.gpus or 0) > 1 and isinstance(self.inference, EngineConfig):
+            raise ValueError("cluster.engines.gpus: the native engine uses one GPU; use inference.engine = 'vllm'")
+        if self.record_batches:
+            raise ValueError("record_batches: not supported on a cluster: the trainer's nodes lack the run directory")
         return self
 
     @property

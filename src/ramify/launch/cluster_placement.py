@@ -1,0 +1,66 @@
+"""Where the processes of a run go on the nodes of a cluster: checked before anything starts; `--dry-run` prints it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ramify.config import raise_config_invalid
+from ramify.launch.cluster_demands import build_demands
+from ramify.launch.launcher import ClusterNode
+from ramify.launch.memory import GIB
+from ramify.launch.placement import ProcessDemand, list_by_node, place_processes
+from ramify.orchestrate.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlacement:
+    """The nodes, what the processes need of them, and the node of each process."""
+
+    nodes: tuple[ClusterNode, ...]
+    demands: tuple[ProcessDemand, ...]
+    """Only of processes that have a place."""
+    node_names: Mapping[str, tuple[str, ...]]
+    """The node of each rank, by process."""
+
+    @property
+    def head(self) -> ClusterNode:
+        """The node with the supervisor and the orchestrator."""
+        return next(node for node in self.nodes if node.is_head)
+
+    def format_lines(self) -> list[str]:
+        """Return who runs where as lines of text, node by node."""
+        needs, lines = {demand.name: demand.describe() for demand in self.demands}, list[str]()
+        for node_name, processes in list_by_node(self.node_names, self.nodes).items():
+            node = next(node for node in self.nodes if node.name == node_name)
+            label = f"{node.name} ({node.host}, head)" if node.is_head else f"{node.name} ({node.host})"
+            memory = "" if node.memory is None else f", {node.memory / GIB:.0f} GiB"
+            lines += ["", f"{label}: {node.num_gpus:g} GPUs, {node.num_cpus:g} cores{memory}"]
+            lines += [f"  {process}: {needs[process.partition(' rank ')[0]]}" for process in processes] or ["  nothing"]
+        return lines
+
+
+def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
+    """Place the processes of a run. Raises ClusterTooSmall with all that does not fit, or ConfigInvalid."""
+    if len(nodes) > 1 and config.cluster.shared_directory is None:
+        problem = f"the cluster has {len(nodes)} nodes, so a directory that all of them reach is needed"
+        raise_config_invalid([("cluster.shared_directory", problem)])
+    demands = build_demands(config, config.cluster, nodes)
+    node_names = place_processes(demands, nodes)
+    placed_demands = tuple(demand for demand in demands if demand.name in node_names)
+    return ClusterPlacement(tuple(nodes), placed_demands, node_names)
+
+
+def list_planned_nodes(config: RunConfig) -> list[ClusterNode]:
+    """Return the nodes that `[cluster]` describes; the first is the head."""
+    cluster, shape = config.cluster, config.cluster.node
+    return [
+        ClusterNode(
+            f"node-{number}",
+            f"node-{number}",
+            shape.cores,
+            shape.gpus,
+            memory=int(shape.memory_gib * GIB),
+            gpu_memory=int(shape.gpu_memory_gib * GIB),
+            is_head=number == 0,
+        )
+        for number in range(cluster.num_nodes or 1)
+    ]

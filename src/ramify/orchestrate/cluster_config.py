@@ -1,0 +1,105 @@
+"""`[cluster]`: where the processes of a run are placed when it runs on several nodes."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ramify.config import Config
+
+
+class PlacementConfig(Config):
+    """What each process of a role gets, and where it may run."""
+
+    cores: int | None = Field(default=None, ge=1)
+    """Cores of each process. Default: derived from those of a node."""
+    nodes: list[str] = []
+    """Names or addresses of the nodes that may run it. Empty: any node."""
+    max_per_node: int | None = Field(default=None, ge=1)
+    """Most of these processes on one node. None: as many as fit."""
+
+
+class EnginePlacementConfig(PlacementConfig):
+    """The engines of the policy."""
+
+    count: int | None = Field(default=None, ge=1)
+    """Number of engines. Default: one per GPU that the trainer leaves or, without GPUs, one."""
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs of each engine; more than one needs vLLM. Default: 1 if the nodes have GPUs, unless `inference.device` is
+    `cpu`."""
+
+
+class ModelPlacementConfig(PlacementConfig):
+    """The engines of the other models, one for each of `[models]` that the run starts."""
+
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs of each engine. Default: as for the engines of the policy."""
+
+
+class EnvServerPlacementConfig(PlacementConfig):
+    """The env servers, which run the rollouts."""
+
+    per_source: int | None = Field(default=None, ge=1)
+    """Env servers of each train source; an eval source has one. Default: one per node, at most 16."""
+
+
+class TrainerPlacementConfig(PlacementConfig):
+    """The ranks of the trainer, which start and end together."""
+
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Number of ranks. Default: a quarter of the GPUs, at least one or, without GPUs, one."""
+    gpus: int | None = Field(default=None, ge=0, le=1)
+    """GPUs of each rank. Default: 1 if the nodes have GPUs, unless `trainer.device` is `cpu`."""
+
+
+class NodeShapeConfig(Config):
+    """What each node has, to plan a run with `--dry-run` where there is no cluster."""
+
+    cores: int = Field(default=8, ge=1)
+    gpus: int = Field(default=0, ge=0)
+    memory_gib: float = Field(default=32.0, gt=0)
+    """GiB of memory."""
+    gpu_memory_gib: float = Field(default=80.0, gt=0)
+    """GiB of memory of each GPU."""
+
+
+class ClusterConfig(Config):
+    """A run on several nodes (`--cluster ray`). With the launcher `local`, only `shared_directory` has an effect."""
+
+    launcher: Literal["local", "ray"] = "local"
+    """What starts the processes: `local` on this machine, `ray` on the nodes of a Ray cluster."""
+    address: str = "auto"
+    """Address of the cluster: `auto` (the one that this node belongs to) or HOST:PORT of Ray's head."""
+    num_nodes: int | None = Field(default=None, ge=1)
+    """Nodes to wait for before the run starts. None: those that the cluster has now."""
+    join_timeout: float = Field(default=600.0, gt=0)
+    """Seconds until `num_nodes` nodes must have joined."""
+    shared_directory: Path | None = None
+    """A directory that all nodes reach; required if there is more than one. A run has a directory of its name in it,
+    with checkpoints, weights, images and the log from which another head can continue the run."""
+    lease_duration: float = Field(default=60.0, ge=5)
+    """Seconds that a process may run on a node without contact to the head; longer than the orchestrator needs to
+    restart."""
+    engines: EnginePlacementConfig = EnginePlacementConfig()
+    models: ModelPlacementConfig = ModelPlacementConfig()
+    env_servers: EnvServerPlacementConfig = EnvServerPlacementConfig()
+    trainer: TrainerPlacementConfig = TrainerPlacementConfig()
+    node: NodeShapeConfig = NodeShapeConfig()
+
+    @model_validator(mode="after")
+    def _several_nodes_share_a_directory(self) -> "ClusterConfig":
+        if self.is_distributed and (self.num_nodes or 1) > 1 and self.shared_directory is None:
+            raise ValueError("shared_directory: several nodes need a directory that all of them reach")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_directory_is_absolute(self) -> "ClusterConfig":
+        directory = self.shared_directory
+        if self.is_distributed and directory is not None and not directory.is_absolute():
+            raise ValueError(f"shared_directory: expected an absolute path, the same on all nodes, got {directory}")
+        return self
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the processes of the run are started on the nodes of a cluster."""
+        return self.launcher != "local"

@@ -1,0 +1,56 @@
+"""The plan of a run on a cluster, node by node, as `--dry-run` prints it."""
+
+import pytest
+
+from ramify.cli import main
+from ramify.errors import ConfigInvalid
+from ramify.launch.cluster_placement import list_planned_nodes, place_run
+from ramify.orchestrate.config import RunConfig
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+
+
+def test_several_nodes_without_a_shared_directory_are_refused():
+    config = RunConfig(train=[TRAIN], cluster={"launcher": "ray"})
+    nodes = list_planned_nodes(config)
+    assert len(nodes) == 1 and place_run(config, nodes).head.is_head
+    with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: the cluster has 2 nodes"):
+        place_run(config, nodes * 2)
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        'name = "run"\nseq_len = 256\n[[train]]\nname = "reverse"\ntaskset = { id = "reverse-text" }\n'
+        '[cluster]\nnum_nodes = 2\nshared_directory = "/shared"\nnode = { cores = 8, gpus = 2, memory_gib = 16 }\n'
+        "trainer = { num_ranks = 2 }\n"
+    )
+    return "run.toml"
+
+
+def test_a_dry_run_prints_who_runs_where(run_file, capsys):
+    assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:12] == [
+        "run outputs/run: tiny, 100 steps",
+        "",
+        "node-0 (node-0, head): 2 GPUs, 8 cores, 16 GiB",
+        "  orchestrator: 1 core, 0.3 GiB of memory",
+        "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory",
+        "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory",
+        "  env/train/reverse/1: 2 cores, 0.4 GiB of memory",
+        "",
+        "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB",
+        "  trainer rank 0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory",
+        "  trainer rank 1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory",
+        "  env/train/reverse/0: 2 cores, 0.4 GiB of memory",
+    ]
+
+
+def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
+    args = ["--cluster.trainer.num_ranks", "5", "--cluster.env_servers.cores", "32"]
+    assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ClusterTooSmall: the run does not fit the cluster:")
+    assert "cluster.trainer: trainer: 4 of 5 ranks fit" in error and "no room for env/train/reverse/0" in error

@@ -1,0 +1,147 @@
+"""Placement on the nodes of a cluster: nothing is overcommitted, a gang is placed as a whole or refused."""
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.errors import ClusterTooSmall
+from ramify.launch.launcher import ClusterNode
+from ramify.launch.placement import ProcessDemand, list_by_node, place_processes
+
+GIB = 1 << 30
+
+
+def build_nodes(*shapes: tuple[int, int]) -> list[ClusterNode]:
+    return [
+        ClusterNode(f"n{number}", f"10.0.0.{number}", cores, gpus, memory=64 * GIB, is_head=number == 0)
+        for number, (cores, gpus) in enumerate(shapes)
+    ]
+
+
+def engine(number: int, **more) -> ProcessDemand:
+    return ProcessDemand(f"inference/{number}", "cluster.engines", **{"cores": 4, "gpus": 1, **more})
+
+
+def trainer(num_ranks: int, **more) -> ProcessDemand:
+    return ProcessDemand("trainer", "cluster.trainer", num_ranks=num_ranks, **{"cores": 4, "gpus": 1, **more})
+
+
+def test_a_gang_is_packed_and_servers_are_spread():
+    placed = place_processes([trainer(4), engine(0), engine(1)], build_nodes((16, 0), (64, 8), (64, 8)))
+    assert placed == {"trainer": ("n1",) * 4, "inference/0": ("n2",), "inference/1": ("n1",)}
+
+
+def test_at_most_so_many_per_node_spreads_a_gang():
+    placed = place_processes([trainer(2, gpus=0, max_per_node=1)], build_nodes((4, 0), (4, 0), (4, 0)))
+    assert placed == {"trainer": ("n1", "n2")}  # the head comes last
+
+
+def test_allowed_nodes_are_names_or_addresses():
+    nodes = build_nodes((8, 1), (8, 1), (8, 1))
+    assert place_processes([engine(0, allowed_nodes=("n0",))], nodes) == {"inference/0": ("n0",)}
+    assert place_processes([engine(0, allowed_nodes=("10.0.0.2",))], nodes) == {"inference/0": ("n2",)}
+
+
+def test_one_error_lists_every_shortage():
+    demands = [trainer(3), engine(0), engine(1), ProcessDemand("env/train/a", "cluster.env_servers", cores=99)]
+    with pytest.raises(ClusterTooSmall) as error:
+        place_processes(demands, build_nodes((4, 0), (8, 2)))
+    left = "left are 0 GPUs and 4 cores, most of them on n0: 0 GPUs and 4 cores"
+    assert str(error.value).splitlines() == [
+        "the run does not fit the cluster:",
+        f"  cluster.trainer: trainer: 2 of 3 ranks fit; each needs 1 GPU, 4 cores; {left}",
+        f"  cluster.env_servers: no room for env/train/a; each needs 99 cores; {left}",
+    ]
+
+
+def test_a_refused_gang_takes_no_room_from_the_others():
+    with pytest.raises(ClusterTooSmall) as error:
+        place_processes([trainer(3), engine(0), engine(1)], build_nodes((4, 0), (8, 2)))
+    assert "cluster.engines" not in str(error.value)
+
+
+def test_memory_counts_where_it_is_known():
+    node = ClusterNode("n0", "10.0.0.1", 8, 2, memory=8 * GIB, gpu_memory=16 * GIB)
+    with pytest.raises(ClusterTooSmall, match=r"each needs 1 GPU, 4 cores, 24\.0 GiB of GPU memory"):
+        place_processes([engine(0, gpu_memory=24 * GIB)], [node])
+    with pytest.raises(ClusterTooSmall, match=r"9\.0 GiB of memory"):
+        place_processes([engine(0, memory=9 * GIB)], [node])
+    unknown = ClusterNode("n0", "10.0.0.1", 8, 2)
+    assert place_processes([engine(0, memory=9 * GIB, gpu_memory=24 * GIB)], [unknown])
+
+
+def test_optional_processes_are_left_out_if_they_do_not_fit():
+    demands = [engine(0), *(engine(number, is_optional=True) for number in range(1, 9)), trainer(2)]
+    placed = place_processes(demands, build_nodes((64, 4)))
+    assert list(placed) == ["inference/0", "inference/1", "trainer"]
+
+
+def test_the_processes_of_each_node_are_listed():
+    nodes = build_nodes((4, 0), (8, 2))
+    assert list_by_node({"trainer": ("n1", "n1"), "inference/0": ("n0",)}, nodes) == {
+        "n0": ["inference/0"],
+        "n1": ["trainer rank 0", "trainer rank 1"],
+    }
+
+
+sizes = st.integers(0, 8)
+node_lists = st.lists(st.tuples(st.integers(0, 16), sizes, st.none() | st.integers(0, 64)), min_size=1, max_size=5).map(
+    lambda shapes: [
+        ClusterNode(f"n{i}", f"10.0.0.{i}", cores, gpus, memory=memory, is_head=i == 0)
+        for i, (cores, gpus, memory) in enumerate(shapes)
+    ]
+)
+demand_lists = st.lists(
+    st.builds(
+        ProcessDemand,
+        name=st.just(""),
+        role=st.sampled_from(["cluster.engines", "cluster.env_servers", "cluster.trainer"]),
+        cores=st.integers(1, 6),
+        gpus=st.integers(0, 3),
+        memory=st.integers(0, 32),
+        num_ranks=st.integers(1, 5),
+        allowed_nodes=st.sampled_from([(), ("n0",), ("n1", "10.0.0.2")]),
+        max_per_node=st.none() | st.integers(1, 3),
+        is_optional=st.booleans(),
+    ),
+    max_size=6,
+).map(lambda demands: [named(demand, number) for number, demand in enumerate(demands)])
+
+
+def named(demand: ProcessDemand, number: int) -> ProcessDemand:
+    fields = {name: getattr(demand, name) for name in ProcessDemand.__slots__}
+    return ProcessDemand(**{**fields, "name": f"p{number}"})
+
+
+@given(node_lists, demand_lists)
+def test_nothing_is_overcommitted_and_every_needed_process_is_placed_or_refused(nodes, demands):
+    by_name, node_by_name = {demand.name: demand for demand in demands}, {node.name: node for node in nodes}
+    needed = {demand.name for demand in demands if not demand.is_optional}
+    try:
+        placed = place_processes(demands, nodes)
+    except ClusterTooSmall as error:
+        assert needed & set(re.findall(r"p\d", str(error)))
+        return
+    assert placed == place_processes(demands, nodes)
+    assert needed <= placed.keys()
+    used: dict[str, Counter] = {node.name: Counter() for node in nodes}
+    for name, node_names in placed.items():
+        demand = by_name[name]
+        assert len(node_names) == demand.num_ranks
+        for node_name in node_names:
+            node = node_by_name[node_name]
+            assert not demand.allowed_nodes or {node.name, node.host} & set(demand.allowed_nodes)
+            amounts = {"cores": demand.cores, "gpus": demand.gpus, "memory": demand.memory, demand.role: 1}
+            used[node_name].update(amounts)
+            if demand.max_per_node is not None:
+                limits = [d.max_per_node for d in demands if d.role == demand.role and d.max_per_node is not None]
+                assert used[node_name][demand.role] <= max(limits) or len(limits) < sum(
+                    d.role == demand.role for d in demands
+                )
+    for node in nodes:
+        total = used[node.name]
+        assert total["cores"] <= node.num_cpus and total["gpus"] <= node.num_gpus
+        assert node.memory is None or total["memory"] <= node.memory

@@ -1,0 +1,56 @@
+"""`[cluster]`: settings that only make sense on one machine are refused beside it."""
+
+import re
+
+import pytest
+
+from ramify.cli.rl import expand_arguments
+from ramify.config import parse
+from ramify.errors import ConfigInvalid
+from ramify.orchestrate.config import RunConfig
+
+TRAIN = '--train=[{"taskset": {"id": "reverse-text"}}]'
+
+
+def read(*args: str) -> RunConfig:
+    return parse(RunConfig, expand_arguments([TRAIN, *args]), prog="ramify rl")
+
+
+def test_a_run_is_local_by_default():
+    assert not read().cluster.is_distributed
+    assert not read("--cluster", "local", "--launch.trainer_gpus", "4").cluster.is_distributed
+
+
+def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
+    assert read("--cluster", "ray").cluster.launcher == "ray"
+    file = tmp_path / "run.toml"
+    file.write_text('[cluster]\nnum_nodes = 2\nshared_directory = "/shared"\n')
+    assert read("@", str(file), "--cluster", "ray").cluster.num_nodes == 2
+    assert read("--cluster", "ray", "--cluster.engines.count", "3").cluster.engines.count == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--cluster", "rey"], "cluster.launcher: expected"),
+        (["--cluster.num_nodes", "2"], "shared_directory: several nodes need a directory"),
+        (
+            ["--cluster.shared_directory", "runs"],
+            "shared_directory: expected an absolute path",
+        ),
+        (["--weights.transport", "ipc"], "weights.transport: 'ipc' reaches only engines on the trainer's node"),
+        (["--weights.transport", "shm"], "weights.transport: 'shm' reaches only engines on the trainer's node"),
+        (
+            ["--launch.trainer_gpus", "4"],
+            "launch.trainer_gpus: not allowed on a cluster; set cluster.trainer",
+        ),
+        (["--launch.gpu_placement", "colocated"], "launch.gpu_placement: not allowed on a cluster"),
+        (["--launch.base_port", "5000"], "launch.base_port: not allowed on a cluster"),
+        (["--cluster.engines.gpus", "2"], "cluster.engines.gpus: the native engine uses one GPU"),
+        (["-b", "http://10.0.0.1:8000", "--cluster.engines.count", "2"], "cluster.engines: not allowed"),
+        (["--record_batches"], "record_batches: not supported on a cluster"),
+    ],
+)
+def test_what_cannot_work_on_a_cluster_is_refused(args, problem):
+    with pytest.raises(ConfigInvalid, match=re.escape(problem)):
+        read("--cluster", "ray", *args)
