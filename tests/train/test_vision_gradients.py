@@ -13,6 +13,7 @@ from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, load_loss, pack_forests
 from ramify.train.build import freeze_vision_tower
 from ramify.train.lora import add_adapters
+from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
 from tests.trace.forests import Attempt
 from tests.train.batches import build_attempt
@@ -180,3 +181,11 @@ def test_activation_checkpointing_of_a_bfloat16_model_with_images_runs(family):
     trainer = Trainer(policy, TrainerConfig(), dtype=torch.bfloat16, load_image=load_image(family))
     forest = build_forest([attempt.sample() for attempt in shared_image(Random(0), family)])
     assert trainer.step(Batch.from_packs(0, [forest])).grad_norm > 0
+
+
+def test_images_in_chains_are_refused_because_of_the_recurrent_layers():
+    forest = build_forest([attempt.sample() for attempt in shared_image(Random(0), "idefics3")])
+    trainer = build_trainer("idefics3", build_vision_policy("idefics3"))
+    images = trainer.encode_images([forest])
+    with pytest.raises(ModelUnsupported, match="recurrent layers"):
+        build_model_inputs(forest, layout=PackLayout.CHAINS, images=images)

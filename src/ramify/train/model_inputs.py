@@ -101,27 +101,31 @@ def build_model_inputs(
 ) -> ModelInputs:
     """Build the inputs of a pack on the device, padded to `padded_length`.
 
-    `images` must hold the images of the pack. Raises ModelUnsupported if it is None and the pack has images.
+    `images` must hold the images of the pack. Raises ModelUnsupported if it is None and the pack has images, or if a
+    pack of chains has images.
     """
-    if forest.media and (images is None or layout is PackLayout.CHAINS):
+    if forest.media and images is None:
         raise ModelUnsupported("a pack holds images, and the model reads none: train a vision-language model on it")
+    if forest.media and layout is PackLayout.CHAINS:
+        problem = "the model has recurrent layers, and images are not trained in chains"
+        raise ModelUnsupported(f"a pack holds images, but {problem}: train a model without such layers on it")
     if padded_length and padded_length > len(forest):
         forest = concat_forests([forest, make_padding_forest(padded_length - len(forest))])
     if layout is PackLayout.CHAINS:
         ids, position, token_index = _build_chain_grid(forest)
         tree_mask = None
     else:
-        has_grids = images is not None and images.tower.has_grid_positions and forest.media
-        position = images.compute_positions(forest) if images and has_grids else forest.position_ids
+        position = forest.position_ids
+        if images is not None and images.tower.has_grid_positions and forest.media:
+            position = images.compute_positions(forest)
         ids, position, token_index = forest.token_ids[None], position[..., None, :], None
         tree_mask = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
     input_ids, position_ids = copy_to_device([array.astype(np.int64) for array in (ids, position)], device)
-    return ModelInputs(
-        forest, input_ids, position_ids, tree_mask, token_index, _build_image_inputs(forest, images, device)
-    )
+    return ModelInputs(forest, input_ids, position_ids, tree_mask, token_index, _select_images(forest, images, device))
 
 
-def _build_image_inputs(forest: Forest, images: StepImages | None, device: torch.device) -> ImageInputs | None:
+def _select_images(forest: Forest, images: StepImages | None, device: torch.device) -> ImageInputs | None:
+    """Return the inputs for the images of a pack; None if it holds none."""
     if images is None or not forest.media:
         return None
     rows, features = images.gather(forest)

@@ -114,7 +114,8 @@ class Trainer:
 
         `images` are those of the step, encoded; by default the images of the pack are encoded here.
         """
-        images = images or self.encode_images([pack])
+        if images is None:
+            images = self.encode_images([pack])
         is_cuda, policy = self.device.type == "cuda", self.policy
         return build_model_inputs(
             pack,
