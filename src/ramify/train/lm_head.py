@@ -27,10 +27,10 @@ def compute_logprobs(
     Gradients flow through the logprob only.
     """
     no_ids = target_ids.new_empty(len(target_ids), 0)
-    return compute_top_logprobs(hidden, weight, bias, target_ids, temperature, no_ids)[:2]
+    return compute_logprobs_with_top_ids(hidden, weight, bias, target_ids, temperature, no_ids)[:2]
 
 
-def compute_top_logprobs(
+def compute_logprobs_with_top_ids(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: Tensor, top_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `compute_logprobs` returns, and the logprobs of the tokens `top_ids` [rows, k] with gradients."""

@@ -25,7 +25,7 @@ from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import START_REFERENCE_COUNT
-from ramify.train.lm_head import compute_top_logprobs
+from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.lora import disable_adapters
 from ramify.train.losses import LossFunction, ce, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
@@ -116,7 +116,7 @@ class PolicyModel(nn.Module):
         head_inputs = inputs.head_inputs  # built here, while the device runs the layers
         hidden = decoder_output.last_hidden_state.flatten(0, 1).index_select(0, head_inputs.hidden_index)
         head = self.model.get_output_embeddings()
-        logprob, entropy, top_logprob = compute_top_logprobs(
+        logprob, entropy, top_logprob = compute_logprobs_with_top_ids(
             hidden,
             head.weight,
             getattr(head, "bias", None),
