@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.errors import DeadlineExceeded, WeightsReplaced
 from ramify.model.manifest import MANIFEST_FILE
-from ramify.model.weight_buffer import Announcement, WeightBufferReader
+from ramify.model.weight_buffer import Announcement, BufferUnreadable, WeightBufferReader
 from ramify.model.weights import StagedWeights, stage_weights
 
 DIRECTORY_TIMEOUT = 100.0  # seconds for an announced version to be written to its directory
@@ -30,24 +30,27 @@ class WeightLoader:
             return stage_weights(directory, self._module)
         if announcement.directory != directory.name:
             raise _make_replaced_error(directory, announcement)
-        staged = self._buffer_reader.stage(announcement, self._module)
-        if staged is not None:
-            return staged
-        self._wait_for_directory(directory)
+        try:
+            return self._buffer_reader.stage(announcement, self._module)
+        except BufferUnreadable as error:
+            reason = str(error)  # its traceback would keep a copy of the weights
+        _wait_for_directory(directory, reason)
         return stage_weights(directory, self._module)
 
-    def _wait_for_directory(self, directory: Path) -> None:
-        deadline = time.monotonic() + DIRECTORY_TIMEOUT
-        while not (directory / MANIFEST_FILE).is_file():
-            announcement = Announcement.read(directory)
-            if announcement is None or announcement.directory != directory.name:
-                raise _make_replaced_error(directory, announcement, self._buffer_reader.problem)
-            if time.monotonic() > deadline:
-                problem = f"was announced but not written within {DIRECTORY_TIMEOUT:g} s"
-                raise DeadlineExceeded(f"{directory} {problem}; {self._buffer_reader.problem}")
-            time.sleep(POLL_INTERVAL)
+
+def _wait_for_directory(directory: Path, reason: str) -> None:
+    """Wait until a version is written; `reason` says why its buffer is not used."""
+    deadline = time.monotonic() + DIRECTORY_TIMEOUT
+    while not (directory / MANIFEST_FILE).is_file():
+        announcement = Announcement.read(directory)
+        if announcement is None or announcement.directory != directory.name:
+            raise _make_replaced_error(directory, announcement, reason)
+        if time.monotonic() > deadline:
+            problem = f"was announced but not written within {DIRECTORY_TIMEOUT:g} s"
+            raise DeadlineExceeded(f"{directory} {problem}; {reason}")
+        time.sleep(POLL_INTERVAL)
 
 
-def _make_replaced_error(directory: Path, announcement: Announcement | None, problem: str = "") -> WeightsReplaced:
+def _make_replaced_error(directory: Path, announcement: Announcement | None, reason: str = "") -> WeightsReplaced:
     newer = f"{announcement.version} is announced now" if announcement else "its trainer was replaced"
-    return WeightsReplaced(f"{directory} is not on disk, and {newer}" + (f"; {problem}" if problem else ""))
+    return WeightsReplaced(f"{directory} is not on disk, and {newer}" + (f"; {reason}" if reason else ""))

@@ -5,7 +5,8 @@ behind it, so the host can prepare the next pack while the device still computes
 millisecond whatever its size, and a pack has two dozen arrays, so they are copied together.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -29,3 +30,15 @@ def copy_to_device(arrays: Iterable[np.ndarray], device: torch.device) -> list[T
     np.concatenate(parts, out=staging.numpy())
     device_bytes = staging.to(device, non_blocking=True).split(sizes)[::2]
     return [data.view(_TORCH_DTYPES[array.dtype]).view(array.shape) for data, array in zip(device_bytes, host_arrays)]
+
+
+@contextlib.contextmanager
+def use_own_stream(device: torch.device) -> Iterator[None]:
+    """Run work on a stream of its own, without waiting for other work of a GPU; it is done when this returns."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

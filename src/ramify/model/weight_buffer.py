@@ -8,10 +8,9 @@ directory instead. Directories follow in the background, not one for each versio
 version is in the buffer or on disk, or a newer one has replaced it.
 """
 
-import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from ramify.errors import WeightsRefused
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_atomically
+from ramify.model.device_copy import use_own_stream
 from ramify.model.manifest import check_same_tensors
 from ramify.model.weights import StagedWeights, get_untied_tensors, has_room_for_staging
 from ramify.trace.version import PolicyVersion
@@ -122,27 +122,26 @@ class WeightBuffer:
         """Return a copy of the tensors in host memory, valid until the next call; other work of the device goes on."""
         if self._host_copy is None:
             self._host_copy = torch.empty_like(self._bytes, device="cpu", pin_memory=self._bytes.is_cuda)
-        with _use_own_stream(self._bytes.device):
+        with use_own_stream(self._bytes.device):
             self._host_copy.copy_(self._bytes)
         return {slot.name: slot.view(self._host_copy) for slot in self._slots}
 
 
-class WeightBufferReader:
-    """An engine's access to the buffers of trainers; the mapping of the last one is kept.
+class BufferUnreadable(Exception):
+    """A buffer cannot be reached from this process, or no longer holds the announced version; the text says why."""
 
-    `problem` says why the last buffer could not be read.
-    """
+
+class WeightBufferReader:
+    """An engine's access to the buffers of trainers; the mapping of the last one is kept."""
 
     def __init__(self) -> None:
-        self.problem = ""
         self._location: FileLocation | CudaLocation | None = None
         self._mapped: Tensor | None = None
 
-    def stage(self, announcement: Announcement, module: Any) -> StagedWeights | None:
+    def stage(self, announcement: Announcement, module: Any) -> StagedWeights:
         """Copy and verify the announced version for this model, which is not changed.
 
-        Returns None if the buffer cannot be reached from here or no longer holds the version. Raises WeightsRefused if
-        the version does not fit the model.
+        Raises BufferUnreadable, or WeightsRefused if the version does not fit the model.
         """
         targets = get_untied_tensors(module)
         check_same_tensors(
@@ -152,34 +151,26 @@ class WeightBufferReader:
         )
         device = next(iter(targets.values())).device
         mapped = self._map(announcement, device)
-        if mapped is None:
-            return None
-        with _use_own_stream(device):
-            copied = _copy_to_staging_memory(mapped, device)
+        with use_own_stream(device):
+            copied = _copy_mapped_buffer(mapped, device)
             if compute_buffer_checksum(copied) != announcement.checksum:
-                self.problem = "the trainer has changed its buffer"
-                return None
+                raise BufferUnreadable("the trainer has changed its buffer")
             tensors = {slot.name: slot.view(copied).to(targets[slot.name].dtype) for slot in announcement.slots}
         return StagedWeights(announcement.version, tensors)
 
-    def _map(self, announcement: Announcement, device: torch.device) -> Tensor | None:
+    def _map(self, announcement: Announcement, device: torch.device) -> Tensor:
         location = announcement.location
-        if location == self._location and isinstance(location, CudaLocation):
+        if location == self._location and isinstance(location, CudaLocation) and self._mapped is not None:
             return self._mapped
         self._location = self._mapped = None  # unmaps the buffer of a trainer that was replaced
-        self.problem = "the buffer is not in the memory of this engine's device"
         try:
-            if isinstance(location, FileLocation):
-                if Path(location.path).is_file():  # otherwise torch would create it
-                    size = announcement.num_bytes
-                    self._mapped = torch.from_file(location.path, shared=True, size=size, dtype=torch.uint8)
-            elif device.type == "cuda" and location.gpu_uuid == _get_gpu_uuid(device):
-                self._mapped = _open_cuda_buffer(location, announcement.num_bytes, device)
+            mapped = _map_buffer(location, announcement.num_bytes, device)
         except (OSError, RuntimeError) as error:  # the trainer has ended, or memory cannot be shared with it
-            self.problem = f"the buffer cannot be mapped: {error}"
-            return None
-        self._location = location
-        return self._mapped
+            raise BufferUnreadable(f"the buffer cannot be mapped: {error}") from error
+        if mapped is None:
+            raise BufferUnreadable("the buffer is not in the memory of this engine's device")
+        self._location, self._mapped = location, mapped
+        return mapped
 
 
 def withdraw_announcements(weights_directory: Path, incarnation: int) -> None:
@@ -211,6 +202,16 @@ def _allocate_shared(size: int, device: torch.device, path: Path) -> tuple[Tenso
     return data, CudaLocation(_get_gpu_uuid(device), handle, storage_bytes, storage_offset, *ipc_fields)
 
 
+def _map_buffer(location: FileLocation | CudaLocation, size: int, device: torch.device) -> Tensor | None:
+    """Map a buffer into this process; None if it is not in the memory of the device."""
+    if isinstance(location, FileLocation):
+        is_there = Path(location.path).is_file()  # otherwise torch would create it
+        return torch.from_file(location.path, shared=True, size=size, dtype=torch.uint8) if is_there else None
+    if device.type == "cuda" and location.gpu_uuid == _get_gpu_uuid(device):
+        return _open_cuda_buffer(location, size, device)
+    return None
+
+
 def _open_cuda_buffer(location: CudaLocation, size: int, device: torch.device) -> Tensor:
     return rebuild_cuda_tensor(
         Tensor,
@@ -231,23 +232,11 @@ def _open_cuda_buffer(location: CudaLocation, size: int, device: torch.device) -
     )
 
 
-def _copy_to_staging_memory(mapped: Tensor, device: torch.device) -> Tensor:
+def _copy_mapped_buffer(mapped: Tensor, device: torch.device) -> Tensor:
     """Copy a mapped buffer into this process: on its device, or in pinned memory if a GPU is too full."""
     if device.type != "cuda" or has_room_for_staging(mapped.nbytes, device):
         return mapped.clone()
     return torch.empty(mapped.shape, dtype=mapped.dtype, pin_memory=True).copy_(mapped)
-
-
-@contextlib.contextmanager
-def _use_own_stream(device: torch.device) -> Iterator[None]:
-    """Run work on a stream of its own, without waiting for other work of a GPU; it is done when this returns."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 def _get_gpu_uuid(device: torch.device) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ramify.errors import WeightsRefused
 from ramify.files import create_directory, fsync_path, write_and_fsync
+from ramify.model.device_copy import use_own_stream
 from ramify.model.manifest import (
     Manifest,
     check_checksum,
@@ -131,10 +132,10 @@ def stage_weights(directory: Path, module: Any) -> StagedWeights:
         tensors.update(_read_verified(directory / name, digest))
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in tied}
     check_same_tensors(directory, shapes, {name: list(tensor.shape) for name, tensor in model_tensors.items()})
-    return StagedWeights(manifest.version, _copy_to_staging_memory(tensors, model_tensors))
+    return StagedWeights(manifest.version, _stage_tensors(tensors, model_tensors))
 
 
-def _copy_to_staging_memory(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stage_tensors(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy the tensors for their targets, so that `apply_weights` reads no file.
 
     They go to the device of the targets, on a GPU by a stream of their own, or to pinned memory if the GPU is too full.
@@ -144,11 +145,8 @@ def _copy_to_staging_memory(tensors: Mapping[str, Tensor], targets: Mapping[str,
         return {name: tensors[name].to(target.dtype, copy=True) for name, target in targets.items()}
     if not has_room_for_staging(sum(target.nbytes for target in targets.values()), device):
         return {name: tensors[name].to(target.dtype).pin_memory() for name, target in targets.items()}
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        staged = {name: tensors[name].to(device=device, dtype=target.dtype) for name, target in targets.items()}
-    stream.synchronize()
-    return staged
+    with use_own_stream(device):
+        return {name: tensors[name].to(device=device, dtype=target.dtype) for name, target in targets.items()}
 
 
 def has_room_for_staging(num_bytes: int, device: torch.device) -> bool:
