@@ -35,10 +35,10 @@ def test_a_cpu_cluster_gets_one_engine_one_rank_and_an_env_server_per_node():
         "orchestrator": ("n0",),
         "trainer": ("n1",),
         "inference/0": ("n2",),
-        "env/train/reverse/0": ("n0",),
-        "env/train/reverse/1": ("n2",),
-        "env/train/reverse/2": ("n1",),
-        "env/eval/reverse-text/0": ("n1",),
+        "env/train/reverse/0": ("n1",),
+        "env/train/reverse/1": ("n0",),
+        "env/train/reverse/2": ("n2",),
+        "env/eval/reverse-text/0": ("n2",),
     }
     assert (demands["trainer"].cores, demands["trainer"].gpus) == (1, 0)
 

@@ -48,6 +48,7 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
         (["--launch.base_port", "5000"], "launch.base_port: not allowed on a cluster"),
         (["--cluster.engines.gpus", "2"], "cluster.engines.gpus: the native engine uses one GPU"),
         (["-b", "http://10.0.0.1:8000", "--cluster.engines.count", "2"], "cluster.engines: not allowed"),
+        (["--cluster.slurm.time_limit", "a day"], "cluster.slurm.time_limit"),
         (["--record_batches"], "record_batches: not supported on a cluster"),
     ],
 )

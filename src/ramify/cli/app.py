@@ -44,6 +44,7 @@ COMMANDS: dict[str, CliCommand] = {
     "trainer": CliCommand("ramify.cli.trainer", "run only the trainer, on batches from an orchestrator or a recording"),
     "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "env-server": CliCommand("ramify.cli.env_server", "serve one source: rollouts in worker processes"),
+    "slurm": CliCommand("ramify.cli.slurm", "write (--submit: submit) a batch script that runs rl on nodes of Slurm"),
     "env": CliCommand("ramify.cli.env", "install an environment for sources that need other packages, or list them"),
     "model": CliCommand("ramify.cli.model", "list, inspect or fetch models"),
     "runtime": CliCommand("ramify.cli.runtime", "list what runtimes enforce here, or clean up what earlier runs left"),

@@ -53,7 +53,7 @@ class TrainerPlacementConfig(PlacementConfig):
 
 
 class NodeShapeConfig(Config):
-    """What each node has, to plan a run with `--dry-run` where there is no cluster."""
+    """What each node has: for `--dry-run` where there is no cluster, and for allocations."""
 
     cores: int = Field(default=8, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -61,6 +61,21 @@ class NodeShapeConfig(Config):
     """GiB of memory."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
     """GiB of memory of each GPU."""
+
+
+class SlurmConfig(Config):
+    """The batch script that `ramify slurm` writes."""
+
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
+    """Wall time of one allocation, as `--time` of sbatch takes it; the job is requeued until the run is finished."""
+    stop_seconds: int = Field(default=300, ge=60)
+    """Seconds before the end of the allocation at which the run saves a checkpoint and stops."""
+    setup: list[str] = []
+    """Shell commands to run on every node first, such as `source /shared/venv/bin/activate`."""
+    extra_args: list[str] = []
+    """Further options of sbatch, such as `--constraint=h100`."""
 
 
 class ClusterConfig(Config):
@@ -85,6 +100,7 @@ class ClusterConfig(Config):
     env_servers: EnvServerPlacementConfig = EnvServerPlacementConfig()
     trainer: TrainerPlacementConfig = TrainerPlacementConfig()
     node: NodeShapeConfig = NodeShapeConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
     @model_validator(mode="after")
     def _several_nodes_share_a_directory(self) -> "ClusterConfig":

@@ -1,0 +1,137 @@
+"""The batch script of `ramify slurm`: it starts Ray on the nodes of an allocation and runs `ramify rl` there.
+
+Ports are fixed, by job, because Ray's own choice collides on busy nodes. The head starts first; workers join in waves
+of 1, 2, 4, ... nodes, each after the last one has joined, because a head that is asked by all nodes at once refuses
+some. The job can be requeued at any moment: the same command continues the run. Slurm sends USR1 to the script before
+the allocation ends; the run then saves a checkpoint and exits with 75, and the script requeues its job.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ramify.config import raise_config_invalid
+from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
+
+START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
+
+START_RAY = r"""
+# Ports by job, so that two jobs on one node do not collide; below the ports that the system gives to connections.
+base=$((10000 + SLURM_JOB_ID % 10 * 1000))
+export RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_DOCKER_CPU_WARNING=1
+export RAY_agent_register_timeout_ms=300000  # on a busy node the agents of Ray start slowly
+ports="--node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) --metrics-export-port=$((base + 3))
+  --dashboard-agent-grpc-port=$((base + 4)) --dashboard-agent-listen-port=$((base + 5))
+  --runtime-env-agent-port=$((base + 6)) --min-worker-port=$((base + 100)) --max-worker-port=$((base + 999))"
+scratch=/tmp/ramify-ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+
+get_address() {  # the address that Slurm has for a node
+  local address
+  address=$(scontrol show node --oneliner "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')
+  getent ahostsv4 "${address:-$1}" | awk 'NR == 1 { print $1 }'
+}
+
+start_ray() {  # start_ray NODE OPTIONS...: start Ray on a node, as a job step that runs until the job ends
+  local node=$1 address
+  shift
+  address=$(get_address "$node")
+  # Ray runs in the background of its step: with --block, the end of any of its helpers would end the node.
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --kill-on-bad-exit=1 bash -c '"$@" && exec sleep infinity' \
+    ray_node ray start --node-ip-address="$address" --num-cpus="$cores" --num-gpus="$gpus" $ports \
+    --object-store-memory=200000000 --disable-usage-stats "$@" > "$job/ray-$node.log" 2>&1 &
+}
+
+wait_for_ray() {  # wait_for_ray NODES...: until Ray runs on them
+  local node deadline=$((SECONDS + start_timeout))
+  for node in "$@"; do
+    until grep -q "Ray runtime started" "$job/ray-$node.log" 2> /dev/null; do
+      if ((SECONDS >= deadline)); then
+        echo "Ray did not start on $node within $start_timeout s; end of $job/ray-$node.log:" >&2
+        tail -n 20 "$job/ray-$node.log" >&2
+        exit 1
+      fi
+      sleep 0.5
+    done
+  done
+}
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+rm -f "$job"/ray-*.log
+export RAY_ADDRESS=$(get_address "${nodes[0]}"):$base
+start_ray "${nodes[0]}" --head --port="$base" --temp-dir="$scratch" --include-dashboard=false
+wait_for_ray "${nodes[0]}"
+first=1 wave=1
+while ((first < ${#nodes[@]})); do
+  for node in "${nodes[@]:first:wave}"; do
+    start_ray "$node" --address="$RAY_ADDRESS"
+  done
+  wait_for_ray "${nodes[@]:first:wave}"
+  first=$((first + wave)) wave=$((wave * 2))
+done
+"""
+
+WAIT_FOR_RUN = r"""
+run=$!
+must_requeue=false
+trap 'must_requeue=true; kill -USR1 "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+wait "$run"
+while kill -0 "$run" 2> /dev/null; do  # a signal interrupts `wait`
+  wait "$run"
+done
+wait "$run"
+code=$?
+"""
+
+
+def build_batch_script(
+    config: RunConfig, *, arguments: Sequence[str], working_directory: Path, bin_directory: Path, job_directory: Path
+) -> str:
+    """Return the batch script that runs `ramify rl` with these arguments in `working_directory`.
+
+    `bin_directory` has the commands `ramify` and `ray`; logs go to `job_directory`. All three must be on all nodes.
+    Raises ConfigInvalid if the configuration does not say how many nodes to allocate.
+    """
+    cluster = config.cluster
+    if cluster.num_nodes is None:
+        raise_config_invalid([("cluster.num_nodes", "expected the number of nodes to allocate, got none")])
+    node, slurm = cluster.node, cluster.slurm
+    options = {
+        "--job-name": config.path.name.replace("/", "-"),
+        "--nodes": cluster.num_nodes,
+        "--ntasks-per-node": 1,
+        "--cpus-per-task": node.cores,
+        "--mem": f"{int(node.memory_gib * 1024)}M",
+        **({"--gpus-per-node": node.gpus} if node.gpus else {}),
+        **({"--partition": slurm.partition} if slurm.partition else {}),
+        **({"--account": slurm.account} if slurm.account else {}),
+        "--time": slurm.time_limit,
+        "--signal": f"B:USR1@{slurm.stop_seconds}",
+        "--output": job_directory / "slurm-%j.log",
+        "--open-mode": "append",
+    }
+    lines = [f"#SBATCH {name}={value}" for name, value in options.items()]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {argument}" for argument in slurm.extra_args)]
+    values = {"cores": node.cores, "gpus": node.gpus, "start_timeout": START_TIMEOUT, "job": job_directory}
+    settings = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    command = shlex.join(["ramify", "rl", *arguments])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "",
+            f"cd {shlex.quote(str(working_directory))} || exit 1",
+            f"export PATH={shlex.quote(str(bin_directory))}:$PATH",
+            *slurm.setup,
+            *settings,
+            START_RAY.rstrip(),
+            "",
+            f"{command} &",
+            WAIT_FOR_RUN.strip(),
+            f"if [ $code = {EXIT_RESUMABLE} ] && $must_requeue; then",
+            "  scontrol requeue $SLURM_JOB_ID  # the same command continues the run",
+            "fi",
+            "exit $code",
+            "",
+        ]
+    )

@@ -1,0 +1,154 @@
+"""The batch script of `ramify slurm`, run by bash with stand-ins for the programs of Slurm and Ray."""
+
+import os
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ramify.cli import main
+from ramify.errors import ConfigInvalid
+from ramify.launch.slurm import build_batch_script
+from ramify.orchestrate.config import RunConfig
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+CLUSTER = {
+    "launcher": "ray",
+    "num_nodes": 5,
+    "shared_directory": "/shared/runs",
+    "node": {"cores": 16, "gpus": 4, "memory_gib": 64},
+    "slurm": {
+        "partition": "gpu",
+        "time_limit": "4:00:00",
+        "setup": ["export GREETING=hello"],
+        "extra_args": ["--qos=x"],
+    },
+}
+PROGRAMS = {
+    "scontrol": """case "$1 $2" in
+      "show hostnames") printf 'a\\nb\\nc\\nd\\ne\\n';;
+      "show node") echo "NodeName=$4 NodeAddr=127.0.0.1 State=IDLE";;
+      *) echo "scontrol $*" >> "$CALLS";;
+    esac""",
+    "srun": """for last; do :; done
+    for argument; do case $argument in --nodelist=*) node=${argument#*=};; esac; done
+    echo "start $node" >> "$CALLS"
+    case "$*" in *"--head"*) [ -z "${BROKEN_HEAD:-}" ] || exit 1;; esac
+    echo "Ray runtime started."
+    exec sleep 60""",
+    "ramify": """echo "ramify $* RAY_ADDRESS=$RAY_ADDRESS GREETING=$GREETING" >> "$CALLS"
+    trap 'echo saved >> "$CALLS"; exit 75' USR1 TERM
+    [ -n "${RUNS:-}" ] || exit "${CODE:-0}"
+    echo running
+    while :; do sleep 0.05; done""",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A directory with a batch script and the programs that it calls."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    config = RunConfig(name="run", output=tmp_path, train=[TRAIN], cluster=CLUSTER)
+    script = build_batch_script(
+        config,
+        arguments=["@", "my run.toml"],
+        working_directory=tmp_path,
+        bin_directory=programs,
+        job_directory=tmp_path,
+    )
+    (tmp_path / "job.sh").write_text(script)
+    return tmp_path
+
+
+def start(job: Path, **variables: str) -> subprocess.Popen:
+    environment = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "x", "CALLS": str(job / "calls"), **variables}
+    command = ["bash", str(job / "job.sh")]
+    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True, stdout=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen) -> int:
+    try:
+        process.communicate(timeout=20)
+        return process.returncode
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # the stand-ins of Ray
+
+
+def calls(job: Path) -> list[str]:
+    file = job / "calls"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_the_head_starts_first_and_the_others_in_growing_waves(job):
+    assert finish(start(job)) == 0
+    started = [line.removeprefix("start ") for line in calls(job) if line.startswith("start")]
+    assert started[:2] == ["a", "b"] and sorted(started[2:4]) == ["c", "d"] and started[4] == "e"
+    assert calls(job)[-1] == "ramify rl @ my run.toml RAY_ADDRESS=127.0.0.1:14000 GREETING=hello"
+
+
+def test_the_job_asks_for_the_nodes_of_the_configuration(job):
+    script = (job / "job.sh").read_text()
+    for option in [
+        "--nodes=5",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=16",
+        "--gpus-per-node=4",
+        "--mem=65536M",
+        "--partition=gpu",
+        "--time=4:00:00",
+        "--signal=B:USR1@300",
+        "--requeue",
+        "--open-mode=append",
+        "--qos=x",
+    ]:
+        assert f"#SBATCH {option}\n" in script
+
+
+@pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_is_passed_on_and_the_end_of_the_allocation_requeues_the_job(job, number, is_requeued):
+    process = start(job, RUNS="1")
+    try:
+        assert process.stdout.readline() == b"running\n"
+        process.send_signal(number)
+    finally:
+        code = finish(process)
+    assert code == 75 and "saved" in calls(job)
+    assert ("scontrol requeue 1234" in calls(job)) is is_requeued
+
+
+def test_a_failed_run_is_not_requeued(job):
+    assert finish(start(job, CODE="1")) == 1
+    assert not any("requeue" in line for line in calls(job))
+
+
+def test_the_number_of_nodes_is_needed(tmp_path):
+    config = RunConfig(name="run", output=tmp_path, train=[TRAIN], cluster={"launcher": "ray"})
+    with pytest.raises(ConfigInvalid, match=r"cluster\.num_nodes: expected the number of nodes to allocate"):
+        build_batch_script(
+            config, arguments=[], working_directory=tmp_path, bin_directory=tmp_path, job_directory=tmp_path
+        )
+
+
+def test_the_command_writes_and_submits_the_script(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.toml").write_text(
+        'name = "run"\n[[train]]\ntaskset = { id = "reverse-text" }\n'
+        '[cluster]\nnum_nodes = 2\nshared_directory = "/shared/runs"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "@", "run.toml"]) == 0
+    script = tmp_path / "outputs" / "run.slurm" / "job.sh"
+    assert "ramify rl @ run.toml --cluster ray &" in script.read_text()
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f'#!/bin/bash\n[ "$1" = {script} ] && echo Submitted batch job 7\n')
+    (programs / "sbatch").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    assert main(["slurm", "@", "run.toml", "--submit"]) == 0
+    assert "Submitted batch job 7" in capsys.readouterr().out
