@@ -120,6 +120,7 @@ def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path
     assert asyncio.run(supervisor.run()) is RunOutcome.FINISHED
     assert time.monotonic() - started_at > 0.7
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
+    assert (seen[0][1].state, seen[0][1].token) == (ProcessState.SILENT, "1.6")
     assert [status.token for status in seen[-1]] == ["1.5", "1.7", ""]
 
 

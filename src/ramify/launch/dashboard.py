@@ -111,7 +111,8 @@ def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) 
         name, state = process.name, process.state.value
         style = {"ready": "green", "starting": "yellow"}.get(state, "red" if process.restarts else "dim")
         wait, pid, restarts = str(waits.pop(name, "")), str(process.pid or ""), str(process.restarts or "")
-        rows.add_row(Text(name), Text(state, style), pid, restarts, Text(wait, overflow="ellipsis"))
+        label = f"{name} on {process.node}" if process.node else name
+        rows.add_row(Text(label), Text(state, style), pid, restarts, Text(wait, overflow="ellipsis"))
     for name, wait in waits.items():  # components of the orchestrator
         rows.add_row(Text(f"  {name}", "dim"), "", "", "", Text(str(wait), overflow="ellipsis"))
     parts += [Text(), rows]

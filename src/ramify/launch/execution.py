@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_record import RunRecord, read_earlier_processes
+from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.status_client import StatusClient
-from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import describe_holders, write_holder
@@ -91,14 +92,19 @@ def _record_failure(path: Path, error: RamifyError) -> None:
 
 async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher | None, epoch: int) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
-    record = RunRecord(path, plan.status_address)
+    record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
+
+    def record_statuses(statuses: Sequence[ProcessStatus]) -> None:
+        record.write(statuses)
+        addresses.update(statuses)
+
     with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
         supervisor = Supervisor(
             plan.process_specs,
             max_restarts=launch.max_restarts,
             grace_period=launch.grace_period,
             print_line=print_line,
-            on_change=record.write,
+            on_change=record_statuses,
             launcher=launcher,
             epoch=epoch,
             earlier_processes=read_earlier_processes(path),

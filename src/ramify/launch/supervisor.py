@@ -296,7 +296,10 @@ class Supervisor:
     def _build_status(self, spec: ProcessSpec, process: SupervisedProcess | None, now: float) -> ProcessStatus:
         restarts = self._budgets[spec.name].num_restarts
         if process is None:
-            return ProcessStatus(spec.name, ProcessState.WAITING, 0, restarts, 0.0, spec.address, str(spec.log))
+            earlier = self._earlier_processes.get(spec.name)
+            state = ProcessState.SILENT if earlier is not None and earlier.may_run else ProcessState.WAITING
+            token = str(earlier.token) if earlier is not None else ""
+            return ProcessStatus(spec.name, state, 0, restarts, 0.0, spec.address, str(spec.log), token=token)
         state, seconds = process.state, now - process.state_since
         pid = process.pid if state in ALIVE_STATES else 0
         return ProcessStatus(
