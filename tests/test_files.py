@@ -2,9 +2,11 @@
 
 import pytest
 
+from ramify import files
 from ramify.files import (
     create_directory,
     fsync_path,
+    mkdir_and_fsync,
     remove_directory,
     replace_file,
     write_and_fsync,
@@ -27,6 +29,15 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
 def test_a_directory_that_another_process_removed_counts_as_removed(tmp_path):
     remove_directory(tmp_path / "gone")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_new_directories_are_synced_with_their_parents(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "fsync_path", synced.append)
+    mkdir_and_fsync(tmp_path / "a" / "b")
+    assert synced == [tmp_path / "a", tmp_path]
+    mkdir_and_fsync(tmp_path / "a" / "b")
+    assert len(synced) == 2
 
 
 def test_files_and_directories_are_synced(tmp_path):

@@ -61,6 +61,14 @@ def write_and_fsync(path: Path, data: bytes) -> None:
     fsync_path(path)
 
 
+def mkdir_and_fsync(directory: Path) -> None:
+    """Create a directory and its missing parents; their names are on disk when this returns."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync_path(path.parent)
+
+
 def fsync_path(path: Path) -> None:
     """Return when the contents of a file, or the names in a directory, are on disk."""
     fd = os.open(path, os.O_RDONLY)

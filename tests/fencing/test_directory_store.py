@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from ramify.errors import ProcessReplaced
+from ramify.fencing import directory_store
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.fencing.head_log import HeadLog, LogPosition
 
@@ -35,6 +36,26 @@ def test_missing_name_and_unusable_directory(tmp_path):
     (tmp_path / "epoch").write_text("a file")
     with pytest.raises(OSError, match="epoch"):
         DirectoryStore(tmp_path).create("epoch/0", b"")
+
+
+def test_a_name_is_on_disk_with_its_directories_also_when_a_failed_creation_is_repeated(tmp_path, monkeypatch):
+    synced: list[str] = []
+    failures = [OSError("the storage does not answer")]
+
+    def fsync(path) -> None:
+        if path == tmp_path / "ledger" / "0" and failures:
+            raise failures.pop()
+        synced.append(str(path.relative_to(tmp_path)))
+
+    monkeypatch.setattr(directory_store, "fsync_path", fsync)
+    with pytest.raises(OSError, match="does not answer"):
+        DirectoryStore(tmp_path).create("ledger/0/5", b"data")
+    synced.clear()
+    assert not DirectoryStore(tmp_path).create("ledger/0/5", b"data")  # it exists, but who knows since when
+    assert {"ledger/0/5", "ledger/0", "ledger", "."} <= set(synced)
+    synced.clear()
+    assert DirectoryStore(tmp_path).create("ledger/0/6", b"data")
+    assert {"ledger/0", "ledger", "."} <= set(synced)
 
 
 def test_second_head_ends_the_first_one(tmp_path):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from ramify.files import fsync_path, write_and_fsync
+from ramify.files import fsync_path, mkdir_and_fsync, write_and_fsync
 
 
 class DirectoryStore:
@@ -19,9 +19,12 @@ class DirectoryStore:
         self.directory = directory
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create `name` with all of `data`, durably; return False if it exists, without changing it."""
+        """Create `name` with all of `data`, durably; return False if it exists, without changing it.
+
+        A name that exists is on disk, too, when this returns: a creation that failed halfway may have made it.
+        """
         path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        mkdir_and_fsync(path.parent)
         partial_path = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
             write_and_fsync(partial_path, data)
@@ -31,11 +34,20 @@ class DirectoryStore:
                 if partial_path.stat().st_nlink != 2:
                     if not path.exists():
                         raise  # another failure than an existing name
+                    fsync_path(path)
+                    self._fsync_directories(path)
                     return False
-            fsync_path(path.parent)
+            self._fsync_directories(path)
             return True
         finally:
             partial_path.unlink(missing_ok=True)
+
+    def _fsync_directories(self, path: Path) -> None:
+        """Bring the names of a file and of the directories above it to disk, up to this store."""
+        for parent in path.parents:
+            fsync_path(parent)
+            if parent == self.directory:
+                return
 
     def read(self, name: str) -> bytes | None:
         """Return the data of `name`; None if it does not exist."""

@@ -25,7 +25,10 @@ class CreateOnceStore(Protocol):
     """Shared storage in which of several creations of one name exactly one succeeds."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create `name` with all of `data`, durably; return False if it exists, without changing it."""
+        """Create `name` with all of `data`, durably; return False if it exists, without changing it.
+
+        A name that exists is durable, too, when this returns.
+        """
         ...
 
     def read(self, name: str) -> bytes | None:

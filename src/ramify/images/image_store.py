@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ramify.errors import RunDamaged
-from ramify.files import fsync_path, replace_file, write_and_fsync
+from ramify.files import fsync_path, mkdir_and_fsync, replace_file, write_and_fsync
 from ramify.images.image_header import MIME_TYPES
 from ramify.trace import Media
 from ramify.trace.message import SHA256
@@ -29,7 +29,7 @@ class ImageStore:
         """Store images. They are on disk when this returns; images that are stored already are not written again."""
         missing = {media.hash: media for media in items if media.data and not self.path(media).exists()}
         if missing:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            mkdir_and_fsync(self._directory)
             for media in missing.values():
                 with replace_file(self.path(media)) as partial_path:
                     write_and_fsync(partial_path, media.data)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import BatchCorrupt
-from ramify.files import fsync_path, replace_file, write_and_fsync
+from ramify.files import fsync_path, mkdir_and_fsync, replace_file, write_and_fsync
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.columns import StructuredArray
 
@@ -28,7 +28,7 @@ _CRC = struct.Struct("<I")
 def write_top_logprobs(run: Path, group_number: int, top_logprobs: TopLogprobsByNode) -> None:
     """Write the likeliest tokens of a group; they are on disk when this returns."""
     path = get_top_logprobs_path(run, group_number)
-    path.parent.mkdir(exist_ok=True)
+    mkdir_and_fsync(path.parent)
     rows = [
         (trace_id, node, top.shape[1], top.astype(TOP_DTYPE).tobytes())
         for (trace_id, node), top in top_logprobs.items()

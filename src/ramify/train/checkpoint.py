@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.fencing.token import FencingToken
-from ramify.files import fsync_path, remove_directory
+from ramify.files import fsync_path, mkdir_and_fsync, remove_directory
 from ramify.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
     MANIFEST_FILE,
@@ -88,7 +88,8 @@ class CheckpointManager:
                     self.remove_partial()
                     if path.exists():  # without its manifest it is incomplete: replace it
                         remove_directory(path)
-                    partial_path.mkdir(parents=True)
+                    mkdir_and_fsync(self.directory)
+                    partial_path.mkdir()
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 writer = FileSystemWriter(partial_path, single_file_per_rank=True, sync_files=True)
