@@ -8,6 +8,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from ramify.bounded_cache import BoundedCache
 from ramify.images.image_family import ImageFamily
 from ramify.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
@@ -27,8 +28,8 @@ class ImageCache:
         self.family = family
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._images: dict[str, ProcessedImage] = {}  # by hash, the least recently used first; so are the layouts
-        self._layouts: dict[str, ImageLayout] = {}
+        self._images: dict[str, ProcessedImage] = {}  # by hash, the least recently used first
+        self._layouts: BoundedCache[str, ImageLayout] = BoundedCache(MAX_LAYOUTS)
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")  # starts with the first image
 
@@ -54,11 +55,7 @@ class ImageCache:
 
     def find_layout(self, hash: str) -> ImageLayout | None:
         """Return the layout of an image that was processed before, or None."""
-        with self._lock:
-            layout = self._layouts.pop(hash, None)
-            if layout is not None:
-                self._layouts[hash] = layout
-            return layout
+        return self._layouts.get(hash)
 
     def _find_or_process(self, media: Media) -> ProcessedImage:
         image = self._find(media.hash)  # it may have been processed while this call waited
@@ -75,10 +72,8 @@ class ImageCache:
             return image
 
     def _add(self, image: ProcessedImage) -> None:
+        self._layouts.put(image.hash, image.layout)
         with self._lock:
-            self._layouts[image.hash] = image.layout
-            if len(self._layouts) > MAX_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
             self._images[image.hash] = image
             self._num_bytes += image.num_bytes
             while self._num_bytes > self._max_bytes and len(self._images) > 1:

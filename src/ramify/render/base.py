@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ramify.bounded_cache import BoundedCache
 from ramify.images import ImageCache
-from ramify.render.bounded_cache import BoundedCache
 from ramify.render.outline import ConversationOutline
 from ramify.render.prompt_images import PromptImage
 from ramify.render.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ramify.bounded_cache import BoundedCache
 from ramify.errors import TemplateRefused
-from ramify.render.bounded_cache import BoundedCache
 from ramify.render.outline import MessageKind
 from ramify.render.sentinels import Sentinels, TextSlot, align_slots, common_text_prefix_length, message_extents
 from ramify.render.separators import END_OF_CONVERSATION, GENERATION_PROMPT, Separator, SeparatorFinder

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import msgspec
 
+from ramify.bounded_cache import BoundedCache
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores
 from ramify.images import elide_data_urls
-from ramify.render.bounded_cache import BoundedCache
 from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ramify.render.bounded_cache import BoundedCache
+from ramify.bounded_cache import BoundedCache
 
 DEADLINE = 20.0  # seconds
 
