@@ -136,6 +136,14 @@ def test_a_broken_run_says_what_is_wrong(browser, folder):
         assert "has no run 'missing'" in page.inner_text("main")
 
 
+def test_a_run_that_is_opened_before_it_is_started_appears(browser, tmp_path):
+    with open_view(browser, tmp_path, "#/run/late") as page:
+        assert "has no run 'late'" in page.inner_text("main")
+        write_rl_run(tmp_path / "late")
+        page.wait_for_selector(".pill-finished")
+        page.wait_for_selector("path.series-line")
+
+
 def test_from_the_list_to_the_token_that_cost_the_worst_rollout_in_four_clicks(browser, folder):
     with open_view(browser, folder) as page:
         page.get_by_role("link", name="run", exact=True).click()
@@ -310,9 +318,9 @@ def test_tokens_are_coloured_by_what_the_trainer_recorded(browser, folder):
         assert {"entropy", "mismatch of trainer and sampler"} <= set(names)
         page.locator(".token-bar select").select_option("mismatch")
         assert "minus that of the sampler" in page.inner_text(".token-bar")
-        colours = [token.evaluate("span => span.style.background") for token in page.locator(".token").all()]
+        colours = [token.evaluate("span => span.style.background") for token in page.locator(".tokens .token").all()]
         assert [bool(colour) for colour in colours] == [False] * 4 + [True] * 4
-        page.locator(".token").last.hover()
+        page.locator(".tokens .token").last.hover()
         assert "-0.0300" in page.inner_text(".token-tip")
         page.reload()  # the choice is in the address
         page.wait_for_selector(".token[data-at]")

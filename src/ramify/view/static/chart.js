@@ -213,6 +213,7 @@ function logTicks(low, high) {
 
 function formatTick(value, ticks) {
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(value) || 1;
-  if (Math.abs(value) >= 1e4 || (value !== 0 && step < 1e-4)) return formatNumber(value, 1);
+  if (value !== 0 && step < 1e-4) return value.toExponential(Math.min(3, Math.max(0, Math.ceil(Math.log10(Math.abs(value) / step)))));
+  if (Math.abs(value) >= 1e4) return formatNumber(value, 1);
   return value.toFixed(Math.max(0, Math.min(5, -Math.floor(Math.log10(step) + 1e-9))));
 }

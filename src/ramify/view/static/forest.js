@@ -1,7 +1,7 @@
 // The merged forest of a group: every token once, as wide as the tokens of its path, as high as the attempts that share it.
 
 import { divergingColor } from "./colors.js";
-import { fill, findRange, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, svg } from "./dom.js";
+import { fill, findRange, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, plural, svg } from "./dom.js";
 import { href } from "./routes.js";
 
 const ROW = 26; // height of one attempt
@@ -29,8 +29,9 @@ export function drawForest(run, forest, { width = 1100, selected = null } = {}) 
 }
 
 export function describeForest(forest) {
-  const ratio = forest.tokens ? forest.flat_tokens / forest.tokens : 1;
-  return `${formatCount(forest.flat_tokens)} tokens of ${forest.attempts.length} attempts are computed as ${formatCount(forest.tokens)}: ${ratio.toFixed(1)} × fewer`;
+  const tokens = `${formatCount(forest.flat_tokens)} tokens of ${plural(forest.attempts.length, "attempt")}`;
+  if (forest.flat_tokens <= forest.tokens) return `${tokens}, none of them shared`;
+  return `${tokens} are computed as ${formatCount(forest.tokens)}: ${(forest.flat_tokens / forest.tokens).toFixed(1)} × fewer`;
 }
 
 // Give every attempt one row, in depth-first order, and every segment the rows of its attempts.
@@ -116,7 +117,7 @@ function drawLabel(run, attempt, row, selected) {
     "a",
     { href: href(["run", run, "rollout", attempt.id]), class: `forest-label${isSelected ? " forest-selected" : ""}` },
     svg("rect", { x: 2, y: row * ROW + 2, width: LABEL_WIDTH - 2, height: ROW - 2, rx: 4 }),
-    svg("text", { class: "forest-id", x: 10, y }, attempt.id.length > 9 ? `…${attempt.id.slice(-8)}` : attempt.id),
+    svg("text", { class: "forest-id", x: 10, y }, attempt.id.length > 8 ? `…${attempt.id.slice(-7)}` : attempt.id),
     svg("text", { class: "forest-reward", x: 108, y, "text-anchor": "end" }, formatReward(attempt.reward, 2)),
     svg("text", { class: (attempt.advantage ?? 0) < 0 ? "forest-low" : "forest-high", x: 166, y, "text-anchor": "end" }, attempt.advantage === null ? "–" : formatSigned(attempt.advantage)),
   );

@@ -1,6 +1,6 @@
 // The frame of the page: header, theme, and the view that the address names.
 
-import { isExport } from "./api.js";
+import { RequestError, isExport } from "./api.js";
 import { fill, h, makeVisible, notice, svg } from "./dom.js";
 import { href, parseRoute } from "./routes.js";
 import { showCompare, showRuns } from "./runs.js";
@@ -53,8 +53,9 @@ async function show() {
   try {
     view = open ? await open() : { node: notice("No such page", "The address does not name a view."), title: "Not found" };
   } catch (error) {
-    view = { node: notice(error.name, error.message), title: error.name };
-    if (!(error instanceof Error) || error.constructor.name !== "RequestError") console.error(error);
+    view = { node: notice(error.name, error.message), title: error.name, keepsScroll: true };
+    if (error instanceof RequestError) view.update = show; // what is missing may come: a run that is being started
+    else console.error(error);
   }
   if (mine !== generation) return; // the reader has gone on meanwhile
   current?.close?.();

@@ -12,7 +12,7 @@ const SMALL_CHARTS = [
   ["entropy", "Entropy of the policy"],
   ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
   ["masked", "Masked entries"],
-  ["staleness/mean", "Staleness in steps"],
+  ["staleness/mean", "Staleness in steps, mean and maximum"],
   ["train/loss", "Loss"],
   ["train/grad_norm", "Gradient norm"],
   ["train/lr", "Learning rate"],
@@ -145,7 +145,7 @@ function makeRunParts(run, data) {
       if (smallCharts.has(name) || !data.names.includes(name)) continue;
       const chart = new LineChart({ title, height: 150 });
       smallCharts.set(name, chart);
-      const panel = h("div", { class: "panel" }, h("h3", {}, title, " ", h("code", { class: "muted" }, name)), chart.node);
+      const panel = h("div", { class: "panel" }, h("h3", {}, title, " ", name === "staleness/mean" ? null : h("code", { class: "muted" }, name)), chart.node);
       const at = SMALL_CHARTS.filter(([other]) => smallCharts.has(other)).findIndex(([other]) => other === name);
       grid.insertBefore(panel, grid.children[at] ?? null);
     }
