@@ -197,6 +197,11 @@ def test_a_forest_shows_shared_tokens_once(browser, folder):
         assert page.locator(".forest-label").count() == 3
         page.locator(".cell").nth(1).hover()
         assert "attempts, mean reward" in page.inner_text(".forest-tip")
+        show(page, "#/run/eval/group/task?task=task-0")
+        page.get_by_role("heading", name="Attempts at task-0").wait_for()
+        page.wait_for_selector("svg.forest")
+        labels = page.locator(".forest-id").all_text_contents()
+        assert labels == ["task-0.0", "task-0.0", "task-0.0", "task-0.1"]  # one row for each branch of an attempt
 
 
 def test_runs_are_compared_with_their_configurations(browser, folder):

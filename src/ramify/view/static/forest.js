@@ -21,7 +21,7 @@ export function drawForest(run, forest, { width = 1100, selected = null } = {}) 
   const height = layout.rows.length * ROW + 4;
   const tooltip = h("div", { class: "forest-tip", role: "status" });
   const area = svg("svg", { class: "forest", width: columns.total + 2, height, viewBox: `0 0 ${columns.total + 2} ${height}`, role: "img", "aria-label": describeForest(forest) });
-  forest.segments.forEach((segment, number) => area.append(drawSegment(segment, layout.places[number], columns, size, forest)));
+  forest.segments.forEach((segment, number) => segment.attempts.length && area.append(drawSegment(segment, layout.places[number], columns, size, forest)));
   const labels = svg("svg", { class: "forest-labels", width: LABEL_WIDTH, height, viewBox: `0 0 ${LABEL_WIDTH} ${height}` }, layout.rows.map((number, row) => drawLabel(run, forest.attempts[number], row, selected)));
   area.addEventListener("pointermove", (event) => showTip(tooltip, event, forest));
   area.addEventListener("pointerleave", () => fill(tooltip));
@@ -34,21 +34,22 @@ export function describeForest(forest) {
   return `${tokens} are computed as ${formatCount(forest.tokens)}: ${(forest.flat_tokens / forest.tokens).toFixed(1)} × fewer`;
 }
 
-// Give every attempt one row, in depth-first order, and every segment the rows of its attempts.
+// Give every branch of every attempt one row, in depth-first order, and every segment the rows of the paths through it.
 function placeSegments(forest) {
-  const order = new Map(); // attempt -> row
+  const rows = []; // the attempt of each row
   const children = forest.segments.map(() => []);
+  const places = forest.segments.map(() => [0, 0]);
   forest.segments.forEach((segment, number) => segment.parent >= 0 && children[segment.parent].push(number));
   const visit = (number) => {
-    for (const child of [...children[number]].sort((a, b) => meanAdvantage(forest, b) - meanAdvantage(forest, a))) visit(child);
-    for (const attempt of forest.segments[number].attempts) if (!order.has(attempt)) order.set(attempt, order.size);
+    const start = rows.length;
+    const below = [...children[number]].sort((a, b) => meanAdvantage(forest, b) - meanAdvantage(forest, a));
+    below.forEach(visit);
+    const going = new Set(below.flatMap((child) => forest.segments[child].attempts));
+    rows.push(...forest.segments[number].attempts.filter((attempt) => !going.has(attempt))); // those that end here
+    places[number] = [start, rows.length];
   };
   forest.segments.forEach((segment, number) => segment.parent < 0 && visit(number));
-  const places = forest.segments.map((segment) => {
-    const [first, last] = findRange(segment.attempts.map((attempt) => order.get(attempt)));
-    return segment.attempts.length ? [first, last + 1] : [0, 1];
-  });
-  return { rows: [...order.keys()], places };
+  return { rows, places };
 }
 
 function meanAdvantage(forest, number) {

@@ -89,7 +89,10 @@ export class TokenPane {
       while (this.queue.size) {
         const indices = [...this.queue].slice(0, NODES_PER_REQUEST);
         for (const index of indices) this.queue.delete(index);
-        for (const tokens of await get("tokens", { ...this.request, node: indices })) this.draw(tokens);
+        for (const tokens of await get("tokens", { ...this.request, node: indices })) {
+          this.draw(tokens);
+          await new Promise((resolve) => setTimeout(resolve)); // scrolling goes on between two messages
+        }
       }
     } catch (error) {
       fill(this.tip, error.message);
