@@ -1,6 +1,8 @@
 // Elements and number formats. All text becomes text nodes with visible characters: nothing that a model wrote is parsed
 // as HTML, and nothing in it can change how the text around it is shown.
 
+const ITEMS_PER_PART = 40;
+const PART_PAUSE = 30; // milliseconds between two parts, for what the reader does meanwhile
 const TEXT_ATTRIBUTES = /^(title|alt|aria-.*)$/;
 const INVISIBLE = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
 
@@ -49,6 +51,30 @@ export function fill(element, ...children) {
   element.replaceChildren();
   appendAll(element, children);
   return element;
+}
+
+// Append the elements that `make` builds for a list, a part of it at once and the rest part by part, so that the first ones
+// are shown early. `appendUntil` appends at least the elements before an index.
+export class PartList {
+  constructor(place, items, make) {
+    Object.assign(this, { place, items, make, count: 0 });
+    this.appendUntil(ITEMS_PER_PART);
+    this.schedule();
+  }
+
+  schedule() {
+    if (this.count < this.items.length) this.timer = setTimeout(() => (this.appendUntil(this.count + ITEMS_PER_PART), this.schedule()), PART_PAUSE);
+  }
+
+  appendUntil(index) {
+    if (index <= this.count) return;
+    this.place.append(...this.items.slice(this.count, index).map(this.make));
+    this.count = Math.min(index, this.items.length);
+  }
+
+  close() {
+    clearTimeout(this.timer);
+  }
 }
 
 // Replace the text only if it changed, so that a selection in a live page survives.

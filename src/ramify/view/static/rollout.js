@@ -1,7 +1,7 @@
 // One rollout as the tree it is: an outline that folds, and the messages or tokens of the branch that is selected.
 
 import { fileAddress, get, isExport } from "./api.js";
-import { code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
+import { PartList, code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
 import { codeBlock, prettyJson, renderText } from "./highlight.js";
 import { href, replaceParams } from "./routes.js";
 import { advantageText } from "./rollouts.js";
@@ -48,9 +48,10 @@ export async function showRollout(run, id, params) {
         pane = new TokenPane(run, rollout, state.trace, path.map((index) => trace.nodes[index]), state.measure, (measure) => ((state.measure = measure), remember()), select);
         fill(place, pane.node);
       } else {
-        pane = null;
-        fill(place, path.map((index) => drawMessage(run, rollout, state.trace, trace.nodes[index], tree, state.node, select)));
+        fill(place);
+        pane = new PartList(place, path, (index) => drawMessage(run, rollout, state.trace, trace.nodes[index], tree, state.node, select));
       }
+      pane.appendUntil(path.indexOf(state.node) + 1);
     };
     drawBranch();
     fill(body, h("div", { class: "rollout-columns" }, outline, place));

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { scaleFor } from "./colors.js";
-import { fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
+import { PartList, fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
 import { showToken } from "./forest.js";
 
 const NODES_PER_REQUEST = 12;
@@ -21,10 +21,11 @@ export class TokenPane {
     this.queue = new Set();
     this.tip = h("div", { class: "token-tip", role: "status" });
     this.bar = h("div", { class: "token-bar" });
-    this.places = new Map(nodes.map((node) => [node.index, this.makePlace(node)]));
-    this.node = h("div", { class: "token-pane" }, this.bar, [...this.places.values()].map((place) => place.article), this.tip);
+    this.places = new Map(); // node -> place, of the messages that are shown so far
     this.observer = new IntersectionObserver((entries) => this.onVisible(entries), { rootMargin: "900px 0px" });
-    for (const place of this.places.values()) this.observer.observe(place.article);
+    const list = h("div", {});
+    this.parts = new PartList(list, nodes, (node) => this.addPlace(node));
+    this.node = h("div", { class: "token-pane" }, this.bar, list, this.tip);
     this.node.addEventListener("pointerover", (event) => this.showTip(event.target));
     this.node.addEventListener("pointerleave", () => fill(this.tip));
     this.node.addEventListener("keydown", (event) => this.onKey(event));
@@ -33,6 +34,18 @@ export class TokenPane {
 
   close() {
     this.observer.disconnect();
+    this.parts.close();
+  }
+
+  appendUntil(index) {
+    this.parts.appendUntil(index);
+  }
+
+  addPlace(node) {
+    const place = this.makePlace(node);
+    this.places.set(node.index, place);
+    this.observer.observe(place.article);
+    return place.article;
   }
 
   makePlace(node) {
@@ -137,6 +150,7 @@ export class TokenPane {
 
   goTo(target) {
     this.target = target;
+    this.appendUntil(this.nodes.findIndex((node) => node.index === target.node) + 1);
     if (!this.places.has(target.node)) {
       this.select(target.node, target);
       return;
