@@ -68,8 +68,8 @@ export class PartList {
 
   appendUntil(index) {
     if (index <= this.count) return;
-    this.place.append(...this.items.slice(this.count, index).map(this.make));
-    this.count = Math.min(index, this.items.length);
+    const stop = Math.min(index, this.items.length);
+    for (; this.count < stop; this.count++) this.place.append(this.make(this.items[this.count]));
   }
 
   close() {

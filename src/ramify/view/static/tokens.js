@@ -127,14 +127,11 @@ export class TokenPane {
     const tokens = this.tokens.get(index), place = this.places.get(index);
     const [start, stop] = tokens.sampled, first = place.drawn, total = tokens.ids.length;
     place.drawn = Math.min(until, total);
-    place.body.append(
-      ...tokens.texts.slice(first, place.drawn).map((text, offset) => {
-        const at = first + offset;
-        const isSampled = at >= start && at < stop;
-        const isMasked = isSampled && (place.node.untrained || tokens.values.weight?.[at] === 0);
-        return h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(text));
-      }),
-    );
+    for (let at = first; at < place.drawn; at++) {
+      const isSampled = at >= start && at < stop;
+      const isMasked = isSampled && (place.node.untrained || tokens.values.weight?.[at] === 0);
+      place.body.append(h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(tokens.texts[at])));
+    }
     this.color(index, first);
     place.more.hidden = place.drawn === total;
     fill(place.more, `Show more: ${formatCount(total - place.drawn)} of ${formatCount(total)} tokens are hidden`);
