@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import threading
 
+import msgspec
 import pytest
 
 from ramify.cli.app import main
@@ -337,6 +339,37 @@ def test_a_rollout_is_exported_as_markdown_and_json(queries):
     assert "### [4] assistant" in text
     assert "````\nHere it is:" in text  # the fence is longer than the one in the message
     assert json.loads(queries.export_rollout("run", "1.0", "json"))["traces"][0]["reward"] == 1.0
+
+
+def test_nothing_that_a_model_wrote_changes_the_markdown(tmp_path):
+    trace = make_trace("0.0", 0, [50, 2], 1.0, text="`" * 300_000)
+    call = ToolCall("c", "x`\n# A heading\n![](http://evil.example/)", "{}")
+    trace.add_node(1, Message("assistant", "", tool_calls=(call,)), [5])
+    trace.agent = "a\n# b"
+    with RunStore.open(tmp_path / "run") as store:
+        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace]))
+    lines = RunQueries(tmp_path).export_rollout("run", "0.0", "md").splitlines()
+    assert "Call of `x # A heading ![](http://evil.example/)`:" in lines
+    assert [line for line in lines if line.startswith("#")] == [
+        "# Rollout `0.0`",
+        "## `a # b`",
+        "### [0] user",
+        "### [1] assistant",
+        "### [2] assistant",
+    ]
+    assert max(map(len, lines)) == 300_001
+
+
+def test_a_run_whose_name_is_not_text_is_listed(tmp_path):
+    name = os.fsdecode(b"run-\xff")
+    try:
+        write_rl_run(tmp_path / name, num_groups=1)
+    except OSError:
+        pytest.skip("the file system has only names in UTF-8")
+    queries = RunQueries(tmp_path)
+    [run] = queries.list_runs()
+    assert msgspec.json.encode(run["name"]) == b'"run-\\\\udcff"'
+    assert queries.get_run(run["name"])["state"] == "finished"
 
 
 def test_a_live_run_is_asked_what_it_waits_for(tmp_path):

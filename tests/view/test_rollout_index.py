@@ -124,3 +124,17 @@ def test_any_text_can_be_searched(tmp_path, text):
     index.refresh(texts=True, wait=DEADLINE)
     list_numbers(index, text=text)
     index.close()
+
+
+def test_an_index_that_is_a_link_is_not_written(tmp_path):
+    """A run directory from elsewhere may hold a link to a database of the reader."""
+    path = write_rl_run(tmp_path / "run", num_groups=1)
+    with sqlite3.connect(tmp_path / "other.sqlite") as connection:
+        connection.execute("CREATE TABLE rows (value)")
+    before = (tmp_path / "other.sqlite").read_bytes()
+    (path / INDEX_FILE).symlink_to(tmp_path / "other.sqlite")
+    index = RolloutIndex(path)
+    assert index.refresh(wait=DEADLINE) == 1.0
+    assert len(list_numbers(index)) == 3
+    index.close()
+    assert (tmp_path / "other.sqlite").read_bytes() == before

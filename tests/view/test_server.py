@@ -180,7 +180,7 @@ def test_images_are_sent_with_their_type_and_cannot_run_scripts(client):
 def test_a_rollout_can_be_saved(client):
     response = client.get("/api/file?run=run&id=1.0&format=md")
     assert response.headers["content-disposition"] == 'attachment; filename="rollout-1.0.md"'
-    assert response.text.startswith("# Rollout 1.0")
+    assert response.text.startswith("# Rollout `1.0`")
     assert client.get("/api/file?run=run&id=1.0&format=json").json()["id"] == "1.0"
 
 

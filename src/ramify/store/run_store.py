@@ -228,7 +228,7 @@ def make_readonly_uri(path: Path) -> str:
     """
     file = path.absolute() / DATABASE_NAME
     is_archived = not os.access(path, os.W_OK) and not file.with_name(f"{DATABASE_NAME}-wal").exists()
-    return f"file:{quote(str(file))}?mode=ro{'&immutable=1' if is_archived else ''}"
+    return f"file:{quote(os.fsencode(file))}?mode=ro{'&immutable=1' if is_archived else ''}"
 
 
 def acquire_lock(path: Path, *, write: bool = True) -> int:

@@ -80,7 +80,7 @@ class RolloutIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        is_writable = os.access(path, os.W_OK)
+        is_writable = os.access(path, os.W_OK) and not (path / INDEX_FILE).is_symlink()  # it may lead anywhere
         self._folder = None if is_writable else tempfile.TemporaryDirectory(prefix="ramify-view-")
         self.file = (path if self._folder is None else Path(self._folder.name)) / INDEX_FILE
         self._lock = threading.Lock()
@@ -236,7 +236,7 @@ class RolloutIndex:
 
         Raises StorageFailed for every error of the databases inside the block.
         """
-        index_uri = f"file:{quote(str(self.file.absolute()))}"
+        index_uri = f"file:{quote(os.fsencode(self.file.absolute()))}"
         with (
             wrap_storage_errors(self.path),
             self._explain_damage(),

@@ -1,5 +1,6 @@
 """One rollout as plain data: the messages of its traces as trees, rewards, timing and training; and as Markdown."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def read_message_text(trace: Trace, node: int, start: int, count: int) -> dict[s
 
 
 def format_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> str:
-    """Return a rollout as Markdown. The text of messages is in code fences, so that it cannot change the document."""
+    """Return a rollout as Markdown. What models and tasks wrote is in code, so that it cannot change the document."""
     return "\n".join(_iter_markdown(record, traces)) + "\n"
 
 
@@ -124,14 +125,14 @@ def _clip(text: str) -> str:
 
 
 def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[str]:
-    yield f"# Rollout {record.id}\n"
+    yield f"# Rollout {_quote(record.id)}\n"
     yield f"- reward: {'missing' if record.reward is None else f'{record.reward:.4g}'}"
-    yield f"- stop: {record.failure or record.summary.get('stop', '')}"
+    yield f"- stop: {_quote(record.failure or str(record.summary.get('stop', '')))}"
     for trace in traces:
         for name, entry in trace.rewards.items():
-            yield f"- {name}: {'missing' if entry is None else f'{entry[0]:.4g} × {entry[1]:g}'}"
+            yield f"- {_quote(name)}: {'missing' if entry is None else f'{entry[0]:.4g} × {entry[1]:g}'}"
         labels = label_images(trace)
-        yield f"\n## {trace.agent or 'Messages'}\n"
+        yield f"\n## {_quote(trace.agent) if trace.agent else 'Messages'}\n"
         for node in trace.nodes:
             parent = f", after [{node.parent}]" if node.parent >= 0 and node.parent != node.index - 1 else ""
             yield f"### [{node.index}] {node.message.role}{parent}\n"
@@ -140,12 +141,15 @@ def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[s
             if text := format_content(node.message, labels):
                 yield f"{_fence(text)}\n"
             for call in node.message.tool_calls:
-                yield f"Call of `{call.name}`:\n\n{_fence(call.arguments, 'json')}\n"
+                yield f"Call of {_quote(call.name)}:\n\n{_fence(call.arguments, 'json')}\n"
 
 
 def _fence(text: str, language: str = "") -> str:
     """Return the text in a code fence that is longer than every fence in the text."""
-    ticks = "```"
-    while ticks in text:
-        ticks += "`"
+    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{ticks}{language}\n{text}\n{ticks}"
+
+
+def _quote(text: str) -> str:
+    """Return a name as code in one line, so that it cannot change the document."""
+    return f"`{' '.join(text.replace('`', ' ').split())}`"

@@ -18,9 +18,9 @@ class RunFolder:
     def list_runs(self) -> dict[str, Path]:
         """Return the directories of the runs by name; none if the folder does not exist."""
         if is_run(self.path):
-            return {self.path.resolve().name: self.path}
+            return {_get_name(self.path.resolve()): self.path}
         try:
-            return {path.name: path for path in sorted(self.path.iterdir()) if is_run(path)}
+            return {_get_name(path): path for path in sorted(self.path.iterdir()) if is_run(path)}
         except OSError:
             return {}
 
@@ -30,6 +30,11 @@ class RunFolder:
         if path is None:
             raise ConfigInvalid(f"{self.path} has no run {name!r}; reload the list of runs")
         return path
+
+
+def _get_name(path: Path) -> str:
+    """Return the name of a directory; bytes that are not UTF-8, which JSON cannot represent, are written as escapes."""
+    return path.name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_run(path: Path) -> bool:
