@@ -8,8 +8,11 @@ import re
 import pytest
 
 from ramify.cli.app import main
-from ramify.view.export import bundle_scripts, make_key
+from ramify.store import RunStore
+from ramify.view.export import bundle_scripts, export_run, make_key
+from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR
+from tests.launch.status_stub import serve_status
 from tests.view.sample_runs import write_rl_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)>"
@@ -37,6 +40,19 @@ def test_a_file_has_curves_and_the_worst_and_best_rollouts(path, tmp_path, capsy
         assert make_key("rollout", {"run": "run", "id": id}) in answers
         assert make_key("tokens", {"run": "run", "id": id, "trace": 0, "node": [1]}) in answers
         assert make_key("forest", {"run": "run", "group": int(id[0])}) in answers
+
+
+def test_a_file_has_nothing_of_the_processes_of_a_live_run(tmp_path):
+    path = write_rl_run(tmp_path / "run", num_groups=2)
+    file = tmp_path / "run.html"
+    with RunStore.open(path), serve_status(path) as address:
+        queries = RunQueries(tmp_path)
+        assert queries.get_run("run")["state"] == "running"
+        export_run(queries, "run", file)
+    text = file.read_text()
+    assert address not in text
+    assert str(tmp_path) not in text
+    assert "waits for" not in json.dumps(read_answers(text))
 
 
 def test_rollouts_can_be_chosen(path, tmp_path):

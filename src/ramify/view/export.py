@@ -100,12 +100,13 @@ def make_key(path: str, params: Mapping[str, Any]) -> str:
 
 
 def _record_answers(queries: RunQueries, run: str, ids: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    description: dict[str, Any] = {**queries.get_run(run), "wait_list": [], "waits": [], "processes": []}
+    summaries: list[dict[str, Any]] = [{**entry, "waits": []} for entry in queries.list_runs() if entry["name"] == run]
+    live_state: dict[str, Any] = {"status": {}, "wait_list": [], "waits": [], "processes": []}
     names: list[str] = queries.get_metrics(run)["all_names"]
     groups: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
-    yield make_key("runs", {}), [entry for entry in queries.list_runs() if entry["name"] == run]
-    yield make_key("run", {"run": run}), description
+    yield make_key("runs", {}), summaries
+    yield make_key("run", {"run": run}), {**queries.get_run(run), **live_state}
     yield make_key("metrics", {"run": run}), queries.get_metrics(run, [name for name in names if "/age_" not in name])
     for id in ids:
         rollout = queries.get_rollout(run, id)
