@@ -45,7 +45,8 @@ export function prettyJson(text) {
   if (text.length > MAX_HIGHLIGHTED) return null;
   try {
     const value = JSON.parse(text);
-    return value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : null;
+    const pretty = value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : null;
+    return pretty?.length > MAX_HIGHLIGHTED ? null : pretty; // deep nesting is mostly indentation
   } catch {
     return null;
   }

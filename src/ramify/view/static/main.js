@@ -92,8 +92,12 @@ function toggleTheme() {
 
 async function copyLink(event) {
   const button = event.currentTarget;
-  await navigator.clipboard.writeText(location.href);
-  button.textContent = "Copied";
+  try {
+    await navigator.clipboard.writeText(location.href);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Copy the address bar"; // browsers let pages from other machines write it only over HTTPS
+  }
   setTimeout(() => (button.textContent = "Copy link"), 1500);
 }
 

@@ -1,7 +1,7 @@
 // The table of rollouts: filtered, sorted and paged by the server.
 
 import { get, isExport } from "./api.js";
-import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, makeVisible, plural } from "./dom.js";
+import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, makeVisible, plural, setText } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 import { runTabs } from "./run.js";
 
@@ -41,17 +41,21 @@ export async function showRollouts(run, params) {
     answer = result;
     draw();
     if (!isExport) replaceParams(["run", run, "rollouts"], settings);
-    if (result.indexed < 1) timer = setTimeout(load, RETRY_INDEX);
+    if (result.indexed < 1) timer = setTimeout(reload, RETRY_INDEX);
     const ids = result.rows.map((row) => row.id);
     const excerpts = ids.length ? await get("excerpts", { run, id: ids }) : {};
     if (mine === latest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = makeVisible(excerpts[cell.dataset.rollout] ?? "");
+  }
+
+  function reload() {
+    load().catch((error) => setText(count, error.message));
   }
 
   function change(name, value) {
     settings[name] = value;
     settings.page = "";
     clearTimeout(timer);
-    timer = setTimeout(load, ["text", "step", "min_reward", "max_reward"].includes(name) ? TYPING_PAUSE : 0);
+    timer = setTimeout(reload, ["text", "step", "min_reward", "max_reward"].includes(name) ? TYPING_PAUSE : 0);
   }
 
   function draw() {
@@ -72,14 +76,14 @@ export async function showRollouts(run, params) {
       settings.order = isSorted ? (settings.order === "asc" ? "desc" : "asc") : sort === "reward" ? "asc" : "desc";
       settings.sort = sort;
       settings.page = "";
-      load();
+      reload();
     };
     return h("th", { scope: "col", class: classes, "aria-sort": isSorted ? (settings.order === "asc" ? "ascending" : "descending") : "none" }, h("button", { type: "button", class: "sort", onclick }, `${name}${arrow}`));
   }
 
   function drawPager() {
     const page = Number(settings.page) || 1, last = Math.max(1, Math.ceil(answer.total / answer.page_size));
-    const go = (target) => ((settings.page = String(target)), load(), window.scrollTo(0, 0));
+    const go = (target) => ((settings.page = String(target)), reload(), window.scrollTo(0, 0));
     fill(
       pager,
       h("button", { type: "button", disabled: page <= 1, onclick: () => go(page - 1) }, "← Previous"),

@@ -11,8 +11,16 @@ export function href(parts, params = {}) {
 
 export function parseRoute(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
-  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const parts = path.split("/").filter(Boolean).map(decodePart);
   return { parts, params: new URLSearchParams(query) };
+}
+
+function decodePart(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // somebody typed a percent sign
+  }
 }
 
 // Change the address without a new entry in the history, and without showing the view again.
