@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ramify.errors import ProcessDied
 from ramify.fencing.lease import LeaseTerms
 from ramify.fencing.token import FencingToken
-from ramify.launch.launcher import Placement
+from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
@@ -137,3 +138,23 @@ def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
         "trainer": EarlierProcess(FencingToken(0, 1), may_run=False),
     }
     assert read_earlier_processes(tmp_path / "new") == {}
+
+
+def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_path):
+    places = []
+
+    def build_start(name):
+        def build(slot):
+            places.append(name)
+            return ProcessStart((sys.executable, "-S", "-c", RUNS_FOREVER))
+
+        return build
+
+    names = {"env": ("inference",), "inference": ()}
+    specs = [
+        build_spec(tmp_path, name, "", placement=Placement(), start_after=after, build_start=build_start(name))
+        for name, after in names.items()
+    ]
+    leader = build_spec(tmp_path, "orchestrator", "", ProcessRole.LEADER, start_after=("env",))
+    assert supervise([leader, *specs]) is RunOutcome.FINISHED
+    assert places == ["inference", "env"]

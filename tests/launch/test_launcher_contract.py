@@ -173,7 +173,7 @@ async def test_files_are_written_where_the_process_runs_and_removed(launcher, lo
 
 
 @with_timeout
-async def test_port_is_held_for_the_process_alone(launcher, log):
+async def test_port_is_held_for_the_process_alone_unless_it_is_released(launcher, log):
     code = """
 import socket, sys
 from ramify.wire.listener import open_listener
@@ -191,6 +191,11 @@ print("listening")
         await slot.start(ProcessStart((sys.executable, "-c", code, slot.host, str(slot.port))), log)
         await slot.wait()
         assert log.tail().splitlines() == [str(errno.EADDRINUSE), "listening"]
+        await slots[1].start(
+            ProcessStart((sys.executable, "-c", code, slots[1].host, str(slots[1].port)), releases_port=True), log
+        )
+        await slots[1].wait()
+        assert log.tail() == "listening"
 
 
 @with_timeout

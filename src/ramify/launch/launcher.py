@@ -59,6 +59,8 @@ class ProcessStart:
     """Text by file name; written to the directory of the slot before the start."""
     address: str = ""
     """Address at which the process answers when it is ready; empty for none."""
+    releases_port: bool = False
+    """Whether the process cannot bind a port that is still held for it (SO_REUSEPORT), so that it is released first."""
     preload_modules: tuple[str, ...] = ()
     """Modules that take long to import; the process may be forked from one that has imported them."""
 

@@ -97,7 +97,9 @@ class LocalSlot:
             with wrap_storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-        ports = {RESERVED_PORTS_VARIABLE: str(self.port)} if self.port else {}
+        if start.releases_port:
+            self._reservation.close()
+        ports = {RESERVED_PORTS_VARIABLE: str(self.port)} if self.port and not start.releases_port else {}
         child = self._child = ChildProcess(start.command, env={**start.env, **ports}, is_detached=self._is_detached)
         if self._lease_end is not None:
             child.set_lease_end(self._lease_end)

@@ -79,6 +79,8 @@ class ProcessSpec:
     """Number of processes that run this command together, as one gang."""
     placement: Placement | None = None
     """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
+    start_after: tuple[str, ...] = ()
+    """Names of processes that must have a place, and so an address, before this one is configured and started."""
     build_start: Callable[[ProcessSlot], ProcessStart] | None = None
     """Returns what to start in a slot, for each rank; None: `command`, with `env` and `address`."""
 

@@ -30,12 +30,14 @@ def find_newest_weights(directory: Path) -> Path | None:
     return max(candidates)[2] if candidates else None
 
 
-def link_newest_weights(config: RunConfig) -> Path | None:
+def link_newest_weights(config: RunConfig, engine: str = "") -> Path | None:
     """Hard-link the newest weights, so that the trainer cannot remove them while an engine starts.
+
+    `engine` is the name of the engine if there are several, which start at different times.
 
     Return the new directory; None if there are no weights.
     """
-    directory, served_directory = config.weights_directory, get_served_directory(config)
+    directory, served_directory = config.weights_directory, get_served_directory(config) / engine
     for _ in range(MAX_TRIES):
         if (newest := find_newest_weights(directory)) is None:
             return None

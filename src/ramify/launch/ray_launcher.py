@@ -8,6 +8,7 @@ on. Only an exit that was seen counts, or the end of a lease. Replies are small 
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Self
@@ -21,6 +22,7 @@ from ramify.launch.remote_slot import RemoteSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
+NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
 
 
@@ -117,9 +119,24 @@ class RayLauncher:
             f"{message}; the nodes have, used or not, {', '.join(nodes)}; add a node or lower [cluster]"
         )
 
-    async def close(self) -> None:
+    def wait_for_nodes(self, num_nodes: int, *, timeout: float) -> list[ClusterNode]:
+        """Return the nodes when there are `num_nodes`. Raises DeadlineExceeded after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while len(nodes := self.list_nodes()) < num_nodes:
+            if time.monotonic() > deadline:
+                joined = ", ".join(node.name for node in nodes)
+                message = f"{len(nodes)} of {num_nodes} nodes (cluster.num_nodes) joined within {timeout:g} s: {joined}"
+                raise DeadlineExceeded(f"{message}; start Ray on the other nodes")
+            time.sleep(NODE_POLL_INTERVAL)
+        return nodes
+
+    def disconnect(self) -> None:
         """Disconnect from Ray, which ends all actors that are left."""
         self._ray.shutdown()
+
+    async def close(self) -> None:
+        """Disconnect from Ray."""
+        self.disconnect()
 
 
 class _NodeProcessActor(NodeProcess):

@@ -96,6 +96,8 @@ class Supervisor:
         self._crash_lines: dict[str, list[str]] = {spec.name: [] for spec in process_specs}
         # Set and replaced when the leader restarts: a follower that was done is needed again.
         self._leader_restarted = asyncio.Event()
+        # Set when a process has a place for the first time.
+        self._placed = {spec.name: asyncio.Event() for spec in process_specs}
         self._stop_task: asyncio.Task[None] | None = None
 
     async def run(self) -> RunOutcome:
@@ -145,7 +147,10 @@ class Supervisor:
         """Run a process from its start to its exit, and return the exit code."""
         process = SupervisedProcess(spec, self._launcher, await self._begin_incarnation(spec))
         self._processes[spec.name] = process
+        for name in spec.start_after:
+            await self._placed[name].wait()
         await process.open()
+        self._placed[spec.name].set()
         if spec.placement is not None:
             self._notify_changed()  # its address and token are recorded before they are used
         await process.start()
