@@ -20,7 +20,7 @@ def read_image_file(path: Path) -> bytes:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ImageInvalid(f"image: {str(path)!r} cannot be read: {reason}") from error
+        raise ImageInvalid(f"image: {path} cannot be read: {reason}") from error
     try:
         check_image(data)
     except ImageInvalid as error:
