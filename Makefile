@@ -53,7 +53,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view style lint bench-check rl
+.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -117,6 +117,11 @@ test-envs: env  ## environments of other projects from PyPI, evaluated and train
 test-view: env  ## the page of `ramify view` in a real browser; needs chromium from apt, and npm
 	@mkdir -p $(VIEW_DIR)
 	$(BIN)/python -m tests.view.run --folder $(VIEW_DIR) --chromium $(CHROMIUM) $(VIEW)
+
+test-k8s: env  ## the manifest of `ramify k8s` against the schemas of Kubernetes; installs kubernetes-validate (108 MB) aside
+	@mkdir -p .venvs
+	$(BIN)/python -m pip install -q --disable-pip-version-check --target .venvs/k8s --upgrade 'kubernetes-validate>=1.37'
+	PYTHONPATH=.venvs/k8s $(BIN)/pytest -v -n 0 tests/launch/test_kubernetes.py
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets

@@ -45,6 +45,7 @@ COMMANDS: dict[str, CliCommand] = {
     "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "env-server": CliCommand("ramify.cli.env_server", "serve one source: rollouts in worker processes"),
     "slurm": CliCommand("ramify.cli.slurm", "write (--submit: submit) a batch script that runs rl on nodes of Slurm"),
+    "k8s": CliCommand("ramify.cli.k8s", "print a manifest that runs rl on Kubernetes, as a RayJob"),
     "env": CliCommand("ramify.cli.env", "install an environment for sources that need other packages, or list them"),
     "model": CliCommand("ramify.cli.model", "list, inspect or fetch models"),
     "runtime": CliCommand("ramify.cli.runtime", "list what runtimes enforce here, or clean up what earlier runs left"),

@@ -78,6 +78,22 @@ class SlurmConfig(Config):
     """Further options of sbatch, such as `--constraint=h100`."""
 
 
+class KubernetesConfig(Config):
+    """The RayJob that `ramify k8s` writes."""
+
+    image: str = ""
+    """Container image with Ramify, its extra `ray`, and the plugins of the run. Required by `ramify k8s`."""
+    namespace: str = "default"
+    volume_claim: str = ""
+    """PersistentVolumeClaim (ReadWriteMany) that is mounted at `shared_directory`. Required by `ramify k8s`."""
+    secrets: list[str] = []
+    """Names of Secrets whose keys become environment variables, such as API keys."""
+    node_selector: dict[str, str] = {}
+    """Labels that the Kubernetes nodes of the run must have."""
+    retries: int = Field(default=10, ge=0)
+    """How often Kubernetes starts the job again, on new pods, after it has failed."""
+
+
 class ClusterConfig(Config):
     """A run on several nodes (`--cluster ray`). With the launcher `local`, only `shared_directory` has an effect."""
 
@@ -101,6 +117,7 @@ class ClusterConfig(Config):
     trainer: TrainerPlacementConfig = TrainerPlacementConfig()
     node: NodeShapeConfig = NodeShapeConfig()
     slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _several_nodes_share_a_directory(self) -> "ClusterConfig":

@@ -1,0 +1,26 @@
+"""`ramify k8s @ config.toml`: write a RayJob that runs `ramify rl` on Kubernetes."""
+
+import sys
+from collections.abc import Sequence
+
+from ramify.cli.rl import expand_arguments
+from ramify.config import parse
+from ramify.orchestrate.config import RunConfig
+
+USAGE = """usage: ramify k8s @ FILE [--key value] > job.yaml; kubectl apply -f job.yaml
+
+Prints a ConfigMap with the resolved configuration, and a RayJob, for a Kubernetes cluster with the operator KubeRay.
+Each of the `cluster.num_nodes` nodes is a pod with what `[cluster.node]` says; `[cluster.kubernetes]` names the image
+and the volume.
+
+All keys are those of `ramify rl`:
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the configuration and print the manifest."""
+    from ramify.launch.kubernetes import build_manifests, format_yaml  # loaded here, not for help
+
+    config = parse(RunConfig, expand_arguments([*argv, "--cluster", "ray"]), prog="ramify k8s", usage=USAGE)
+    sys.stdout.write(format_yaml(build_manifests(config)))
+    return 0
