@@ -9,6 +9,7 @@ import pytest
 
 from ramify.envserver.messages import AddressUpdate
 from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, WorkerDied
+from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
 from ramify.orchestrate.connected_source import connect_source
@@ -36,6 +37,12 @@ async def until(condition) -> None:
 
 def make_pool(*addresses: str, start_timeout: float = 5.0, **options) -> EnvServerPool:
     return EnvServerPool("it", addresses, start_timeout=start_timeout, settings=QUICK, **options)
+
+
+def reserve_address() -> str:
+    """Return an address whose port no outgoing connection takes while its server is restarted."""
+    with PortReservation({"server": "tcp://127.0.0.1:0"}) as reservation:
+        return reservation.addresses["server"]
 
 
 async def run_one(pool: EnvServerPool, id: str) -> str:
@@ -91,7 +98,7 @@ async def test_attempts_of_a_lost_server_run_elsewhere_and_its_late_results_are_
 
 @bounded
 async def test_without_another_server_the_loss_is_the_attempts_failure_and_later_attempts_wait():
-    server = await StubEnvServer("a").__aenter__()
+    server = await StubEnvServer("a", reserve_address()).__aenter__()
     async with make_pool(server.address) as pool:
         server.may_answer.clear()
         attempt = asyncio.create_task(run_one(pool, "x"))
@@ -143,7 +150,7 @@ async def test_addresses_are_added_and_removed_while_attempts_run():
 async def test_every_server_is_told_the_addresses_before_it_gets_attempts_and_after_a_restart():
     update = AddressUpdate(["http://a:1"], {"judge": ["http://b:1"]})
     current = [update]
-    server = await StubEnvServer("first").__aenter__()
+    server = await StubEnvServer("first", reserve_address()).__aenter__()
     async with make_pool(server.address, get_update=lambda: current[0]) as pool:
         assert server.updates == [update]
         current[0] = AddressUpdate(["http://c:1"])
