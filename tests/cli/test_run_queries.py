@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
 
     async def fill(ledger: Ledger) -> None:
         await ledger.declare_source("reverse", None)
-        await ledger.issue_group(GroupRecord(0, "reverse", 0, 2))
+        await ledger.issue_groups([GroupRecord(0, "reverse", 0, 2)])
         await ledger.drop_group(0, DropReason.FAILED, "WorkerDied")
 
     with RunStore.open(path) as store:

@@ -20,7 +20,7 @@ def test_snapshot_describes_only_recently_dropped_groups(tmp_path, monkeypatch, 
     async def drop(ledger: Ledger) -> None:
         await ledger.declare_source("reverse", 100)
         for number, reason in enumerate((DropReason.UNSCORED, DropReason.FILTERED, DropReason.FILTERED)):
-            await ledger.issue_group(GroupRecord(number, "reverse", number, 1))
+            await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
             await ledger.drop_group(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
 
     with RunStore.open(tmp_path / "run") as store:

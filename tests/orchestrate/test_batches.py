@@ -136,7 +136,7 @@ def test_batch_round_trips_through_ledger_and_store(tmp_path):
         ledger = Ledger.open(store)
         for group, traces in groups():
             number = len(ledger.groups())
-            await ledger.issue_group(GroupRecord(number, group.source_name, 0, 3))
+            await ledger.issue_groups([GroupRecord(number, group.source_name, 0, 3)])
             for attempt, (rollout_id, trace) in enumerate(zip(group.rollout_ids, traces)):
                 await ledger.record_sampled(number, attempt, RolloutRecord(rollout_id, "task"), [trace])
             await ledger.record_scored(number)

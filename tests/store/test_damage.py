@@ -24,7 +24,7 @@ def fill(path: Path, rollouts: int = 3) -> None:
         ledger = Ledger.open(store)
         await ledger.declare_source("reverse", 100)
         for number in range(rollouts):
-            await ledger.issue_group(GroupRecord(number, "reverse", number, 1))
+            await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
             await ledger.record_sampled(number, 0, *rollout(number, text="a reply " * 50))
 
     with open_run(path, IDENTITY) as store:

@@ -42,7 +42,7 @@ def run_all(*changes):
 
 
 def issue(ledger, number, *, size=2, **more):
-    run_all(ledger.issue_group(GroupRecord(number, "reverse", number, size, **more)))
+    run_all(ledger.issue_groups([GroupRecord(number, "reverse", number, size, **more)]))
 
 
 def sample(ledger, number, attempt):
@@ -132,18 +132,20 @@ def test_dropping_the_last_running_attempt_completes_its_group(ledger):
 
 def test_states_are_saved_in_the_transaction_that_issues_the_group(ledger, store):
     run_all(
-        ledger.issue_group(GroupRecord(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}),
+        ledger.issue_groups([GroupRecord(0, "reverse", 7, 1)], {"source/reverse/at": [0, 1]}),
         ledger.save_states({"mix/reverse": 1}),
     )
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
     assert ledger.load_states("mix/") == {"reverse": 1}
     with pytest.raises(TransitionRefused):
-        run_all(ledger.issue_group(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
+        run_all(ledger.issue_groups([GroupRecord(5, "reverse", 8, 1)], {"source/reverse/at": [0, 2]}))
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
 
 
 ILLEGAL_CHANGES = {
-    "group 1 cannot be issued: the next group is 2": lambda ledger: ledger.issue_group(GroupRecord(1, "reverse", 1, 1)),
+    "group 1 cannot be issued: the next group is 2": lambda ledger: ledger.issue_groups(
+        [GroupRecord(1, "reverse", 1, 1)]
+    ),
     "group 9 was never issued": lambda ledger: ledger.record_scored(9),
     "group 0 is issued and cannot become scored": lambda ledger: ledger.record_scored(0),
     "group 1 is batched and cannot become dropped": lambda ledger: ledger.drop_group(1, DropReason.CANCELLED),
@@ -365,7 +367,7 @@ def finished_run():
             ledger = Ledger.open(store)
             run_all(ledger.declare_source("reverse", 2))
             for number in range(4):
-                run_all(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
+                run_all(ledger.issue_groups([GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)]))
                 sample(ledger, number, 0)
                 run_all(
                     ledger.drop_group(number, DropReason.FILTERED, "zero_advantage")
@@ -424,6 +426,6 @@ def test_the_audit_describes_each_inconsistency_in_one_line(history, forgery):
 
 
 def test_unfinished_groups_are_consistent_in_an_unfinished_run(history):
-    run_all(history.issue_group(GroupRecord(4, "reverse", 0, 1, epoch=2)))
+    run_all(history.issue_groups([GroupRecord(4, "reverse", 0, 1, epoch=2)]))
     assert audit(history, finished=False) == []
     assert audit(history) == ["group 4 is issued: neither trained nor dropped"]

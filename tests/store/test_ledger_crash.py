@@ -115,7 +115,7 @@ class Run(RuleBasedStateMachine):
         expected.position += 1
         epoch, task = divmod(self.model.position, NUM_TASKS)
         group = GroupRecord(number, "reverse", task, size, epoch, self.model.incarnation, self.model.acknowledged)
-        self.run(lambda ledger: ledger.issue_group(group, {"position": expected.position}), expected)
+        self.run(lambda ledger: ledger.issue_groups([group], {"position": expected.position}), expected)
 
     @precondition(lambda self: self.model.running())
     @rule(data=st.data(), outcome=st.sampled_from(["sampled", "sampled", "sampled", "dropped", "retried"]))

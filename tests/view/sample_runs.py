@@ -77,7 +77,7 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
     incarnation = (await ledger.register_trainer()).incarnation
     for number in range(num_groups):
         group = GroupRecord(number, "reverse", number, 3)
-        await ledger.issue_group(group)
+        await ledger.issue_groups([group])
         traces = []
         for attempt, reply in REPLIES.items():
             id = f"{number}.{attempt}"

@@ -38,6 +38,7 @@ from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, 
 from ramify.store.ledger_tables import TrainerRegistration
 from ramify.trace import Forest, Trace
 
+MAX_ISSUED_AT_ONCE = 256  # groups in one transaction of the ledger
 ALGORITHM_STATE_PREFIX = "algorithm/"  # of the ledger keys for the state of each source's algorithm
 
 
@@ -100,24 +101,35 @@ class OrchestratorCore:
 
     async def issue_groups(self) -> list[GroupRecord]:
         """Issue a group for every free slot, and return the new groups."""
-        groups: list[GroupRecord] = []
+        all_groups: list[GroupRecord] = []
         async with self._numbering_lock:
-            while self.admission.num_free_slots:
-                choice = self.source_mix.next_task()
-                if choice is None:
-                    self.admission.exhausted = True
+            while num_groups := min(self.admission.num_free_slots, MAX_ISSUED_AT_ONCE):
+                groups, states = self._choose_groups(num_groups)
+                if not groups:
                     break
-                size = self.sources[choice.source].group_size
-                version = (self.ledger_progress.incarnation, self.admission.applied_version)
-                group = GroupRecord(self._next_group_number, choice.source, choice.task, size, choice.epoch, *version)
-                await self.ledger.issue_group(group, choice.state_updates)
-                self._next_group_number += 1
-                self.admission.issue_group(group.number)
-                self._track_group(group)
-                for attempt in range(size):
-                    self.attempt_queue.push(group.number, attempt)
-                groups.append(group)
-        return groups
+                await self.ledger.issue_groups(groups, states)
+                self._next_group_number += len(groups)
+                for group in groups:
+                    self.admission.issue_group(group.number)
+                    self._track_group(group)
+                    for attempt in range(group.size):
+                        self.attempt_queue.push(group.number, attempt)
+                all_groups += groups
+        return all_groups
+
+    def _choose_groups(self, num_groups: int) -> tuple[list[GroupRecord], dict[str, Any]]:
+        """Return the next groups, fewer if the sources are exhausted, and the states that choosing them changed."""
+        groups, states = list[GroupRecord](), dict[str, Any]()
+        version = (self.ledger_progress.incarnation, self.admission.applied_version)
+        for number in range(self._next_group_number, self._next_group_number + num_groups):
+            choice = self.source_mix.next_task()
+            if choice is None:
+                self.admission.exhausted = True
+                break
+            size = self.sources[choice.source].group_size
+            groups.append(GroupRecord(number, choice.source, choice.task, size, choice.epoch, *version))
+            states |= choice.state_updates
+        return groups, states
 
     def next_attempt(self, limit: int) -> tuple[GroupRecord, QueuedAttempt] | None:
         """Return the next attempt to dispatch; None if `limit` are in flight or the trainer has to catch up first."""

@@ -75,18 +75,20 @@ class Ledger:
         query = "INSERT OR REPLACE INTO sources VALUES (?, ?)"
         await self._submit_change(lambda connection: connection.execute(query, (source, num_tasks)))
 
-    async def issue_group(self, group: GroupRecord, states: Mapping[str, Any] | None = None) -> None:
-        """Record a group before any attempt is dispatched, and save the `states` that choosing its task changed."""
+    async def issue_groups(self, groups: Sequence[GroupRecord], states: Mapping[str, Any] | None = None) -> None:
+        """Record groups before any attempt is dispatched, and save the `states` that choosing their tasks changed."""
 
         def apply(connection: sqlite3.Connection) -> None:
             (next_number,) = connection.execute(_NEXT_GROUP_QUERY).fetchone()
-            if group.number != next_number:
-                raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {next_number}")
             issued = GroupState.ISSUED.value
-            values = (group.source, group.task_number, group.epoch, group.size, group.incarnation, group.version)
-            _insert(connection, "groups", group.number, *values, issued, None, None, "")
-            for index in range(group.size):
-                _insert(connection, "attempts", group.number, index, 1, issued, None, None, "", EMPTY_NOTES)
+            for number, group in enumerate(groups, next_number):
+                if group.number != number:
+                    raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {number}")
+                values = (group.source, group.task_number, group.epoch, group.size, group.incarnation, group.version)
+                _insert(connection, "groups", group.number, *values, issued, None, None, "")
+                query = "INSERT INTO attempts VALUES (?, ?, 1, ?, NULL, NULL, '', ?)"
+                attempts = [(group.number, index, issued, EMPTY_NOTES) for index in range(group.size)]
+                connection.executemany(query, attempts)
             _save_states(connection, states)
 
         await self._submit_change(apply)
