@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,7 @@ def open_head(path: Path, shared):
 
 
 def commit_step(ledger, step, *groups):
+    """Train a step on new groups, and commit it."""
     for group in groups:
         issue_and_score(ledger, group)
     record_batch(ledger, step, *groups)
@@ -235,3 +239,25 @@ def test_new_epoch_has_a_higher_trainer(tmp_path, shared):
         record_batch(ledger, 1, 1)
         with pytest.raises(ProcessReplaced, match=r"trainer 0 may not act, because the newest is trainer 2\.0"):
             run_all(ledger.record_served(1, incarnation=old))
+
+
+def test_rollout_that_is_stored_in_the_transaction_of_an_entry_is_complete_in_it(tmp_path, shared):
+    """Its row was in the entry, but not the bytes of its trace, and the run could not be restored."""
+    with open_head(tmp_path / "run", shared) as ledger:
+        store, started, release = ledger.store, threading.Event(), threading.Event()
+        run_all(ledger.replicate())
+        store.submit_change(lambda _: (started.set(), release.wait(10)))
+        assert started.wait(10)
+        store.submit_change(lambda _: None, [rollout(1)])
+        with ThreadPoolExecutor(1) as pool:
+            entry = pool.submit(HeadReplicator(store, shared).replicate_blocking)
+            deadline = time.monotonic() + 10
+            while store._writer._queue.qsize() < 2 and time.monotonic() < deadline:  # both wait for one transaction
+                time.sleep(0.001)
+            release.set()
+            entry.result(10)
+        assert set(replies(store)) == {"r1"}
+    restore_run(shared, tmp_path / "restored", epoch=1)
+    with RunStore.open(tmp_path / "restored") as store:
+        assert check_storage(store) == []
+        assert set(replies(store)) == {"r1"}

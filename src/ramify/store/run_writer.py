@@ -115,12 +115,12 @@ class RunWriter:
             locations = [[segments.append(frame) for frame in change.frames] for change in changes]
             segments.sync()
             connection.execute("BEGIN IMMEDIATE")
-            errors = [
+            lengths = {location.segment: location.stop for group in locations for location in group}
+            connection.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?)", lengths.items())
+            errors = [  # a change that reads the tables finds the frames of all rollouts that it finds
                 _apply_in_savepoint(connection, change.apply, change_locations)
                 for change, change_locations in zip(changes, locations, strict=True)
             ]
-            lengths = {location.segment: location.stop for group in locations for location in group}
-            connection.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?)", lengths.items())
             connection.execute("COMMIT")
         except BaseException as error:  # noqa: BLE001 - all callers must get the error
             errors = [to_storage_error(error, self.path)] * len(changes)

@@ -1,0 +1,81 @@
+"""Heads that are killed at any moment: no acknowledged commit is lost, and the audit of every successor is clean."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ramify.launch.head import read_local_state
+from ramify.store import RunStore
+from ramify.store.audit import audit
+from ramify.store.integrity import check_storage
+from ramify.store.ledger import Ledger
+from tests.launch.test_head import make_config
+
+ROUNDS = 40 if os.environ.get("RAMIFY_FULL") else 3
+TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
+
+# Commits steps until it is killed, and prints each version that was acknowledged; meanwhile it stores other rollouts.
+HEAD = """
+import itertools, random, sys, threading
+from pathlib import Path
+from tests.store.rollouts import rollout
+from tests.launch.test_head import make_config, start
+from ramify.store.group_state import DropReason
+from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
+ledger = start(make_config(Path(sys.argv[1]), sys.argv[2]))
+def store_rollouts():
+    for number in itertools.count(1000 * random.randrange(1000)):
+        ledger.store.submit_change(lambda _: None, [rollout(number)]).result()
+threading.Thread(target=store_rollouts, daemon=True).start()
+for group in ledger.open_groups():
+    run_all(ledger.drop_group(group.number, DropReason.CANCELLED))
+while True:
+    step = ledger.progress().committed
+    if ledger.get_batch(step) is None:  # otherwise it was formed before the head was killed
+        group = ledger.num_issued()
+        issue_and_score(ledger, group)
+        record_batch(ledger, step, group)
+    train(ledger, step)
+    run_all(ledger.commit_version(make_commit(ledger, step + 1)))
+    print(step + 1, flush=True)
+"""
+
+
+def run_head(home: Path, name: str, seconds: float) -> int:
+    """Run a head, kill it some time after its first commit, and return the last version that it acknowledged."""
+    head = subprocess.Popen([sys.executable, "-c", HEAD, home, name], stdout=subprocess.PIPE, text=True)
+    try:
+        versions = [head.stdout.readline()]
+        time.sleep(seconds)
+    finally:
+        head.kill()
+    versions += head.stdout.read().splitlines(keepends=True)
+    head.wait()
+    assert versions[0], "the head could not start"
+    return int([version for version in versions if version.endswith("\n")][-1])
+
+
+def test_acknowledged_commits_survive_heads_that_are_killed():
+    rng = random.Random(3)
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        home, name, acknowledged, num_heads = Path(folder), "head0", 0, 1
+        for _ in range(ROUNDS):
+            last = run_head(home, name, rng.random() * 0.3)
+            assert last > acknowledged
+            acknowledged = last
+            if rng.random() < 0.5:  # the disk is lost too
+                shutil.rmtree(home / name)
+                name, num_heads = f"head{num_heads}", num_heads + 1
+        last = run_head(home, f"head{num_heads}", 0.0)
+        config = make_config(home, f"head{num_heads}")
+        assert read_local_state(config.path).epoch == num_heads
+        with RunStore.open(config.path) as store:
+            ledger = Ledger.open(store)
+            assert [commit.version for commit in ledger.commits()] == list(range(1, ledger.progress().committed + 1))
+            assert ledger.progress().committed >= last > acknowledged
+            assert (check_storage(store), audit(ledger, finished=False)) == ([], [])
