@@ -181,6 +181,21 @@ def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, trans
     assert served.server.model_name == "tiny"
 
 
+def test_engines_fetch_weights_from_the_url_to_which_the_trainer_copies_them(tmp_path):
+    plan = build_plan(config(tmp_path, weights={"url": "s3://bucket/weights/"}), gpus=[])
+    plan.write()
+    folder = tmp_path / "run" / "configs"
+    trainer = parse(TrainerProcessConfig, ["@", str(folder / "trainer.toml")])
+    serve = parse(ServeConfig, ["@", str(folder / "inference.toml")])
+    assert trainer.weights.url_for(trainer.path) == serve.inference.weights_url == "s3://bucket/weights/run"
+    for table, text in (
+        ({"weights": {"url": "s3://b", "transport": "ipc"}}, "url: not allowed with transport"),
+        ({"weights": {"url": "s3://b"}, "inference": {"engine": "vllm"}}, "vLLM reads weights from"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            config(tmp_path, **table)
+
+
 def test_trainer_has_one_process_per_gpu(tmp_path):
     several = config(tmp_path, launch={"gpu_placement": "split", "trainer_gpus": 2})
     plan = build_plan(several, gpus=[gpu(0), gpu(1), gpu(2)])

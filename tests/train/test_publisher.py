@@ -149,3 +149,15 @@ def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):
     publisher.write_last_directory()
     WeightPublisher(tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, incarnation=1)
     assert Announcement.read(publisher.path_for(0, 1)) is None
+
+
+def test_versions_are_copied_to_an_object_store_and_removed_with_their_directories(model, tmp_path):
+    trainer, url = make_trainer(model), f"file://{tmp_path}/bucket"
+    publisher = WeightPublisher(
+        tmp_path / "weights", SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, url=url
+    )
+    for step in (1, 2, 3):
+        publisher.publish(trainer, 0, step)
+    publisher.prune([PolicyVersion("p", 0, 2)])
+    assert sorted(path.name for path in (tmp_path / "bucket").iterdir()) == ["0-000002", "0-000003"]
+    assert verify_weights(tmp_path / "bucket/0-000003", reference_model=model).version.step == 3

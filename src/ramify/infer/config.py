@@ -60,6 +60,8 @@ class EngineConfig(Config):
     fused_ops: bool = True
     """Run Llama-like models with fused operators, after checking them against the model's own code. On a CPU some of
     them are compiled at the start if there is a C compiler."""
+    weights_url: str | None = None
+    """Where to fetch published weights whose directory is not on this node; a run sets it from its `weights.url`."""
 
     @property
     def num_state_snapshots(self) -> int:

@@ -113,7 +113,7 @@ class Engine:
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._staging_lock = threading.Lock()
         self._token_gates = defaultdict[str, TokenGate](lambda: TokenGate("trainer"))  # by run
-        self._weight_loader = WeightLoader(core.model.module)
+        self._weight_loader = WeightLoader(core.model.module, core.config.weights_url)
         self._training_lock = TrainingLock.from_environment()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
 

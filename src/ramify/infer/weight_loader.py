@@ -6,6 +6,7 @@ from typing import Any
 
 from ramify.errors import DeadlineExceeded, WeightsReplaced
 from ramify.model.manifest import MANIFEST_FILE
+from ramify.model.remote_weights import fetch_weights
 from ramify.model.weight_buffer import Announcement, BufferUnreadable, WeightBufferReader
 from ramify.model.weights import StagedWeights, stage_weights
 
@@ -14,17 +15,20 @@ POLL_INTERVAL = 0.05
 
 
 class WeightLoader:
-    """Stages published versions for one model."""
+    """Stages published versions for one model. Those without a directory on this node are fetched from `url`."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._buffer_reader = module, WeightBufferReader()
+    def __init__(self, module: Any, url: str | None = None) -> None:
+        self._module, self._url, self._buffer_reader = module, url, WeightBufferReader()
 
     def stage(self, directory: Path) -> StagedWeights:
         """Read and verify the version of `directory` for the model, which is not changed.
 
         If the version is announced but its buffer cannot be read, as on another GPU or after the trainer has died, wait
-        for the directory. Raises WeightsRefused, WeightsReplaced, or DeadlineExceeded after DIRECTORY_TIMEOUT.
+        for the directory. Raises WeightsRefused, WeightsReplaced, DeadlineExceeded after DIRECTORY_TIMEOUT, or
+        ProviderError if it cannot be fetched.
         """
+        if self._url is not None and not directory.is_dir():
+            directory = fetch_weights(directory.name, self._url)
         announcement = Announcement.read(directory)
         if announcement is None or ((directory / MANIFEST_FILE).is_file() and announcement.directory != directory.name):
             return stage_weights(directory, self._module)

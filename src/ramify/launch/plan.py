@@ -191,8 +191,8 @@ class _PlanBuilder:
         file = self._add_config_file("inference", config)
 
         def prepare() -> None:
-            """Configure the engine to serve the newest weights."""
-            weights = link_newest_weights(self.config)
+            """Configure the engine to serve the newest weights, unless it fetches them when it joins the run."""
+            weights = link_newest_weights(self.config) if self.config.weights.url is None else None
             name = str(weights.absolute()) if weights is not None else self.config.model.name
             write_toml(config.model_copy(update={"model": ModelConfig(name=name)}), file)
 

@@ -35,7 +35,11 @@ def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> 
     else:
         length = inference.max_model_len or run_config.seq_len
         table["inference"] = {**_dump_set_fields(inference), "dtype": dtype, "max_model_len": length}
-    return table if isinstance(inference, VLLMConfig) else {**table, "renderer": _dump_set_fields(run_config.renderer)}
+    if isinstance(inference, VLLMConfig):
+        return table
+    if (weights_url := run_config.weights.url_for(run_config.path)) is not None:
+        table["inference"]["weights_url"] = weights_url
+    return {**table, "renderer": _dump_set_fields(run_config.renderer)}
 
 
 def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, gpus: list[Gpu]) -> ConfigTable:

@@ -334,6 +334,12 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _weights_url_needs_native_engines(self) -> "RunConfig":
+        if self.weights.url is not None and isinstance(self.inference, VLLMConfig):
+            raise ValueError("weights.url: vLLM reads weights from a directory; use cluster.shared_directory")
+        return self
+
+    @model_validator(mode="after")
     def _sources_name_known_models(self) -> "RunConfig":
         for name in self.models:
             if not MODEL_NAME.fullmatch(name):

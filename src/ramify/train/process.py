@@ -137,6 +137,7 @@ class TrainerProcess:
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
             incarnation=registration.incarnation,
             share_buffer=config.weights.transport == "ipc",
+            url=config.weights.url_for(config.path),
         )
 
     def _report_trained(self, metrics: StepMetrics) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
@@ -19,6 +19,20 @@ class WeightsConfig(Config):
     """`disk`: directories below the run or its shared directory, for engines that reach this file system. `shm`:
     directories in memory, for engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors; the
     directories follow."""
+
+    url: str | None = None
+    """An object store to which published weights are copied, such as `s3://bucket/weights`, or another URL that fsspec
+    knows. Native engines that do not find a directory fetch it from there, once per node."""
+
+    @model_validator(mode="after")
+    def _url_needs_directories(self) -> "WeightsConfig":
+        if self.url is not None and self.transport == "ipc":
+            raise ValueError("url: not allowed with transport = 'ipc', which writes few versions to directories")
+        return self
+
+    def url_for(self, run: Path) -> str | None:
+        """Return the URL below which the versions of a run are; None without one."""
+        return None if self.url is None else f"{self.url.rstrip('/')}/{run.name}"
 
     def directory_for(self, run: Path, shared: Path | None = None) -> Path:
         """Return the directory of the published versions of a run, which may have a shared directory."""

@@ -24,6 +24,7 @@ from ramify.errors import DeadlineExceeded, StorageFailed, StorageFull
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
+from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
@@ -53,7 +54,8 @@ class WeightPublisher:
 
     `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
     versions of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in
-    a `WeightBuffer`, and directories follow in the background, not for every version.
+    a `WeightBuffer`, and directories follow in the background, not for every version. If there is a `url`, every
+    directory is copied there.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class WeightPublisher:
         dtype: torch.dtype,
         incarnation: int = 0,
         share_buffer: bool = False,
+        url: str | None = None,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
-        self.base_model, self.dtype, self.share_buffer = base_model, dtype, share_buffer
+        self.base_model, self.dtype, self.share_buffer, self.url = base_model, dtype, share_buffer, url
         self._buffer: WeightBuffer | None = None
         self._executor = ThreadPoolExecutor(1, "publisher")
         self._directory_write: Future[None] | None = None
@@ -162,6 +165,8 @@ class WeightPublisher:
     def _write(self, path: Path, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
         with wrap_storage_errors(self.directory):
             publish_weights(path, tensors, version, base_model=self.base_model)
+        if self.url is not None:
+            upload_weights(path, self.url)
 
     def path_for(self, incarnation: int, step: int) -> Path:
         """Return the directory of a version."""
@@ -177,7 +182,10 @@ class WeightPublisher:
         """Remove all versions but the needed ones and the newest."""
         for version in self.list_versions()[:-1] if self.ranks.is_first else ():
             if version not in needed and version.incarnation <= self.incarnation:
-                remove_directory(self.path_for(version.incarnation, version.step))
+                path = self.path_for(version.incarnation, version.step)
+                if self.url is not None:
+                    remove_uploaded_weights(path.name, self.url)
+                remove_directory(path)
 
 
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
