@@ -205,8 +205,8 @@ def _allocate_shared(size: int, device: torch.device, path: Path) -> tuple[Tenso
 def _map_buffer(location: FileLocation | CudaLocation, size: int, device: torch.device) -> Tensor | None:
     """Map a buffer into this process; None if it is not in the memory of the device."""
     if isinstance(location, FileLocation):
-        is_there = Path(location.path).is_file()  # otherwise torch would create it
-        return torch.from_file(location.path, shared=True, size=size, dtype=torch.uint8) if is_there else None
+        exists = Path(location.path).is_file()  # otherwise torch would create it
+        return torch.from_file(location.path, shared=True, size=size, dtype=torch.uint8) if exists else None
     if device.type == "cuda" and location.gpu_uuid == _get_gpu_uuid(device):
         return _open_cuda_buffer(location, size, device)
     return None

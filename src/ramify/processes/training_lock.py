@@ -38,7 +38,7 @@ class TrainingLock:
             yield
             return
         if not self._acquire_shared(self._fd):
-            warn(f"the training lock is held by an engine for {ACQUIRE_TIMEOUT:g} s; this step trains without waiting")
+            warn(f"an engine has held the training lock for {ACQUIRE_TIMEOUT:g} s; this step trains without waiting")
         try:
             yield
         finally:

@@ -94,10 +94,15 @@ class TokenStatsWriter:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / FILE_NAME.format(step=step, token=token, rank=self._rank)
             write_atomically(path, archive.getvalue())
-            for path in self._directory.glob(FILE_NAME.format(step=step, token="*", rank="*")):
-                match = _TOKEN_PATTERN.search(path.name)
-                if self._rank == 0 and match is not None and FencingToken.parse(match[1]) < token:
-                    path.unlink(missing_ok=True)
+            if self._rank == 0:
+                self._remove_earlier(step, token)
+
+    def _remove_earlier(self, step: int, token: FencingToken) -> None:
+        """Remove what earlier trainers, perhaps with more ranks, have written for a step: it does not count."""
+        for path in self._directory.glob(FILE_NAME.format(step=step, token="*", rank="*")):
+            match = _TOKEN_PATTERN.search(path.name)
+            if match is not None and FencingToken.parse(match[1]) < token:
+                path.unlink(missing_ok=True)
 
 
 def list_token_stats(run: Path, step: int, incarnation: int) -> list[Path]:

@@ -60,10 +60,11 @@ class Algorithm:
     def annotate_with_state(
         self, group: Sequence[Trace], state: Mapping[str, Any]
     ) -> tuple[list[Annotation], dict[str, Any] | None]:
-        """Return the annotations of a group, and the state for the next group of the source; None keeps it.
+        """Return the annotations of a group, and the state for the next group of the source.
 
-        The state is plain data, {} before the first group. The ledger stores it in the transaction that scores the
-        group, so each group counts once, also after a crash. Which tokens are annotated must not depend on it.
+        The state is plain data, {} before the first group; None says that the algorithm remembers nothing. The ledger
+        stores it in the transaction that scores the group, so each group counts once, also after a crash. Which tokens
+        are annotated must not depend on it.
         """
         return self.annotate(group), None
 
