@@ -3,7 +3,9 @@
 import asyncio
 import json
 import platform
+import socket
 import time
+from urllib.parse import urlsplit
 
 import pytest
 from starlette.testclient import TestClient
@@ -19,22 +21,31 @@ from tests.view.sample_runs import write_rl_run
 DEADLINE = 20.0  # seconds
 
 
+async def serve_once(folder, **options):
+    """Serve the page until its address is known, and return the address."""
+    stop, addresses = asyncio.Event(), []
+
+    def announce(address):
+        addresses.append(address)
+        stop.set()
+
+    await asyncio.wait_for(serve_page(folder, stop, announce, **options), DEADLINE)
+    return addresses[0]
+
+
 @pytest.mark.parametrize(
     ("options", "needs_token"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"allowed_hosts": ["proxy.example"]}, True)],
 )
 def test_a_page_that_other_machines_can_reach_needs_a_token(tmp_path, options, needs_token):
-    async def get_address():
-        stop, addresses = asyncio.Event(), []
+    assert ("?token=" in asyncio.run(serve_once(tmp_path, **options))) is needs_token
 
-        def announce(address):
-            addresses.append(address)
-            stop.set()
 
-        await asyncio.wait_for(serve_page(tmp_path, stop, announce, **options), DEADLINE)
-        return addresses[0]
-
-    assert ("?token=" in asyncio.run(get_address())) is needs_token
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_ipv6_address_can_be_opened_in_a_browser(tmp_path):
+    address = urlsplit(asyncio.run(serve_once(tmp_path, host="::1")))
+    assert address.hostname == "::1"
+    assert address.port > 0
 
 
 def test_two_pages_of_one_host_keep_their_tokens_apart(tmp_path):

@@ -44,7 +44,7 @@ class HttpServer(AsyncService):
     @property
     def address(self) -> str:
         """The server's URL; after `start`, with the actual port."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     async def start(self) -> Self:
         """Listen and serve.
