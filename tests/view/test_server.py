@@ -132,6 +132,15 @@ def test_a_configuration_of_another_shape_is_shown(tmp_path, config):
         assert client.get(f"/api/{path}").status_code == 200, path
 
 
+def test_a_group_that_its_batch_does_not_have_is_shown_without_it(tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    with sqlite3.connect(path / "run.sqlite") as connection:
+        connection.execute("UPDATE groups SET step = 0 WHERE number = 3")
+    client = TestClient(build_app(RunQueries(tmp_path)), base_url=HOST)
+    assert client.get("/api/rollout?run=run&id=3.0").status_code == 200
+    assert client.get("/api/forest?run=run&group=3").json()["is_trained"] is False
+
+
 def test_an_unexpected_error_is_answered_as_json_and_logged(queries, monkeypatch, caplog):
     def fail(run):
         raise KeyError("run")

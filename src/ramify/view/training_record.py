@@ -78,9 +78,11 @@ def read_group_training(store: RunStore, group_number: int) -> GroupTraining:
         return GroupTraining(group, attempts)
     try:
         batch_groups, seq_len = decode_batch(stored_batch)
-    except BatchCorrupt:  # `ramify why --audit` reports it; the rollouts can still be read
+    except BatchCorrupt:
+        batch_groups, seq_len = [], None
+    batch_group = next((entry for entry in batch_groups if entry.number == group_number), None)
+    if batch_group is None:  # `ramify why --audit` reports it; the rollouts can still be read
         return GroupTraining(group, attempts)
-    batch_group = next(entry for entry in batch_groups if entry.number == group_number)
     annotations: dict[tuple[str, int], list[Annotation]] = {}
     for annotation in batch_group.annotations:
         annotations.setdefault((annotation.trace_id, annotation.node), []).append(annotation)
