@@ -1,6 +1,7 @@
 """`[cluster]`: settings that only make sense on one machine are refused beside it."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from ramify.config import parse
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
 
+PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 TRAIN = '--train=[{"taskset": {"id": "reverse-text"}}]'
 
 
@@ -55,3 +57,12 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
 def test_what_cannot_work_on_a_cluster_is_refused(args, problem):
     with pytest.raises(ConfigInvalid, match=re.escape(problem)):
         read("--cluster", "ray", *args)
+
+
+def test_the_tables_of_the_docs_are_valid_one_after_another(tmp_path):
+    tables = [text for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "[cluster" in text]
+    files = [tmp_path / f"{number}.toml" for number in range(len(tables))]
+    for file, text in zip(files, tables, strict=True):
+        file.write_text(text)
+    config = read("--cluster", "ray", *(word for file in files for word in ("@", str(file))))
+    assert (config.cluster.trainer.num_ranks, config.cluster.node.gpus, len(tables)) == (8, 8, 3)

@@ -1,9 +1,9 @@
 """The batch script of `ramify slurm`: it starts Ray on the nodes of an allocation and runs `ramify rl` there.
 
 Ports are fixed, by job, because Ray's own choice collides on busy nodes. The head starts first; workers join in waves
-of 1, 2, 4, ... nodes, each after the last one has joined, because a head that is asked by all nodes at once refuses
-some. The job can be requeued at any moment: the same command continues the run. Slurm sends USR1 to the script before
-the allocation ends; the run then saves a checkpoint and exits with 75, and the script requeues its job.
+of 1, 2, 4, ... nodes, each wave when the last one has joined, because nodes that start all at once sometimes fail.
+The job can be requeued at any moment: the same command continues the run. Slurm sends USR1 to the script before the
+allocation ends; the run then saves a checkpoint and exits with 75, and the script requeues its job.
 """
 
 import shlex
