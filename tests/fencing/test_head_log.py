@@ -79,6 +79,22 @@ def test_missing_epoch_is_named():
         HeadLog(Storage()).read_base(3)
 
 
+def test_missing_entry_of_the_history_is_named():
+    storage = Storage()
+    log = HeadLog(storage)
+    first = SimpleHead(log, "a")
+    for _ in range(3):
+        first.append()
+    SimpleHead(log, "b").append()
+    assert len(log.list_entries()) == 4
+    del storage.names["ledger/0/1"]
+    with pytest.raises(StorageFailed, match="ledger/0/1 is missing"):
+        log.list_entries()
+    del storage.names["ledger/0/0"]
+    with pytest.raises(StorageFailed, match="ledger/0/0 is missing"):
+        log.list_entries()
+
+
 ACTIONS = ("append", "claim", "nothing")
 
 

@@ -166,6 +166,13 @@ def test_finished_run_is_finished_on_every_head(tmp_path):
     assert get_finished_steps(second) == 1
 
 
+def test_run_with_a_shared_directory_is_not_continued_without_it(tmp_path):
+    train_step(make_config(tmp_path, "a"))
+    local = RunConfig(name="run", output=tmp_path / "a", train=[TRAIN])
+    with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: .*a/run is a run with a shared directory"):
+        get_finished_steps(local)
+
+
 def test_local_run_can_get_a_shared_directory(tmp_path):
     config = make_config(tmp_path, "a")
     local = RunConfig(name="run", output=tmp_path / "a", train=[TRAIN])

@@ -98,7 +98,10 @@ class HeadLog:
         return msgspec.json.decode(data, type=LogPosition | None)
 
     def iter_entries(self) -> Iterator[tuple[LogPosition, bytes]]:
-        """Yield the entries that count, in order: those on the chain of the newest epoch."""
+        """Yield the entries that count, in order: those on the chain of the newest epoch.
+
+        Raises StorageFailed if one is missing that a later epoch continues.
+        """
         epochs: list[tuple[int, LogPosition | None]] = []  # with the last entry that counts, newest epoch first
         epoch, last = self.find_newest_epoch(), None
         while epoch is not None:
@@ -106,9 +109,14 @@ class HeadLog:
             last = self.read_base(epoch)
             epoch = None if last is None else last.epoch
         for epoch, last in reversed(epochs):
+            position = LogPosition(epoch, 0)
             for position, data in self._iter_epoch(epoch):
-                if data != SEAL and (last is None or position <= last):
-                    yield position, data
+                if data == SEAL or (last is not None and position > last):
+                    break
+                yield position, data
+                position = LogPosition(epoch, position.number + 1)
+            if last is not None and position <= last:
+                raise StorageFailed(f"{_entry_name(position)} is missing from the shared storage; restore it")
 
     def list_entries(self) -> list[tuple[LogPosition, bytes]]:
         """Return the entries that count, in order."""

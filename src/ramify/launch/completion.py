@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.config import to_old_keys
+from ramify.errors import ConfigInvalid
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
-from ramify.store.head_replication import HeadReplicator
+from ramify.store.head_replication import HeadReplicator, read_state
 from ramify.store.ledger import Ledger
 
 FINISHED_KEY = "finished"  # fact: the number of steps of a finished run
@@ -34,6 +35,9 @@ def get_finished_steps(
     with open_run(
         config.path, config.identity, fresh=fresh, accept_changes=accept_changes, lock_timeout=timeout
     ) as store:
+        if config.shared_path is None and read_state(store) is not None:
+            problem = f"{config.path} is a run with a shared directory, where another machine may have continued it"
+            raise ConfigInvalid(f"cluster.shared_directory: {problem}; set the key as before")
         if not accept_changes:
             check_environments(store, environments or {})
         if accept_changes is not None:
