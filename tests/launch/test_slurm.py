@@ -1,5 +1,6 @@
 """The batch script of `ramify slurm`, run by bash with stand-ins for the programs of Slurm and Ray."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -77,7 +78,8 @@ def finish(process: subprocess.Popen) -> int:
         process.communicate(timeout=20)
         return process.returncode
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the stand-ins of Ray
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the stand-ins of Ray
 
 
 def calls(job: Path) -> list[str]:
@@ -120,6 +122,12 @@ def test_a_signal_is_passed_on_and_the_end_of_the_allocation_requeues_the_job(jo
         code = finish(process)
     assert code == 75 and "saved" in calls(job)
     assert ("scontrol requeue 1234" in calls(job)) is is_requeued
+
+
+def test_a_node_on_which_ray_does_not_start_ends_the_job_at_once(job):
+    process = start(job, BROKEN_HEAD="1")
+    assert finish(process) == 1
+    assert not any(line.startswith("ramify") for line in calls(job))
 
 
 def test_a_failed_run_is_not_requeued(job):

@@ -16,14 +16,15 @@ from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
 
 START_RAY = r"""
-# Ports by job, so that two jobs on one node do not collide; below the ports that the system gives to connections.
-base=$((10000 + SLURM_JOB_ID % 10 * 1000))
+# Ports by job and restart, so that two of them on one node do not collide; below those of outgoing connections.
+base=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 10 * 1000))
 export RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_DOCKER_CPU_WARNING=1
 export RAY_agent_register_timeout_ms=300000  # on a busy node the agents of Ray start slowly
 ports="--node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) --metrics-export-port=$((base + 3))
   --dashboard-agent-grpc-port=$((base + 4)) --dashboard-agent-listen-port=$((base + 5))
   --runtime-env-agent-port=$((base + 6)) --min-worker-port=$((base + 100)) --max-worker-port=$((base + 999))"
 scratch=/tmp/ramify-ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+declare -A steps  # the srun of each node
 
 get_address() {  # the address that Slurm has for a node
   local address
@@ -35,18 +36,27 @@ start_ray() {  # start_ray NODE OPTIONS...: start Ray on a node, as a job step t
   local node=$1 address
   shift
   address=$(get_address "$node")
-  # Ray runs in the background of its step: with --block, the end of any of its helpers would end the node.
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --kill-on-bad-exit=1 bash -c '"$@" && exec sleep infinity' \
-    ray_node ray start --node-ip-address="$address" --num-cpus="$cores" --num-gpus="$gpus" $ports \
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --kill-on-bad-exit=1 bash -c "$run_ray" "$scratch" \
+    ray start --node-ip-address="$address" --num-cpus="$cores" --num-gpus="$gpus" $ports \
     --object-store-memory=200000000 --disable-usage-stats "$@" > "$job/ray-$node.log" 2>&1 &
+  steps[$node]=$!
 }
+
+# What a step runs. Ray runs in its background: with --block, the end of any of Ray's helpers would end the node. Slurm
+# may not know these processes as its own, so the step ends them, and first those of earlier starts of the job.
+run_ray='
+  for ((restart = 0; restart < ${0##*-}; restart++)); do pkill -KILL -f "${0%-*}-$restart/session"; done
+  trap "pkill -KILL -f $0/session; exit" TERM
+  "$@" || exit 1
+  while :; do sleep 3600 & wait $!; done
+'
 
 wait_for_ray() {  # wait_for_ray NODES...: until Ray runs on them
   local node deadline=$((SECONDS + start_timeout))
   for node in "$@"; do
     until grep -q "Ray runtime started" "$job/ray-$node.log" 2> /dev/null; do
-      if ((SECONDS >= deadline)); then
-        echo "Ray did not start on $node within $start_timeout s; end of $job/ray-$node.log:" >&2
+      if ((SECONDS >= deadline)) || ! kill -0 "${steps[$node]}" 2> /dev/null; then
+        echo "Ray did not start on $node within $start_timeout s, or ended; the end of $job/ray-$node.log:" >&2
         tail -n 20 "$job/ray-$node.log" >&2
         exit 1
       fi

@@ -73,7 +73,8 @@ class SlurmConfig(Config):
     stop_seconds: int = Field(default=300, ge=60)
     """Seconds before the end of the allocation at which the run saves a checkpoint and stops."""
     setup: list[str] = []
-    """Shell commands to run on every node first, such as `source /shared/venv/bin/activate`."""
+    """Shell commands that the script runs first, such as `source /shared/venv/bin/activate`. Variables that they export
+    reach all nodes."""
     extra_args: list[str] = []
     """Further options of sbatch, such as `--constraint=h100`."""
 
