@@ -31,7 +31,11 @@ class ForgetfulServer(Fake):
 )
 def test_a_prompt_larger_than_the_cache_is_refused_with_both_sizes(cache_bytes, failure, message):
     image = ProcessedImage("a", "idefics3", {"pixel_values": np.zeros((1, 1, 3, 8, 8), np.float32)}, (1, 1), 1)
-    images = [RequestImage(hash, n, n + 1, lambda: image) for n, hash in enumerate("ab")]
+
+    async def load() -> ProcessedImage:
+        return image
+
+    images = [RequestImage(hash, n, n + 1, load) for n, hash in enumerate("ab")]
 
     @bounded
     async def main():

@@ -64,7 +64,7 @@ def test_the_chat_endpoint_samples_what_the_generate_endpoint_samples(served):
                 image.media.hash,
                 image.start,
                 image.stop,
-                partial(renderer.image_cache.process, media[image.media.hash]),
+                partial(renderer.image_cache.process_async, media[image.media.hash]),
             )
             for image in prompt.images
         ]
@@ -87,9 +87,9 @@ def test_the_client_uploads_the_images_that_a_server_lacks(served):
     prompt = renderer.render([Message("user", (MediaPart(green.hash),))], media={green.hash: green})
     loads = []
 
-    def load():
+    async def load():
         loads.append(green.hash)
-        return renderer.image_cache.process(green)
+        return await renderer.image_cache.process_async(green)
 
     async def main():
         async with InferenceClient(url) as client:

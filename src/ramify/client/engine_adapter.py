@@ -110,7 +110,7 @@ class EngineAdapter(ABC):
 
     async def _upload_image(self, image: RequestImage) -> tuple[int, float]:
         """Upload an image; return its bytes, and how many bytes of images the server keeps (infinity if unknown)."""
-        data = await asyncio.to_thread(lambda: image.load().encode())
+        data = await asyncio.to_thread((await image.load()).encode)
         path = f"{IMAGES_PATH}/{image.hash}"
         response = await self._http.request("PUT", path, data, content_type="application/msgpack")
         reply = decode_json(read_body(self._http, path, response), UploadReply, self.url)

@@ -4,7 +4,7 @@ The native engine and vLLM share its format, except that each reports the versio
 Responses are decoded into types, so a server that sends something else fails here, with an error that names it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -32,13 +32,13 @@ T = TypeVar("T")
 class RequestImage:
     """An image of a prompt: its placeholder tokens are [start, stop) of the prompt.
 
-    `load` returns the processed image; it is called only if a server does not have the image yet.
+    `load` waits for the processed image; it is called only if a server does not have the image yet.
     """
 
     hash: str
     start: int
     stop: int
-    load: Callable[[], ProcessedImage]
+    load: Callable[[], Awaitable[ProcessedImage]]
 
 
 @dataclass(frozen=True, slots=True)

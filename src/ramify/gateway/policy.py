@@ -262,7 +262,7 @@ class TokenPolicy:
         if cache is None:
             return []
         return [
-            RequestImage(hash, start, stop, partial(cache.process, prompt.media[hash]))
+            RequestImage(hash, start, stop, partial(cache.process_async, prompt.media[hash]))
             for hash, start, stop in ((image.media.hash, image.start, image.stop) for image in images)
         ]
 
