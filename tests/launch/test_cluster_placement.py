@@ -31,9 +31,10 @@ def run_file(tmp_path, monkeypatch):
 
 def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:12] == [
-        "run outputs/run: tiny, 100 steps",
+    first, origin, *lines = capsys.readouterr().out.splitlines()
+    assert first == "run outputs/run: tiny, 100 steps"
+    assert origin.startswith("nodes as in [cluster.node], because cluster.")
+    assert lines[:11] == [
         "",
         "node-0 (node-0, head): 2 GPUs, 8 cores, 16 GiB",
         "  orchestrator: 1 core, 0.3 GiB of memory",

@@ -52,9 +52,7 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     from ramify.launch.preflight import check_start
 
     if config.cluster.is_distributed:
-        from ramify.launch.cluster_placement import list_planned_nodes, place_run
-
-        lines = place_run(config, list_planned_nodes(config)).format_lines()
+        lines = _plan_cluster(config)
         check_start(config, fresh=fresh, accept_changes=accept)
         dry_run(config, config.path, [describe_run(config), *lines])
         return 0
@@ -62,6 +60,24 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     check_start(config, fresh=fresh, accept_changes=accept)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
     return 0
+
+
+def _plan_cluster(config: RunConfig) -> list[str]:
+    """Return who runs where: on the nodes of the Ray cluster or, if none answers, on those of the configuration."""
+    from ramify.launch.cluster_placement import list_planned_nodes, place_run
+    from ramify.launch.ray_launcher import RayLauncher
+
+    address = config.cluster.address
+    try:
+        launcher = RayLauncher.connect(address)
+    except ConfigInvalid as error:
+        nodes, origin = list_planned_nodes(config), f"nodes as in [cluster.node], because {error.message}"
+    else:
+        try:
+            nodes, origin = launcher.list_nodes(), f"nodes of the Ray cluster at {address!r}"
+        finally:
+            launcher.disconnect()
+    return [origin, *place_run(config, nodes).format_lines()]
 
 
 @contextlib.contextmanager
