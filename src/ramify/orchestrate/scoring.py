@@ -151,7 +151,7 @@ def _build_attempt_notes(
         filter_names = {name for trace in traces for name in filters_by_trace.get(trace.id, ())}
         notes[attempt] = {
             "reward": traces[0].reward,
-            "advantage": float(np.mean(advantages)) if advantages else None,
+            "advantage": sum(advantages) / len(advantages) if advantages else None,
             "verdicts": sorted(filter_names),
         }
     return notes

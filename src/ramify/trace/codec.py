@@ -36,6 +36,7 @@ ALIGNMENT = 8
 _DTYPE_RE = re.compile(rf"[<|][{ARRAY_DTYPE_KINDS}][1-9]\d{{0,4}}(\[\w+\])?")
 
 FRAME_KIND, EPISODE_KIND = 0, 1
+MAX_ROWS_IN_PYTHON = 32  # rows of nodes and versions up to which a loop is faster than numpy
 
 # The columns in the order of the format.
 _COLUMNS = {
@@ -245,22 +246,18 @@ def _check_columns(
 ) -> None:
     """Raise TraceCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
     since, until = frame_header.since, frame_header.until
-    sizes = _node_sizes(frame_header, nodes)
-    num_tokens, num_sampled = sizes[0], sizes[1]
     if len(tokens) and int(tokens.min()) < 0:
         raise TraceCorrupt("a token id is negative")
-    if len(versions):
-        owners = _owner_nodes(frame_header, versions)
-        valid = (versions["policy"] >= 0) & (versions["policy"] < until.policies) & (versions["count"] >= 0)
-        counts = np.bincount(owners, versions["count"], len(nodes))
-        if not valid.all() or (counts != num_sampled)[owners].any():
-            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+    if len(nodes) + len(versions) <= MAX_ROWS_IN_PYTHON:
+        num_tokens, num_sampled = _check_few_rows(frame_header, nodes, versions)
+    else:
+        num_tokens, num_sampled = _check_many_rows(frame_header, nodes, versions)
     if len(media_refs):
         owners = _owner_nodes(frame_header, media_refs)
         media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
         previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
         valid = (media >= 0) & (media < until.media)
-        valid &= (previous_stop <= start) & (start < stop) & (stop <= num_tokens[owners])
+        valid &= (previous_stop <= start) & (start < stop) & (stop <= np.asarray(num_tokens)[owners])
         if not valid.all():
             raise TraceCorrupt("the media references do not fit their table or their nodes")
     for spec in frame_header.arrays:
@@ -269,11 +266,72 @@ def _check_columns(
             raise TraceCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {spec.node}")
 
 
+def _check_few_rows(
+    frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
+) -> tuple[list[int], list[int]]:
+    """Do what `_check_many_rows` does, row by row: for a few rows, one numpy call costs more than all of this."""
+    since, until = frame_header.since, frame_header.until
+    node, token_stop, logprob_stop, record_stop = since.nodes, since.tokens, since.logprobs, since.records
+    num_tokens: list[int] = []
+    num_sampled: list[int] = []
+    for row in nodes.tolist():
+        parent, stop, next_logprob_stop, next_record_stop, sampled_start, sampled_stop, start, end, trainable = row
+        size, sampled_size = stop - token_stop, next_logprob_stop - logprob_stop
+        if not (
+            -1 <= parent < node
+            and 0 <= trainable <= 1
+            and size >= 0
+            and sampled_size >= 0
+            and next_record_stop >= record_stop
+            and sampled_start >= 0
+            and sampled_stop <= size
+            and sampled_stop - sampled_start == sampled_size
+            and 0 <= start <= end <= size
+        ):
+            raise TraceCorrupt(f"node {node} violates the invariants of the message graph")
+        token_stop, logprob_stop, record_stop = stop, next_logprob_stop, next_record_stop
+        num_tokens.append(size)
+        num_sampled.append(sampled_size)
+        node += 1
+    if (token_stop, logprob_stop, record_stop) != (until.tokens, until.logprobs, until.records):
+        raise TraceCorrupt(f"the parts of the last node do not end at {until}")
+    counts: dict[int, int] = {}  # of sampled tokens with a version, by node
+    previous_owner = since.nodes
+    for owner, policy, _, _, count in versions.tolist():
+        if not previous_owner <= owner < until.nodes:
+            raise TraceCorrupt("the rows of a table are not in the order of the frame's nodes")
+        if not 0 <= policy < until.policies or count < 0:
+            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+        counts[owner] = counts.get(owner, 0) + count
+        previous_owner = owner
+    if any(count != num_sampled[owner - since.nodes] for owner, count in counts.items()):
+        raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+    return num_tokens, num_sampled
+
+
+def _check_many_rows(
+    frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the numbers of tokens and of sampled tokens of each node.
+
+    Raises TraceCorrupt if a row of the node table or the version table is invalid.
+    """
+    sizes = _node_sizes(frame_header, nodes)
+    num_sampled = sizes[1]
+    if len(versions):
+        owners = _owner_nodes(frame_header, versions)
+        policies = versions["policy"]
+        valid = (policies >= 0) & (policies < frame_header.until.policies) & (versions["count"] >= 0)
+        counts = np.bincount(owners, versions["count"], len(nodes))
+        if not valid.all() or (counts != num_sampled)[owners].any():
+            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+    return sizes[0], num_sampled
+
+
 def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.NDArray[np.int64]:
     """Return the lengths of each node's parts of the tokens, logprobs and records, one row per column.
 
-    Raises TraceCorrupt if a row of the node table is invalid. Episodes are small and many, so all conditions of all
-    nodes are one array of numbers that must not be negative: each numpy call costs more than its computation.
+    All conditions of all nodes are one array of numbers that must not be negative. Raises TraceCorrupt.
     """
     since, until, num_nodes = frame_header.since, frame_header.until, len(nodes)
     table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)

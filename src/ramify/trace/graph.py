@@ -220,12 +220,9 @@ class MessageGraph:
 
     def index_runs(self, first_node: int = 0) -> None:
         """Update the runs after nodes from `first_node` on were appended directly to the columns."""
-        parents = self.nodes.view["parent"]
-        if first_node == 0 and len(self):
-            self._extend_runs(0, -1)
-        previous = np.arange(first_node - 1, len(self) - 1, dtype=np.int32)
-        for node in (np.flatnonzero(parents[first_node:] != previous) + first_node).tolist():
-            self._extend_runs(node, int(parents[node]))
+        for node, parent in enumerate(self.nodes.view["parent"][first_node:].tolist(), first_node):
+            if parent != node - 1 or node == 0:
+                self._extend_runs(node, parent)
 
     def truncate(self, num_nodes: int, num_media: int) -> None:
         """Remove all nodes but the first `num_nodes`, and all media but the first `num_media`."""

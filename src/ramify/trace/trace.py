@@ -111,9 +111,12 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     @property
     def reward(self) -> float | None:
         """The weighted sum of the rewards; None if there are none, or if one of them did not run."""
-        if not self.rewards or any(reward is None for reward in self.rewards.values()):
-            return None
-        return float(sum(reward[0] * reward[1] for reward in self.rewards.values() if reward is not None))
+        total = 0.0
+        for reward in self.rewards.values():
+            if reward is None:
+                return None
+            total += reward[0] * reward[1]
+        return total if self.rewards else None
 
     @property
     def completion_len(self) -> int:

@@ -45,7 +45,10 @@ class Grpo(Algorithm):
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return the annotations of the group, with the weight of the KL penalty."""
-        return [replace(annotation, kl=self.config.beta) for annotation in super().annotate(group)]
+        annotations = super().annotate(group)
+        if not self.config.beta:
+            return annotations
+        return [replace(annotation, kl=self.config.beta) for annotation in annotations]
 
 
 def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:

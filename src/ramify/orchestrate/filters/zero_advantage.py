@@ -3,6 +3,7 @@
 import numpy as np
 
 from ramify.orchestrate.filters.base import Filter, FilterInput
+from ramify.trace import Annotation
 
 ZERO_TOLERANCE = 1e-8
 
@@ -12,7 +13,11 @@ class ZeroAdvantage(Filter):
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether no annotation of the rollout has an effect."""
-        return not any(
-            np.any(np.abs(annotation.advantage) > ZERO_TOLERANCE) or np.any(annotation.ce) or annotation.needs_reference
-            for annotation in rollout.annotations
-        )
+        return not any(_has_effect(annotation) for annotation in rollout.annotations)
+
+
+def _has_effect(annotation: Annotation) -> bool:
+    advantage, ce = annotation.advantage, annotation.ce
+    if isinstance(advantage, int | float) and isinstance(ce, int | float):  # numpy takes ten times as long
+        return abs(advantage) > ZERO_TOLERANCE or ce != 0 or annotation.needs_reference
+    return bool(np.any(np.abs(advantage) > ZERO_TOLERANCE) or np.any(ce) or annotation.needs_reference)
