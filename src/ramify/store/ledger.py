@@ -143,12 +143,16 @@ class Ledger:
         what the algorithm remembered of earlier groups when it scored this one; None if it has no state.
         """
 
+        encoded_notes = [
+            (msgspec.msgpack.encode(dict(attempt_notes)), group_number, index)
+            for index, attempt_notes in (notes or {}).items()
+        ]
+
         def apply(connection: sqlite3.Connection) -> None:
             _transition_group(connection, group_number, GroupState.SCORED)
             _transition_attempts(connection, group_number, GroupState.SCORED)
-            for index, attempt_notes in (notes or {}).items():
-                query = "UPDATE attempts SET notes = ? WHERE number = ? AND attempt = ?"
-                connection.execute(query, (msgspec.msgpack.encode(dict(attempt_notes)), group_number, index))
+            query = "UPDATE attempts SET notes = ? WHERE number = ? AND attempt = ?"
+            connection.executemany(query, encoded_notes)
             if reference_scores is not None:
                 query = "INSERT OR REPLACE INTO reference_scores VALUES (?, ?)"
                 connection.execute(query, (group_number, reference_scores))
@@ -510,15 +514,15 @@ def _get_attempt_state(connection: sqlite3.Connection, key: tuple[int, int]) -> 
 def _end_attempt(connection: sqlite3.Connection, key: tuple[int, int], target: GroupState, **columns: str) -> None:
     """Move an attempt to `target` and set `columns`; mark its group as sampled if no attempt of it is running."""
     group_number, attempt_index = key
-    subject = f"attempt {attempt_index} of group {group_number}"
-    check_transition(subject, _get_attempt_state(connection, key), target)
-    columns = {"state": target.value, **columns}
+    issued, columns = GroupState.ISSUED.value, {"state": target.value, **columns}
     assignments = ", ".join(f"{name} = ?" for name in columns)
-    query = f"UPDATE attempts SET {assignments} WHERE number = ? AND attempt = ?"
-    connection.execute(query, (*columns.values(), *key))
-
-    query = "SELECT 1 FROM attempts WHERE number = ? AND state = ?"
-    is_running = connection.execute(query, (group_number, GroupState.ISSUED.value)).fetchone() is not None
-    (state,) = connection.execute("SELECT state FROM groups WHERE number = ?", (group_number,)).fetchone()
-    if not is_running and GroupState(state) is GroupState.ISSUED:
-        _transition_group(connection, group_number, GroupState.SAMPLED)
+    update = f"UPDATE attempts SET {assignments} WHERE number = ? AND attempt = ?"
+    if not connection.execute(f"{update} AND state = ?", (*columns.values(), *key, issued)).rowcount:
+        subject = f"attempt {attempt_index} of group {group_number}"
+        check_transition(subject, _get_attempt_state(connection, key), target)
+        connection.execute(update, (*columns.values(), *key))
+    query = (
+        "UPDATE groups SET state = ? WHERE number = ? AND state = ? "
+        "AND NOT EXISTS (SELECT 1 FROM attempts WHERE attempts.number = ? AND attempts.state = ?)"
+    )
+    connection.execute(query, (GroupState.SAMPLED.value, group_number, issued, group_number, issued))

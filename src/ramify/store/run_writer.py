@@ -58,7 +58,10 @@ class RunWriter:
         self._thread.start()
 
     def submit(self, frames: Sequence[bytes], apply: ApplyChange, images: Sequence[Media] = ()) -> "Future[None]":
-        """Queue a change; it is durable when the future is done. Cancelling the future in time withdraws the change."""
+        """Queue a change; it is durable when the future is done. Cancelling the future in time withdraws the change.
+
+        `apply` may be called twice: what it did the first time is then rolled back.
+        """
         change = PendingChange(frames, apply, images)
         self._queue.put(change)
         if self._thread_error is not None:
@@ -114,13 +117,7 @@ class RunWriter:
             self._images.write(image for change in changes for image in change.images)
             locations = [[segments.append(frame) for frame in change.frames] for change in changes]
             segments.sync()
-            connection.execute("BEGIN IMMEDIATE")
-            lengths = {location.segment: location.stop for group in locations for location in group}
-            connection.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?)", lengths.items())
-            errors = [  # a change that reads the tables finds the frames of all rollouts that it finds
-                _apply_in_savepoint(connection, change.apply, change_locations)
-                for change, change_locations in zip(changes, locations, strict=True)
-            ]
+            errors = _apply_changes(connection, changes, locations)
             connection.execute("COMMIT")
         except BaseException as error:  # noqa: BLE001 - all callers must get the error
             errors = [to_storage_error(error, self.path)] * len(changes)
@@ -178,6 +175,37 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+
+
+def _apply_changes(
+    connection: sqlite3.Connection, changes: Sequence[PendingChange], locations: Sequence[Sequence[FrameLocation]]
+) -> list[BaseException | None]:
+    """Begin a transaction and apply all changes; return the error of each that was rolled back, or None.
+
+    Failing changes are rare, so savepoints are used only if one fails: then everything is applied once more.
+    """
+    _begin_transaction(connection, locations)
+    try:
+        for change, change_locations in zip(changes, locations, strict=True):
+            change.apply(connection, change_locations)
+    except BaseException as error:
+        if is_disk_full(error):
+            raise
+    else:
+        return [None] * len(changes)
+    connection.execute("ROLLBACK")
+    _begin_transaction(connection, locations)
+    return [
+        _apply_in_savepoint(connection, change.apply, change_locations)
+        for change, change_locations in zip(changes, locations, strict=True)
+    ]
+
+
+def _begin_transaction(connection: sqlite3.Connection, locations: Sequence[Sequence[FrameLocation]]) -> None:
+    """Begin with the lengths of the segments: a change that reads the tables finds the frames of all rollouts."""
+    connection.execute("BEGIN IMMEDIATE")
+    lengths = {location.segment: location.stop for group in locations for location in group}
+    connection.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?)", lengths.items())
 
 
 def _apply_in_savepoint(
