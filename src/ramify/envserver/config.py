@@ -119,6 +119,8 @@ class EnvServerConfig(Config):
     reach."""
     output: Path = Path("outputs")
     """The run's directory (-o); the log is `logs/env/train/NAME.log` or `logs/env/eval/NAME.log` in it."""
+    log_file: Path | None = None
+    """Another file for the log, such as /dev/stdout."""
     address_file: Path | None = None
     """A file to write the actual address to."""
     max_open_requests: int = Field(default=8192, ge=1)

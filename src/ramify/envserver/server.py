@@ -82,7 +82,7 @@ class EnvServer(AsyncService):
     @property
     def log_path(self) -> Path:
         """The path of the log file."""
-        return self.selected.log_path(self.config.output)
+        return self.config.log_file or self.selected.log_path(self.config.output)
 
     async def start(self) -> Self:
         """Start the server and return when the first worker is ready.

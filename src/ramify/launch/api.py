@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ramify.config import expand_model_name, get_explicit_values, parse_section, raise_config_invalid
+from ramify.config import expand_model_name, get_explicit_values, parse_section
 from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
@@ -35,8 +35,7 @@ def rl(
     """
     run_config = _build_config(config, settings)
     if run_config.cluster.is_distributed:
-        problem = "this version plans runs on several nodes with --dry-run, but starts them on one machine only"
-        raise_config_invalid([("cluster.launcher", problem)])
+        return _run_on_cluster(run_config, fresh=fresh, accept_changes=accept_changes, display=display)
     plan = build_plan(run_config)
     with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import RunContent
@@ -51,6 +50,31 @@ def rl(
             display=display or choose_api_display(RunContent()),
             launcher=LocalLauncher(prefork_client=prefork_client),
         )
+
+
+def _run_on_cluster(
+    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None"
+) -> "RunResult":
+    """Run on the nodes of the cluster that the configuration names; this machine is the head."""
+    from ramify.launch.cluster_plan import build_cluster_plan  # loaded only where they are needed
+    from ramify.launch.dashboard import RunContent
+    from ramify.launch.execution import execute_plan
+    from ramify.launch.ray_launcher import RayLauncher
+
+    cluster = config.cluster
+    launcher = RayLauncher.connect(cluster.address)
+    try:
+        nodes = launcher.wait_for_nodes(cluster.num_nodes or 1, timeout=cluster.join_timeout)
+        return execute_plan(
+            build_cluster_plan(config, nodes),
+            fresh=fresh,
+            accept_changes=accept_changes,
+            environments=check_plugin_tables(config),
+            display=display or choose_api_display(RunContent()),
+            launcher=launcher,
+        )
+    finally:
+        launcher.disconnect()
 
 
 def _build_config(

@@ -12,6 +12,7 @@ from typing import Any
 from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, RunBusy, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
+from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
@@ -47,7 +48,7 @@ class RunResult(AwaitableResult):
 
 
 def execute_plan(
-    plan: LaunchPlan,
+    plan: LaunchPlan | ClusterPlan,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
@@ -90,7 +91,9 @@ def _record_failure(path: Path, error: RamifyError) -> None:
             RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
 
 
-async def _supervise(plan: LaunchPlan, display: RunDisplay, launcher: Launcher | None, epoch: int) -> RunOutcome:
+async def _supervise(
+    plan: LaunchPlan | ClusterPlan, display: RunDisplay, launcher: Launcher | None, epoch: int
+) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
 

@@ -71,7 +71,7 @@ class NodeProcess:
 
     def __init__(self, terms: LeaseTerms, *, node: str, host: str) -> None:
         self._slot = LocalSlot(host=host, has_port=True, is_detached=True)
-        self._log = ProcessLog(self._slot.directory / "output.log")
+        self._log = ProcessLog(self._slot.directory / "output.log", append=True)  # /dev/stdout, too
         self._log.open().close()
         self._node, self._lease = node, LeaseHolder(terms)
         self._is_started = False

@@ -108,11 +108,7 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
     With `dry_run`, the plan may be for another machine: GPUs and the model need not exist here.
     """
-    _check_models(config, dry_run=dry_run)
-    if config.monitor.sinks:
-        from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
-
-        check_sinks_installed(config)
+    check_run(config, dry_run=dry_run)
     devices = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
     if config.weights.transport == "ipc" and not (
         isinstance(config.inference, EngineConfig) and devices.inference.gpus == devices.trainer.gpus
@@ -126,6 +122,15 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     builder = _PlanBuilder(config, devices)
     services = (*builder.inference_specs(), *builder.model_specs(), *builder.env_server_specs())
     return builder.build((*services, builder.orchestrator_spec(), builder.trainer_spec()), model, estimate)
+
+
+def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
+    """Raise ConfigInvalid if a model or a package of the run is missing; a dry run needs no model."""
+    _check_models(config, dry_run=dry_run)
+    if config.monitor.sinks:
+        from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
+
+        check_sinks_installed(config)
 
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
@@ -253,7 +258,7 @@ class _PlanBuilder:
 
     def orchestrator_spec(self) -> ProcessSpec:
         """Return the orchestrator."""
-        file = self._add_config_file("orchestrator", _with_default_pools(self.run_config))
+        file = self._add_config_file("orchestrator", with_default_pools(self.run_config))
         return ProcessSpec(
             "orchestrator",
             (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
@@ -333,7 +338,7 @@ def _with_addresses(config: RunConfig, addresses: Mapping[str, str]) -> RunConfi
     )
 
 
-def _with_default_pools(config: RunConfig) -> RunConfig:
+def with_default_pools(config: RunConfig) -> RunConfig:
     """Return the configuration with the default `pool`, because no other is allowed beside an `address`."""
     default = {"pool": ElasticPoolConfig()}
     train = [source.model_copy(update=default) for source in config.train]
