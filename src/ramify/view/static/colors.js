@@ -23,5 +23,6 @@ export function scaleFor(measure) {
     return { color: (value) => divergingColor(value, size), ends: [-size, size], isDiverging: true };
   }
   if (name === "logprob") return { color: (value) => sequentialColor(value === null ? null : -value, 0, Math.max(1, -min)), ends: [0, Math.min(-1, min)], isDiverging: false };
-  return { color: (value) => sequentialColor(value, min, max), ends: [min, max], isDiverging: false };
+  const low = name === "entropy" ? 0 : min;
+  return { color: (value) => sequentialColor(value, low, max), ends: [low, max], isDiverging: false };
 }

@@ -196,7 +196,8 @@ export class TokenPane {
     );
     const box = this.node.getBoundingClientRect(), place = span.getClientRects()[0];
     this.tip.style.left = `${Math.max(0, Math.min(place.left - box.left, box.width - 320))}px`;
-    this.tip.style.top = `${place.bottom - box.top + 6}px`;
+    const height = this.tip.offsetHeight + 6, hasRoom = place.bottom + height <= window.innerHeight;
+    this.tip.style.top = `${(hasRoom ? place.bottom + 6 : place.top - height) - box.top}px`;
     return null;
   }
 }
