@@ -76,6 +76,7 @@ def test_numbers_move_without_a_reload_and_nothing_shifts(browser, tmp_path):
             page.get_by_role("link", name="run", exact=True).click()
             page.wait_for_selector(".processes")
             assert "waits for 2 scored groups" in page.inner_text(".waits")
+            check_accessibility(page)
             page.wait_for_timeout(500)
             page.evaluate(SHIFT_SCRIPT)
             line = page.locator("path.series-line").first
@@ -101,6 +102,9 @@ def test_a_run_is_watched_killed_and_continued(browser, tmp_path):
             page.wait_for_selector(".pill-running", timeout=RUN_DEADLINE * 1000)
             wait_for_steps(page, 3)
             page.wait_for_selector(".processes")
+            page.evaluate(SHIFT_SCRIPT.replace("true", "false"))  # the curves of the first steps have come
+            wait_for_steps(page, 6)
+            assert page.evaluate("window.shift") <= MAX_SHIFT
             check_accessibility(page)
             save_screenshots(page, "live")
         finally:

@@ -101,7 +101,7 @@ function makeRunParts(run, data) {
     h("label", {}, h("input", { type: "checkbox", onchange: (event) => ((settings.log = event.target.checked), drawCurves()) }), " Log axis"),
   );
   const rewardPanel = h("div", { class: "panel" }, h("div", { class: "panel-head" }, h("h2", {}, "Reward"), rewardLegend, h("div", { class: "spacer" }), controls), rewardChart.node);
-  const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits));
+  const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("div", { class: "waits-box", tabindex: "0", role: "group", "aria-label": "Waits" }, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits)));
   const flowPanel = h("div", { class: "panel" }, h("h2", {}, "Groups in the ledger"), flow);
   const pair = h("div", { class: "columns" });
   const tabs = runTabs(run, "Overview");
