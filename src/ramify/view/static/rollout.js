@@ -154,15 +154,11 @@ function drawTiming(timing) {
 // Nodes without a fork form a list; a fork opens a level, one part per branch, that can be folded.
 function drawOutline(tree, path, selected, select, folded, redraw) {
   const drawChain = (start) => {
-    const rows = [];
-    let at = start;
-    for (;;) {
-      rows.push(outlineRow(tree.nodes[at], path, selected, select));
-      if (tree.children[at].length !== 1) break;
-      at = tree.children[at][0];
-    }
-    if (tree.children[at].length) rows.push(drawFork(at, tree.children[at]));
-    return rows;
+    const chain = [start];
+    while (tree.children[chain.at(-1)].length === 1) chain.push(tree.children[chain.at(-1)][0]);
+    const last = chain.at(-1), list = h("div", {});
+    new PartList(list, chain, (index) => outlineRow(tree.nodes[index], path, selected, select));
+    return tree.children[last].length ? [list, drawFork(last, tree.children[last])] : list;
   };
   const drawFork = (key, starts) => {
     const isFolded = folded.has(key);

@@ -5,7 +5,7 @@ import { scaleFor } from "./colors.js";
 import { PartList, fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
 import { showToken } from "./forest.js";
 
-const NODES_PER_REQUEST = 12;
+const NODES_PER_REQUEST = 12, NODES_OF_FIRST_REQUEST = 3;
 const TOKENS_PER_PART = 4000; // of a message that are shown at once; a button shows more
 const MEASURE_NAMES = { reward_change: "reward change at forks", advantage: "advantage", logprob: "logprob", entropy: "entropy", reference_kl: "KL to teacher or reference", mismatch: "mismatch of trainer and sampler", version: "policy version", weight: "loss weight" };
 
@@ -100,7 +100,7 @@ export class TokenPane {
     this.isLoading = true;
     try {
       while (this.queue.size) {
-        const indices = [...this.queue].slice(0, NODES_PER_REQUEST);
+        const indices = [...this.queue].slice(0, this.tokens.size ? NODES_PER_REQUEST : NODES_OF_FIRST_REQUEST);
         for (const index of indices) this.queue.delete(index);
         for (const tokens of await get("tokens", { ...this.request, node: indices })) {
           this.draw(tokens);
