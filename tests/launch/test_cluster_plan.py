@@ -70,7 +70,7 @@ def test_processes_have_placements_and_services(plan):
     assert specs["env/train/words/1"].start_after == ("inference/0", "inference/1")
 
 
-def test_each_process_is_configured_for_its_place(plan, tmp_path):
+def test_each_process_is_configured_for_its_place(plan, tmp_path, monkeypatch):
     urls = []
     for number, host in enumerate(("127.0.0.2", "127.0.0.3")):
         slot, started, table = start(plan, f"inference/{number}", host)
@@ -81,6 +81,7 @@ def test_each_process_is_configured_for_its_place(plan, tmp_path):
     assert table["inference"]["base_url"] == urls
     assert table["train"][0]["address"] == started.address == f"tcp://127.0.0.2:{slot.port}"
     assert started.env[table["secret_env"]]
+    monkeypatch.setenv(table["secret_env"], started.env[table["secret_env"]])
     assert EnvServer(EnvServerConfig(**table)).log_path == Path("/dev/stdout")
     assert "CUDA_VISIBLE_DEVICES" not in started.env
     slot, started, table = start(plan, "trainer", "127.0.0.3")

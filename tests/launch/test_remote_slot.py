@@ -80,6 +80,34 @@ async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
 
 
 @with_timeout
+async def test_lost_rank_is_named_although_another_failed_first(launcher, tmp_path):
+    lines = []
+    code = """
+import time
+while not os.path.exists(DIR + "/cut"): time.sleep(0.01)
+if os.environ["RANK"] == os.environ["RAMIFY_GANG_TOKEN"] == "0": sys.exit(1)
+time.sleep(60)
+"""
+    leader = "import time\nwhile len(open(DIR + '/trainer.pids').readlines()) < 4: time.sleep(0.01)"
+
+    def on_change(statuses):
+        if statuses[0].state is ProcessState.READY and not (tmp_path / "cut").exists():
+            launcher.clients[1].is_cut = True
+            (tmp_path / "cut").touch()
+
+    gang = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, num_ranks=2, placement=LEASED)
+    (tmp_path / "trainer.pids").touch()
+    specs = [gang, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
+    supervisor = Supervisor(
+        specs, max_restarts=1, grace_period=1.0, launcher=launcher, print_line=lines.append, on_change=on_change
+    )
+    assert await supervisor.run() is RunOutcome.FINISHED
+    assert lines[-1].startswith(
+        "trainer is lost: its node node-1 could not be reached until its lease ended; restarting"
+    )
+
+
+@with_timeout
 async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, monkeypatch, tmp_path):
     monkeypatch.setattr(remote_slot, "MAX_SILENCE", 0.2)
     monkeypatch.setattr(liveness, "CONTACT_INTERVAL", 0.05)

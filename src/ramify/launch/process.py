@@ -194,7 +194,7 @@ class SupervisedProcess:
             self.set_state(ProcessState.READY)
 
     async def wait_for_exit(self) -> int:
-        """Wait until all ranks have exited, and return the exit code of the first that failed, else 0.
+        """Wait until all ranks have exited, and return the exit code of the first that failed or was lost, else 0.
 
         When a rank fails, the others are stopped.
         """
@@ -210,6 +210,9 @@ class SupervisedProcess:
                     self._stop_other_ranks()
         finally:
             await cancel_all(list(ranks))
+        for rank, slot in enumerate(self.slots):
+            if slot.is_lost:  # the others failed because of it
+                exit_code, self._failed_rank = slot.poll() or exit_code, rank
         self._record_exits()
         self.set_state(ProcessState.ENDED)
         return exit_code
