@@ -70,7 +70,7 @@ class ProcessSlot(Protocol):
 
     @property
     def node(self) -> str:
-        """Name of the node; empty for the head's own processes, which a local run has only."""
+        """Name of the node; empty for a process without a placement, which is on the head."""
         ...
 
     @property

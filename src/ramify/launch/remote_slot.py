@@ -1,8 +1,7 @@
 """The head's side of a process that runs on another machine: a slot that repeats one call to the node.
 
-A call that is not answered says nothing about the process: it may run, it may be dead, the node may only be cut off.
-So the head goes on calling. Only when the node has been silent until the lease of the process has ended for certain, is
-the process given up as lost.
+A call that is not answered says nothing about the process: it may run, it may be dead, or the node may only be cut off.
+So the head goes on calling. It gives the process up as lost when the lease of the process has ended for certain.
 """
 
 import asyncio

@@ -175,9 +175,9 @@ class Supervisor:
             leases = self._leases[spec.name] = self._build_leases(spec, earlier)
             if earlier is None:
                 return leases
-        seconds = leases.replaceable_at - read_lease_clock()
-        if seconds > 0:
+        if (seconds := leases.replaceable_at - read_lease_clock()) > 0:
             self._print_line(f"{spec.name} may still run on a node that is not reachable; starting in {seconds:.0f} s")
+        while (seconds := leases.replaceable_at - read_lease_clock()) > 0:
             await asyncio.sleep(seconds)
         leases.replace(read_lease_clock())
         return leases
