@@ -54,7 +54,7 @@ class RunProgress:
     def __init__(self, run_log: RunLog, on_metrics: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
         self._run_log, self._on_metrics = run_log, on_metrics
         self._totals = _StepTotals()
-        self._recent_rollouts: deque[tuple[float, int]] = deque()  # monotonic time and number of sampled tokens
+        self._recent_groups: deque[tuple[float, int, int]] = deque()  # monotonic time, rollouts and sampled tokens
         self.last_progress_time = time.monotonic()
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
@@ -95,16 +95,16 @@ class RunProgress:
         totals.num_trainable_groups += is_trainable
         totals.num_rollouts += len(traces)
         totals.num_trainable_rollouts += len(traces) if is_trainable else 0
+        self._recent_groups.append((now, len(traces), sum(trace.completion_len for trace in traces)))
         for trace in traces:
-            self._recent_rollouts.append((now, trace.graph.logprobs.size))
             if trace.reward is not None:
                 totals.rewards_by_source[group.source].append(trace.reward)
             for name, value in self._iter_trace_metrics(group.source, trace):
                 totals.values_by_metric[name].append(value)
         for name, fired in fired_by_filter.items():
             totals.values_by_metric[f"filter/{name}"] += map(float, fired)
-        while self._recent_rollouts and self._recent_rollouts[0][0] < now - THROUGHPUT_WINDOW:
-            self._recent_rollouts.popleft()
+        while self._recent_groups[0][0] < now - THROUGHPUT_WINDOW:
+            self._recent_groups.popleft()
 
     def _iter_trace_metrics(self, source: str, trace: Trace) -> Iterable[tuple[str, float]]:
         yield "turns/mean", float(len(trace.sampled_nodes))
@@ -145,10 +145,11 @@ class RunProgress:
 
     def get_throughput(self) -> tuple[float, float]:
         """Return rollouts and sampled tokens per second."""
-        if len(self._recent_rollouts) < 2:
+        if len(self._recent_groups) < 2:
             return 0.0, 0.0
-        span = max(1e-3, time.monotonic() - self._recent_rollouts[0][0])
-        return len(self._recent_rollouts) / span, sum(tokens for _, tokens in self._recent_rollouts) / span
+        span = max(1e-3, time.monotonic() - self._recent_groups[0][0])
+        _, rollouts, tokens = zip(*self._recent_groups)
+        return sum(rollouts) / span, sum(tokens) / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
         """Record a failure of the system, or of the policy before its first reply; `origin` is a source, or what else
