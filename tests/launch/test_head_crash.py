@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from ramify.launch.head import read_local_state
 from ramify.store import RunStore
 from ramify.store.audit import audit
@@ -60,20 +62,21 @@ def run_head(home: Path, name: str, seconds: float) -> int:
     return int([version for version in versions if version.endswith("\n")][-1])
 
 
+@pytest.mark.timeout(600)
 def test_acknowledged_commits_survive_heads_that_are_killed():
     rng = random.Random(3)
     with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
-        home, name, acknowledged, num_heads = Path(folder), "head0", 0, 1
+        home, epoch, acknowledged = Path(folder), 0, 0
         for _ in range(ROUNDS):
-            last = run_head(home, name, rng.random() * 0.3)
+            last = run_head(home, f"head{epoch}", rng.random() * 0.3)
             assert last > acknowledged
             acknowledged = last
             if rng.random() < 0.5:  # the disk is lost too
-                shutil.rmtree(home / name)
-                name, num_heads = f"head{num_heads}", num_heads + 1
-        last = run_head(home, f"head{num_heads}", 0.0)
-        config = make_config(home, f"head{num_heads}")
-        assert read_local_state(config.path).epoch == num_heads
+                shutil.rmtree(home / f"head{epoch}")
+                epoch += 1
+        last = run_head(home, "last", 0.0)
+        config = make_config(home, "last")
+        assert read_local_state(config.path).epoch == len(list((home / "shared/run/epoch").iterdir())) - 1
         with RunStore.open(config.path) as store:
             ledger = Ledger.open(store)
             assert [commit.version for commit in ledger.commits()] == list(range(1, ledger.progress().committed + 1))

@@ -20,7 +20,10 @@ from ramify.store.ledger import Ledger
 from tests.process_checks import runs
 from tests.rl.run_helpers import command, run_command, write_config
 
-pytestmark = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="minutes; tests/launch has the parts")
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="minutes; tests/launch has the parts"),
+    pytest.mark.timeout(1200),
+]
 
 STEPS = 6
 TIMEOUT = 400.0
