@@ -23,7 +23,8 @@ export RAY_agent_register_timeout_ms=300000  # on a busy node the agents of Ray 
 ports="--node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) --metrics-export-port=$((base + 3))
   --dashboard-agent-grpc-port=$((base + 4)) --dashboard-agent-listen-port=$((base + 5))
   --runtime-env-agent-port=$((base + 6)) --min-worker-port=$((base + 100)) --max-worker-port=$((base + 999))"
-scratch=/tmp/ramify-ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+# Ray puts sockets there, so the path must be short.
+scratch=${RAMIFY_RAY_DIRECTORY:-/tmp}/ramify-ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 declare -A steps  # the srun of each node
 
 get_address() {  # the address that Slurm has for a node
@@ -37,7 +38,7 @@ start_ray() {  # start_ray NODE OPTIONS...: start Ray on a node, as a job step t
   shift
   address=$(get_address "$node")
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --kill-on-bad-exit=1 bash -c "$run_ray" "$scratch" \
-    ray start --node-ip-address="$address" --num-cpus="$cores" --num-gpus="$gpus" $ports \
+    ray start --node-name="$node" --node-ip-address="$address" --num-cpus="$cores" --num-gpus="$gpus" $ports \
     --object-store-memory=200000000 --disable-usage-stats "$@" > "$job/ray-$node.log" 2>&1 &
   steps[$node]=$!
 }
@@ -46,8 +47,13 @@ start_ray() {  # start_ray NODE OPTIONS...: start Ray on a node, as a job step t
 # may not know these processes as its own, so the step ends them, and first those of earlier starts of the job.
 run_ray='
   for ((restart = 0; restart < ${0##*-}; restart++)); do pkill -KILL -f "${0%-*}-$restart/session"; done
-  trap "pkill -KILL -f $0/session; exit" TERM
-  "$@" || exit 1
+  trap "pkill -KILL -f $0/session" EXIT
+  trap "exit 1" TERM
+  for attempt in 1 2 3; do  # on a busy node a start may time out
+    "$@" && break
+    pkill -KILL -f "$0/session"
+    ((attempt < 3)) || exit 1
+  done
   while :; do sleep 3600 & wait $!; done
 '
 
