@@ -46,3 +46,22 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
     old = old_engine.__enter__()
     with instant() as new:
         asyncio.run(main(old, new, lambda: old_engine.__exit__(None, None, None)))
+
+
+def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path):
+    async def main(new) -> None:
+        server = EnvServer(make_config("http://127.0.0.1:9", tmp_path, pool={"type": "static", "workers": 1}))
+        starting = asyncio.create_task(server.start())
+        await wait_until(lambda: "pool" in vars(server) and bool(server.pool.workers), "a worker")
+        (first,) = server.pool.workers.values()
+        await wait_until(lambda: first._exit_task is not None, "the process of the worker")
+        server.pool.update_addresses(AddressUpdate([new.url], {}))
+        await asyncio.wait_for(starting, TIMEOUT)
+        try:
+            assert first.id not in server.pool.workers
+            assert server.pool.counts["boot_failures"] == 0
+        finally:
+            await server.close()
+
+    with instant() as new:
+        asyncio.run(main(new))

@@ -29,6 +29,7 @@ from ramify.wire import LoopMonitor, WireMessage, WireSettings
 MAX_HISTORY = 256  # recorded losses and decisions
 INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
 MAX_BACKOFF = 30.0
+SERVERS_MOVED = "was stopped because its inference servers have moved"
 
 
 class WorkerPool:
@@ -53,6 +54,7 @@ class WorkerPool:
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
         self._addresses: AddressUpdate | None = None  # that have replaced those of the configuration
+        self._boot_urls: dict[str, list[str]] = {}  # the inference servers that a worker was booted with
         self.boot_error: RamifyError | None = None
         """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""
         self.started_at = time.monotonic()
@@ -160,6 +162,8 @@ class WorkerPool:
         for worker in self.workers.values():
             if worker.state is not WorkerState.BOOTING:
                 self._create_task(self._send_addresses(worker, update))
+            elif update.inference and not {*update.inference} & {*self._boot_urls.get(worker.id, ())}:
+                worker.abort_boot(SERVERS_MOVED)  # it waits for servers that are gone
 
     async def _send_addresses(self, worker: WorkerProcess, update: AddressUpdate) -> None:
         """Send addresses to a worker. A worker whose event loop is blocked gets them when it continues."""
@@ -263,6 +267,7 @@ class WorkerPool:
         if self._addresses is not None and self._addresses.inference:
             inference = config.inference.model_copy(update={"base_url": self._addresses.inference})
             config = config.model_copy(update={"inference": inference})
+        self._boot_urls[worker.id] = config.inference.base_url
         spec = WorkerSpec(id=worker.id, source=self._source_config, config=config.model_dump(mode="json"), secret="")
         try:
             await worker.boot(
@@ -273,9 +278,14 @@ class WorkerPool:
             worker.state = WorkerState.LOST  # before `reap` waits: it must not be assigned an attempt
             await worker.reap()
             self.workers.pop(worker.id, None)
+            if worker.reason == SERVERS_MOVED:
+                self._scale_up("new addresses")
+                return
             boot_error = error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")
             self._on_boot_failed(worker, boot_error)
             return
+        finally:
+            self._boot_urls.pop(worker.id, None)
         self.counts["booted"] += 1
         self._boot_failures_in_a_row, self.boot_error = 0, None
         self.info = worker.info

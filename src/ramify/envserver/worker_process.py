@@ -205,6 +205,12 @@ class WorkerProcess:
         if self.state is WorkerState.READY:
             self.state, self.reason = WorkerState.RETIRING, reason
 
+    def abort_boot(self, reason: str) -> None:
+        """Let `boot` fail: the process is killed with all it started."""
+        if self.state is WorkerState.BOOTING:
+            self.reason = reason
+            self._kill_and_fail_requests()
+
     async def stop(self) -> None:
         """Stop the worker: ask it to exit, and kill it if it does not."""
         if self.state not in LIVE_STATES:
