@@ -15,6 +15,9 @@ VLLM_PYTHON ?=
 # The interpreter of an environment with Ramify, its extra `ray` and pytest, for `test-cluster`.
 RAY_PYTHON ?=
 
+# The root of an installation of Slurm and munge, for the test of `ramify slurm` in `test-cluster`: / or a directory.
+SLURM ?=
+
 # Where `test-agents` installs the agent programs; by default ~/.cache/ramify/agents.
 AGENTS_DIR ?=
 
@@ -97,7 +100,7 @@ test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_P
 
 test-cluster: env  ## Ray on three hosts, which are network namespaces of this machine: make test-cluster RAY_PYTHON=...; needs root
 	@test -n "$(RAY_PYTHON)" || { echo "set RAY_PYTHON to the interpreter of an environment with ramify[local,ray] and pytest"; exit 2; }
-	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(BIN)/pytest -v -n 0 --timeout 1800 tests/cluster
+	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(if $(SLURM),RAMIFY_SLURM=$(SLURM)) $(BIN)/pytest -v -n 0 --timeout 1800 tests/cluster
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.runtime.container_image $(ENGINE)
