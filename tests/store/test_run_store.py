@@ -288,8 +288,8 @@ def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written
 @pytest.mark.parametrize(
     ("kind", "pid", "expected"),
     [
-        ("WRITE", os.getpid(), os.getpid()),
-        ("READ", os.getpid(), None),
+        pytest.param("WRITE", os.getpid(), os.getpid(), id="writer"),  # the workers of xdist must agree on the names
+        pytest.param("READ", os.getpid(), None, id="reader"),
         ("WRITE", 1, None),  # holds a file with the same inode on another device
         ("WRITE", 0, 0),  # is in another container
     ],

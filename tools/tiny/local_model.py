@@ -50,7 +50,7 @@ class LocalModel:
             stop_ids=frozenset(sampling.stop_ids),
         )
         for image in images:
-            self._engine.upload_image(image.load())
+            self._engine.upload_image(await image.load())
         references = [ImageReference(image.hash, image.start, image.stop) for image in images]
         stream = self._engine.submit(list(prompt), params, timeout=timeout, images=references)
         done = await stream.result()
