@@ -166,7 +166,8 @@ def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, 
     assert core.counters.encoded_images == (1 if frozen else 2)
 
 
-def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world):
+def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world, monkeypatch):
+    monkeypatch.setattr(images, "FIRST_USE_TIMEOUT", 0.0)
     family, _, models = world
     core = build_core(models[A], A, image_cache_mib=1, **SETTINGS)
     prompt = Prompt(Random(3), family, [b"one"])

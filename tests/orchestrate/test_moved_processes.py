@@ -41,7 +41,7 @@ async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: 
         await wait_until(lambda: len(run.sources["words"].servers.servers) == 1, "the first env server to be removed")
         await sample_more("rollouts on the second env server")
         (entry,) = build_status(run)["env_servers"]["words"]
-        assert entry["address"] == second_server.address and entry["done"] >= 4
+        assert entry["address"] == second_server.address and entry["done"] >= 1
         write_addresses(run.config.path, {"env/train/words": [second_server.address, "tcp://127.0.0.1:1"]})
         await wait_until(lambda: len(run.sources["words"].servers.servers) == 2, "a server that does not exist")
         waits = {wait["waits_for"]: wait for wait in list_waits(run)}

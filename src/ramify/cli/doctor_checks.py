@@ -42,6 +42,7 @@ EXTRA_PURPOSES = {
     "plot": "ramify plot",
     "vision": "images in prompts",
     "prime": "the runtime hosted, with sandboxes of Prime Intellect",
+    "ray": "runs on several machines: ramify rl --cluster ray",
     "reasoning-gym": "the taskset reasoning-gym",
     "tensorboard": "metrics in TensorBoard",
     "textarena": "the taskset textarena",

@@ -104,8 +104,12 @@ class UploadedImages:
 
     def _evict(self, may_drop: Callable[[str], bool], max_bytes: int) -> None:
         """Drop images that may be dropped, the least recently used first, until `max_bytes` are left."""
-        for hash in list(self._images) if self._num_bytes > max_bytes else ():
-            if self._num_bytes > max_bytes and may_drop(hash):
+        if self._num_bytes <= max_bytes:
+            return
+        for hash in list(self._images):
+            if self._num_bytes <= max_bytes:
+                break
+            if may_drop(hash):
                 self._num_bytes -= self._images.pop(hash).num_bytes
                 self._unused_since.pop(hash, None)
 

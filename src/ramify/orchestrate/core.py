@@ -105,9 +105,8 @@ class OrchestratorCore:
         async with self._numbering_lock:
             while num_groups := min(self.admission.num_free_slots, MAX_ISSUED_AT_ONCE):
                 groups, states = self._choose_groups(num_groups)
-                if not groups:
-                    break
-                await self.ledger.issue_groups(groups, states)
+                if groups:
+                    await self.ledger.issue_groups(groups, states)
                 self._next_group_number += len(groups)
                 for group in groups:
                     self.admission.issue_group(group.number)
@@ -115,6 +114,7 @@ class OrchestratorCore:
                     for attempt in range(group.size):
                         self.attempt_queue.push(group.number, attempt)
                 all_groups += groups
+                self.admission.exhausted = len(groups) < num_groups
         return all_groups
 
     def _choose_groups(self, num_groups: int) -> tuple[list[GroupRecord], dict[str, Any]]:
@@ -124,7 +124,6 @@ class OrchestratorCore:
         for number in range(self._next_group_number, self._next_group_number + num_groups):
             choice = self.source_mix.next_task()
             if choice is None:
-                self.admission.exhausted = True
                 break
             size = self.sources[choice.source].group_size
             groups.append(GroupRecord(number, choice.source, choice.task, size, choice.epoch, *version))

@@ -207,7 +207,8 @@ class EnvServerPool(AsyncService):
             failure = self.servers[0].failure if self.servers else None
             if failure is not None and not isinstance(failure, PeerLost):
                 raise failure
-            raise PeerLost(f"the env server of source {self.name} is not reachable: {self._describe_down()}")
+            what = f"the env server of source {self.name} was not reachable within {self.start_timeout:g} s"
+            raise PeerLost(f"{what}: {self._describe_down()}")
 
     def _watch(self, server: ConnectedEnvServer) -> None:
         work = self._watch_server(server)

@@ -205,7 +205,10 @@ class ChildProcess:
         async with asyncio.timeout(timeout):
             await _wait_readable(self._control_socket.fileno())
         try:
-            message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)
+            try:
+                message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)
+            except ConnectionResetError:  # the watcher exited before it read a message; what it sent can still be read
+                message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)
         except ConnectionError:
             return False
         if not message or not fds:
