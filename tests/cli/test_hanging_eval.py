@@ -55,6 +55,7 @@ def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tm
     assert "resume with: ramify eval " in output
 
 
+@pytest.mark.full("ten seconds; the tests below end code that blocks")
 def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
     exit_code, output = end(start(engine, tmp_path, "regex", "--hang_timeout", "1"))
     assert exit_code == 1, output

@@ -18,7 +18,7 @@ from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
 from tests.envserver.helpers import QUICK, make_config, task, wait_until
 
-NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 48
+NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 24
 CONCURRENCY = 32
 DEADLINE = 60.0
 

@@ -49,6 +49,7 @@ def test_older_run_is_read_and_audited(run_successfully, run, steps, groups):
     assert f"{groups} groups, {steps} steps: no problems" in run_successfully("why", "--audit", f"outputs/{run}")
 
 
+@pytest.mark.full("a run; the tests above read and audit it")
 def test_older_run_that_was_killed_is_resumed(home, run_successfully):
     result = run_command("rl", "@", "killed.toml", "--max_steps", "10", cwd=home)
     assert result.returncode == 0, result.stdout + result.stderr
