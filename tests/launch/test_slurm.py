@@ -36,6 +36,7 @@ PROGRAMS = {
     "srun": """for last; do :; done
     for argument; do case $argument in --nodelist=*) node=${argument#*=};; esac; done
     echo "start $node" >> "$CALLS"
+    [ -z "${SIGNAL_JOB:-}" ] || kill -"$SIGNAL_JOB" $PPID
     case "$*" in *"--head"*) [ -z "${BROKEN_HEAD:-}" ] || exit 1;; esac
     echo "Ray runtime started."
     exec sleep 60""",
@@ -121,6 +122,13 @@ def test_a_signal_is_passed_on_and_the_end_of_the_allocation_requeues_the_job(jo
     finally:
         code = finish(process)
     assert code == 75 and "saved" in calls(job)
+    assert ("scontrol requeue 1234" in calls(job)) is is_requeued
+
+
+@pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_while_ray_starts_ends_the_run_as_soon_as_it_starts(job, number, is_requeued):
+    process = start(job, RUNS="1", SIGNAL_JOB=str(number.value))
+    assert finish(process) != 0
     assert ("scontrol requeue 1234" in calls(job)) is is_requeued
 
 

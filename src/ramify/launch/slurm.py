@@ -86,11 +86,19 @@ while ((first < ${#nodes[@]})); do
 done
 """
 
+PASS_SIGNALS_ON = r"""
+# From the first line on: a signal that arrives before the run has started is passed on to it when it starts.
+run= early_signal= must_requeue=false
+pass_on() { if [ -n "$run" ]; then kill -"$1" "$run"; else early_signal=$1; fi; }
+trap 'must_requeue=true; pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+"""
+
 WAIT_FOR_RUN = r"""
-run=$!
-must_requeue=false
-trap 'must_requeue=true; kill -USR1 "$run"' USR1
-trap 'kill -TERM "$run"' TERM
+started=$!
+sleep 0.5  # a process that was forked just now, and still is a shell, may swallow a signal
+run=$started
+[ -z "$early_signal" ] || kill -"$early_signal" "$run"
 wait "$run"
 while kill -0 "$run" 2> /dev/null; do  # a signal interrupts `wait`
   wait "$run"
@@ -135,6 +143,7 @@ def build_batch_script(
         [
             "#!/bin/bash",
             *lines,
+            PASS_SIGNALS_ON.rstrip(),
             "",
             f"cd {shlex.quote(str(working_directory))} || exit 1",
             f"export PATH={shlex.quote(str(bin_directory))}:$PATH",
@@ -144,7 +153,7 @@ def build_batch_script(
             "",
             f"{command} &",
             WAIT_FOR_RUN.strip(),
-            f"if [ $code = {EXIT_RESUMABLE} ] && $must_requeue; then",
+            f"if $must_requeue && [[ $code = {EXIT_RESUMABLE} || $code = $((128 + $(kill -l USR1))) ]]; then",
             "  scontrol requeue $SLURM_JOB_ID  # the same command continues the run",
             "fi",
             "exit $code",
