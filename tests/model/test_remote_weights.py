@@ -10,7 +10,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, Weight
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import publish_weights, remote_weights
 from ramify.model.manifest import verify_weights
-from ramify.model.remote_weights import fetch_weights, remove_uploaded_weights, upload_weights
+from ramify.model.remote_weights import fetch_weights, get_run_url, remove_uploaded_weights, upload_weights
 from ramify.trace import PolicyVersion
 from tests.model.test_weight_buffer import make_module
 
@@ -26,9 +26,9 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def publish(tmp_path, url, step):
-    directory = tmp_path / "weights" / f"0-{step:06}"
-    tensors = {name: value + step for name, value in make_module().state_dict().items()}
+def publish(tmp_path, url, step, offset=0):
+    directory = tmp_path / f"weights{offset or ''}" / f"0-{step:06}"
+    tensors = {name: value + step + offset for name, value in make_module().state_dict().items()}
     publish_weights(directory, tensors, PolicyVersion("p", 0, step))
     upload_weights(directory, url)
     return directory
@@ -58,6 +58,30 @@ def test_engine_loads_a_directory_of_another_machine(tmp_path, url, cache):
     staged = WeightLoader(make_module(), url).stage(directory)
     assert staged.version.step == 3
     assert all(torch.equal(value, expected[name]) for name, value in staged.tensors.items())
+
+
+def test_weights_of_an_earlier_run_of_the_same_name_are_not_used(tmp_path, url, cache):
+    loader = WeightLoader(make_module(), url)
+    for run, offset in (("first", 10), ("second", 20)):
+        directory = publish(tmp_path, get_run_url(url, run), 1, offset)
+        directory.rename(tmp_path / f"{run} is on another machine")
+        staged, expected = loader.stage(directory, run), make_module().state_dict()
+        assert all(torch.equal(value, expected[name] + 1 + offset) for name, value in staged.tensors.items())
+    with pytest.raises(WeightsReplaced):
+        fetch_weights("0-000001", url, "third")
+    with pytest.raises(WeightsRefused, match="not the id of a run"):
+        fetch_weights("0-000001", url, "../first")
+
+
+def test_version_that_is_uploaded_again_is_hidden_until_it_is_complete(tmp_path, url, cache, monkeypatch):
+    directory = publish(tmp_path, url, 1)
+    monkeypatch.setattr(remote_weights, "UPLOAD_TIMEOUT", 0.0)
+    (directory / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (directory / "model.safetensors").mkdir()  # cannot be copied as a file
+    with pytest.raises(ProviderError):
+        upload_weights(directory, url)
+    with pytest.raises(WeightsReplaced):
+        fetch_weights(directory.name, url)
 
 
 def test_last_versions_stay_on_the_node(tmp_path, url, cache):

@@ -33,6 +33,7 @@ def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
             WeightUpdater(FakeEngines(), lambda version, seconds: None),  # type: ignore[arg-type]
             RunProgress(RunLog(ledger.store)),
             policy="p",
+            run="run-id",
             max_steps=4,
             on_trainer_replaced=lambda: replaced.append(True),
         )
@@ -40,6 +41,7 @@ def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
             replies = await asyncio.gather(*(register(server.address) for _ in range(3)), return_exceptions=True)
         incarnations = [reply.incarnation for reply in replies if isinstance(reply, RegisterReply)]
         failures = [getattr(reply, "name", reply) for reply in replies if not isinstance(reply, RegisterReply)]
+        assert {reply.run for reply in replies if isinstance(reply, RegisterReply)} == {"run-id"}
         assert len(incarnations) == len(set(incarnations))
         assert max(incarnations) == core.ledger_progress.incarnation == ledger.progress().incarnation == 2
         assert set(failures) <= {"ProcessReplaced"}

@@ -227,7 +227,7 @@ class Engine:
 
         def stage() -> Any:
             with self._staging_lock:
-                return self._weight_loader.stage(directory)
+                return self._weight_loader.stage(directory, run)
 
         try:
             staged = await asyncio.wrap_future(_run_in_new_thread(stage))

@@ -20,15 +20,15 @@ class WeightLoader:
     def __init__(self, module: Any, url: str | None = None) -> None:
         self._module, self._url, self._buffer_reader = module, url, WeightBufferReader()
 
-    def stage(self, directory: Path) -> StagedWeights:
-        """Read and verify the version of `directory` for the model, which is not changed.
+    def stage(self, directory: Path, run: str = "") -> StagedWeights:
+        """Read and verify the version of `directory` for the model, which is not changed; `run` is the id of its run.
 
         If the version is announced but its buffer cannot be read, as on another GPU or after the trainer has died, wait
         for the directory. Raises WeightsRefused, WeightsReplaced, DeadlineExceeded after DIRECTORY_TIMEOUT, or
         ProviderError if it cannot be fetched.
         """
         if self._url is not None and not directory.is_dir():
-            directory = fetch_weights(directory.name, self._url)
+            directory = fetch_weights(directory.name, self._url, run)
         announcement = Announcement.read(directory)
         if announcement is None or ((directory / MANIFEST_FILE).is_file() and announcement.directory != directory.name):
             return stage_weights(directory, self._module)

@@ -27,8 +27,16 @@ POLL_INTERVAL = 0.1
 MAX_CACHED_VERSIONS = 3  # of one run on one node: an engine may be loading an older one
 
 
+def get_run_url(url: str, run: str) -> str:
+    """Return the URL of the versions of one run below `url`, given the id of the run.
+
+    Several runs may have the same name and number their versions alike; no engine may take the weights of another run.
+    """
+    return f"{url}/{run}" if run else url
+
+
 def upload_weights(directory: Path, url: str) -> None:
-    """Copy a published directory to `url`/NAME; its manifest is copied last.
+    """Copy a published directory to `url`/NAME; its manifest is copied last, and an old one is removed first.
 
     A store that fails is tried again for UPLOAD_TIMEOUT seconds, then ProviderError is raised.
     """
@@ -47,6 +55,7 @@ def _upload(directory: Path, url: str) -> None:
     remote = f"{root}/{directory.name}"
     with _wrap_errors(f"{url}/{directory.name}"):
         files.makedirs(remote, exist_ok=True)
+        _remove_manifest(files, remote)
         for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
             files.put_file(str(path), f"{remote}/{path.name}")
 
@@ -55,27 +64,28 @@ def remove_uploaded_weights(name: str, url: str) -> None:
     """Remove the version `name` from `url`, its manifest first. Raises ProviderError."""
     files, root = _open_file_system(url)
     with _wrap_errors(f"{url}/{name}"):
-        with contextlib.suppress(FileNotFoundError):
-            files.rm_file(f"{root}/{name}/{MANIFEST_FILE}")
+        _remove_manifest(files, f"{root}/{name}")
         with contextlib.suppress(FileNotFoundError):
             files.rm(f"{root}/{name}", recursive=True)
 
 
-def fetch_weights(name: str, url: str, cache: Path | None = None) -> Path:
-    """Return a directory of this node with the version `name` of `url`; fetch and verify it if the node has none.
+def fetch_weights(name: str, url: str, run: str = "") -> Path:
+    """Return a directory of this node with the version `name` of a run; fetch and verify it if the node has none.
 
     Raises WeightsReplaced if the version does not exist any more, WeightsRefused if it is damaged, ProviderError if the
     store fails, and DeadlineExceeded if another engine does not finish fetching it.
     """
     if not name or name.startswith("."):
         raise WeightsRefused(f"{name!r} is not the name of a version")
-    cache = (cache or get_cache_directory()) / hashlib.sha256(url.encode()).hexdigest()[:16]
+    if "/" in run or run.startswith("."):
+        raise WeightsRefused(f"{run!r} is not the id of a run")
+    cache = get_cache_directory() / hashlib.sha256(url.encode()).hexdigest()[:16]
     cache.mkdir(parents=True, exist_ok=True)
-    directory = cache / name
+    directory = cache / (f"{run}-{name}" if run else name)
     with _lock(cache / ".lock"):
         if not (directory / MANIFEST_FILE).is_file():
             _remove_old_versions(cache)
-            _fetch(directory, url)
+            _fetch(directory, f"{get_run_url(url, run)}/{name}")
     return directory
 
 
@@ -85,15 +95,20 @@ def get_cache_directory() -> Path:
 
 
 def _fetch(directory: Path, url: str) -> None:
-    files, root = _open_file_system(url)
-    remote = f"{root}/{directory.name}"
-    with _wrap_errors(f"{url}/{directory.name}"):
+    """Copy the version at `url` to `directory`."""
+    files, remote = _open_file_system(url)
+    with _wrap_errors(url):
         if not files.exists(f"{remote}/{MANIFEST_FILE}"):
-            raise WeightsReplaced(f"{url}/{directory.name} does not exist: a newer version was published")
+            raise WeightsReplaced(f"{url} does not exist: a newer version was published")
         with create_directory(directory) as partial_path:
             for file in files.ls(remote, detail=False):
                 files.get_file(file, str(partial_path / Path(file).name))
             verify_weights(partial_path)
+
+
+def _remove_manifest(files: Any, remote: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        files.rm_file(f"{remote}/{MANIFEST_FILE}")
 
 
 def _remove_old_versions(cache: Path) -> None:

@@ -141,6 +141,7 @@ class RunContext:
             self.weight_updater,
             self.progress,
             policy=self.policy,
+            run=self._get_run_id(),
             max_steps=config.max_steps,
             on_trainer_replaced=self._on_trainer_replaced,
         )

@@ -36,6 +36,8 @@ MAX_CACHED_BATCHES = 4  # batches whose encoded shares stay in memory
 class TrainerService:
     """Handles the requests of the trainer. `on_trainer_replaced` is called when a new trainer registers.
 
+    `run` is the id of the run, which tells its uploaded weights apart from those of other runs of the same name.
+
     Attributes:
         has_trainer: whether a trainer has registered.
         is_stopping: whether the run stops: the trainer saves a checkpoint and gets no more batches.
@@ -51,11 +53,13 @@ class TrainerService:
         progress: RunProgress,
         *,
         policy: str,
+        run: str = "",
         max_steps: int,
         on_trainer_replaced: Callable[[], None],
     ) -> None:
         self._core, self._weight_updater, self._progress = core, weight_updater, progress
-        self._policy, self._max_steps, self._on_trainer_replaced = policy, max_steps, on_trainer_replaced
+        self._policy, self._run, self._max_steps = policy, run, max_steps
+        self._on_trainer_replaced = on_trainer_replaced
         self._pack_spec, self._num_ranks, self.has_trainer = PackSpec(), 1, False
         self._encoded_shares: dict[int, list[bytes]] = {}
         self._served_at: dict[int, float] = {}  # monotonic time at which a batch was served, by step
@@ -110,6 +114,7 @@ class TrainerService:
             incarnation=incarnation,
             policy=self._policy,
             steps=self._max_steps,
+            run=self._run,
         )
         return WireMessage.encode(reply)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.fencing.token import FencingToken
 from ramify.images.image_store import MEDIA_DIR
+from ramify.model.remote_weights import get_run_url
 from ramify.model.resolve import fetch_model
 from ramify.processes.training_lock import TrainingLock
 from ramify.train.batch import Batch
@@ -129,6 +130,7 @@ class TrainerProcess:
 
     def _open_publisher(self, registration: RegisterReply) -> WeightPublisher:
         config = self.config
+        url = config.weights.url_for(config.path)
         return WeightPublisher(
             config.weights_directory,
             self.ranks,
@@ -137,7 +139,7 @@ class TrainerProcess:
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
             incarnation=registration.incarnation,
             share_buffer=config.weights.transport == "ipc",
-            url=config.weights.url_for(config.path),
+            url=None if url is None else get_run_url(url, registration.run),
         )
 
     def _report_trained(self, metrics: StepMetrics) -> bool:

@@ -30,6 +30,8 @@ class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: str = "policy"
     steps: int | None = None
     """The length of the run; None if it is open."""
+    run: str = ""
+    """The id of the run, which distinguishes it from others of the same name."""
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
