@@ -161,3 +161,29 @@ def test_versions_are_copied_to_an_object_store_and_removed_with_their_directori
     publisher.prune([PolicyVersion("p", 0, 2)])
     assert sorted(path.name for path in (tmp_path / "bucket").iterdir()) == ["0-000002", "0-000003"]
     assert verify_weights(tmp_path / "bucket/0-000003", reference_model=model).version.step == 3
+
+
+def test_versions_that_cannot_be_removed_are_kept_and_removed_later(model, tmp_path):
+    trainer, bucket, warnings = make_trainer(model), tmp_path / "bucket", []
+    publisher = WeightPublisher(
+        tmp_path / "weights",
+        SINGLE_RANK,
+        policy="p",
+        base_model=model,
+        dtype=torch.float32,
+        url=f"file://{bucket}",
+        warn=warnings.append,
+    )
+    for step in (1, 2, 3):
+        publisher.publish(trainer, 0, step)
+    manifest = bucket / "0-000001" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()  # the store cannot remove it as a file
+    publisher.prune([])
+    assert len(warnings) == 1
+    assert "ProviderError" in warnings[0]
+    assert [version.step for version in publisher.list_versions()] == [1, 2, 3]
+    manifest.rmdir()
+    publisher.prune([])
+    assert [version.step for version in publisher.list_versions()] == [3]
+    assert [path.name for path in bucket.iterdir()] == ["0-000003"]

@@ -140,6 +140,7 @@ class TrainerProcess:
             incarnation=registration.incarnation,
             share_buffer=config.weights.transport == "ipc",
             url=None if url is None else get_run_url(url, registration.run),
+            warn=self.log,
         )
 
     def _report_trained(self, metrics: StepMetrics) -> bool:

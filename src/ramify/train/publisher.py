@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.errors import DeadlineExceeded, StorageFailed, StorageFull
+from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed, StorageFull
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
@@ -55,7 +55,7 @@ class WeightPublisher:
     `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
     versions of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in
     a `WeightBuffer`, and directories follow in the background, not for every version. If there is a `url`, every
-    directory is copied there.
+    directory is copied there. `warn` receives one line for each failure that does not end the training.
     """
 
     def __init__(
@@ -69,9 +69,11 @@ class WeightPublisher:
         incarnation: int = 0,
         share_buffer: bool = False,
         url: str | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
         self.base_model, self.dtype, self.share_buffer, self.url = base_model, dtype, share_buffer, url
+        self._warn = warn
         self._buffer: WeightBuffer | None = None
         self._executor = ThreadPoolExecutor(1, "publisher")
         self._directory_write: Future[None] | None = None
@@ -179,13 +181,24 @@ class WeightPublisher:
         return sorted(PolicyVersion(self.policy, incarnation, step) for incarnation, step in versions)
 
     def prune(self, needed: Collection[PolicyVersion]) -> None:
-        """Remove all versions but the needed ones and the newest."""
+        """Remove all versions but the needed ones and the newest.
+
+        A version that cannot be removed is kept until the next call: training does not depend on it.
+        """
         for version in self.list_versions()[:-1] if self.ranks.is_first else ():
             if version not in needed and version.incarnation <= self.incarnation:
-                path = self.path_for(version.incarnation, version.step)
-                if self.url is not None:
-                    remove_uploaded_weights(path.name, self.url)
-                remove_directory(path)
+                try:
+                    self._remove(self.path_for(version.incarnation, version.step))
+                except RamifyError as error:
+                    self._warn(f"{error.name}: {error.message}; {version} is removed later")
+                    return
+
+    def _remove(self, path: Path) -> None:
+        """Remove a version. Its directory is removed last, because `prune` lists directories."""
+        if self.url is not None:
+            remove_uploaded_weights(path.name, self.url)
+        with wrap_storage_errors(self.directory):
+            remove_directory(path)
 
 
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
