@@ -96,17 +96,21 @@ def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):
     assert [report["RAMIFY_GANG_TOKEN"] for report in read_reports(tmp_path)] == ["2.0", "2.0"]
 
 
-def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path):
-    """The end of an earlier process was seen, that of another was not: it may run until its lease has ended."""
+@pytest.mark.parametrize(("duration", "replacement_delay"), [(0.5, None), (60.0, 0.7)])
+def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path, duration, replacement_delay):
+    """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.
+
+    The lease is that of the earlier configuration, if it is known.
+    """
     lines = []
-    lease = LeaseTerms(duration=0.5, slack=0.2)
+    lease = LeaseTerms(duration=duration, slack=0.2)
     specs = [
         build_spec(tmp_path, name, RUNS_FOREVER, placement=Placement(lease=lease)) for name in ("inference", "env")
     ]
     leader = "import time\nwhile not os.path.exists(DIR + '/env.pids'): time.sleep(0.01)\n"
     earlier = {
         "inference": EarlierProcess(FencingToken(1, 4), may_run=False),
-        "env": EarlierProcess(FencingToken(1, 6), may_run=True),
+        "env": EarlierProcess(FencingToken(1, 6), may_run=True, replacement_delay=replacement_delay),
     }
     seen = []
     supervisor = Supervisor(
@@ -128,16 +132,24 @@ def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path
 def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
     record = RunRecord(tmp_path, "http://127.0.0.1:1")
     statuses = [
-        ProcessStatus("inference", ProcessState.READY, 1, 0, 0.0, node="host2", token="3"),
+        ProcessStatus("inference", ProcessState.READY, 1, 0, 0.0, node="host2", token="3", replacement_delay=70.0),
+        ProcessStatus("env", ProcessState.SILENT, 1, 0, 0.0, node="host2", token="4", replacement_delay=80.0),
         ProcessStatus("trainer", ProcessState.ENDED, 0, 0, 0.0, node="host3", token="0.1"),
         ProcessStatus("orchestrator", ProcessState.READY, 2, 0, 0.0),
     ]
     record.write(statuses)
     assert read_earlier_processes(tmp_path) == {
-        "inference": EarlierProcess(FencingToken(0, 3), may_run=True),
+        "inference": EarlierProcess(FencingToken(0, 3), may_run=True, replacement_delay=70.0),
+        "env": EarlierProcess(FencingToken(0, 4), may_run=True, replacement_delay=80.0),
         "trainer": EarlierProcess(FencingToken(0, 1), may_run=False),
     }
     assert read_earlier_processes(tmp_path / "new") == {}
+
+
+def test_record_of_an_earlier_version_has_no_replacement_delay(tmp_path):
+    row = {"name": "env", "state": "ready", "pid": 1, "restarts": 0, "seconds": 0.0, "token": "2"}
+    (tmp_path / "run.json").write_text(json.dumps({"processes": {"env": row}}))
+    assert read_earlier_processes(tmp_path) == {"env": EarlierProcess(FencingToken(0, 2), may_run=True)}
 
 
 def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_path):

@@ -138,6 +138,38 @@ async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, mon
 
 
 @with_timeout
+async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_stopped(launcher, monkeypatch, tmp_path):
+    for name in ("STOP_TIMEOUT", "KILL_TIMEOUT", "STOP_MARGIN"):
+        monkeypatch.setattr(remote_slot, name, 0.05)
+    lines = []
+    leader = "import time\nwhile not os.path.exists(DIR + '/cut'): time.sleep(0.01)"
+
+    def on_change(statuses):
+        if statuses[0].state is statuses[1].state is ProcessState.READY:
+            launcher.clients[0].is_cut = True
+            (tmp_path / "cut").touch()
+
+    lease = LeaseTerms(duration=30.0, slack=2.0)
+    specs = [
+        build_spec(tmp_path, name, "import signal; signal.pause()", placement=Placement(lease=lease))
+        for name in ("inference", "env")
+    ]
+    supervisor = Supervisor(
+        [*specs, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)],
+        max_restarts=0,
+        grace_period=1.0,
+        launcher=launcher,
+        print_line=lines.append,
+        on_change=on_change,
+    )
+    assert await supervisor.run() is RunOutcome.FINISHED
+    statuses = supervisor.get_process_statuses()
+    assert [status.state for status in statuses] == [ProcessState.SILENT, ProcessState.ENDED, ProcessState.ENDED]
+    assert [status.replacement_delay for status in statuses] == [lease.replacement_delay, lease.replacement_delay, None]
+    assert lines[-1] == "inference may still run on node-0, which does not answer, until its lease has ended"
+
+
+@with_timeout
 async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     process = NodeProcess(LeaseTerms(duration=0.1, slack=1.0), node="node", host="127.0.0.1")
     start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))

@@ -99,6 +99,11 @@ class ProcessSlot(Protocol):
         ...
 
     @property
+    def has_exited(self) -> bool:
+        """Whether certainly no process runs in the slot: none was started, its exit was seen, or it is lost."""
+        ...
+
+    @property
     def unreachable_seconds(self) -> float:
         """Seconds since the node answered last, if it has missed an answer; else 0."""
         ...
@@ -130,7 +135,8 @@ class ProcessSlot(Protocol):
     async def stop(self) -> int | None:
         """Stop the process, release the slot, and return the exit code; None if it was never started.
 
-        Returns within seconds. A process on a node that cannot be reached may then run until its lease ends.
+        Returns within seconds. A process on a node that cannot be reached may then run until its lease ends:
+        `has_exited` stays False.
         """
         ...
 

@@ -86,6 +86,11 @@ class LocalSlot:
         return self._directory
 
     @property
+    def has_exited(self) -> bool:
+        """Whether no process runs in the slot."""
+        return self._child is None or self._child.has_exited
+
+    @property
     def pid(self) -> int:
         """Process id; 0 until it is known."""
         return self._child.pid if self._child is not None else 0

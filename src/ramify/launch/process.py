@@ -4,6 +4,8 @@ STARTING -> READY <-> SILENT
     |         |         |
     +---------+---------+--> ENDED   it exited or was stopped
 
+A process that could not be stopped, because its node cannot be reached, stays SILENT: it may run until its lease ends.
+
 The ranks of a gang are one process in this sense: they start together, and when one of them fails, all are stopped.
 """
 
@@ -98,6 +100,8 @@ class EarlierProcess:
     token: FencingToken
     may_run: bool
     """Whether that supervisor did not see its end."""
+    replacement_delay: float | None = None
+    """Seconds after which it is dead for certain, by its lease; None: those of its lease in this configuration."""
 
 
 class SupervisedProcess:
@@ -135,6 +139,16 @@ class SupervisedProcess:
     def token(self) -> str:
         """The fencing token of this execution; empty for a process that always runs on the head."""
         return str(self._token) if self.spec.placement is not None else ""
+
+    @property
+    def replacement_delay(self) -> float | None:
+        """Seconds after which it is dead for certain if its node cannot be reached; None if it runs on the head."""
+        return self.spec.placement.lease.replacement_delay if self.spec.placement is not None else None
+
+    @property
+    def unstopped_node(self) -> str:
+        """The first of its nodes on which a rank may still run; an empty string if there is none."""
+        return next((slot.node for slot in self.slots if not slot.has_exited), "")
 
     @property
     def unreachable_node(self) -> str:
@@ -226,7 +240,7 @@ class SupervisedProcess:
 
     def _record_exits(self) -> None:
         for rank, slot in enumerate(self.slots):
-            if slot.poll() is not None and not slot.is_lost:
+            if slot.has_exited:
                 self._leases.record_exit(self._token, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -240,12 +254,13 @@ class SupervisedProcess:
         await asyncio.gather(*(slot.kill() for slot in self.slots))
 
     async def stop(self) -> None:
-        """Stop all ranks with their descendants, and return when they have exited."""
+        """Stop all ranks with their descendants, and return when they have exited or cannot be reached."""
         try:
             await asyncio.gather(*(slot.stop() for slot in self.slots))
         finally:
-            if self.state is not ProcessState.ENDED:
-                self.set_state(ProcessState.ENDED)
+            state = ProcessState.SILENT if self.unstopped_node else ProcessState.ENDED
+            if self.state is not state:
+                self.set_state(state)
 
     def tail(self) -> str:
         """Return the last lines that this execution has written to the log, of the rank that failed."""

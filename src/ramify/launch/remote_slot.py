@@ -55,7 +55,7 @@ class RemoteSlot:
         """Use an opened slot; `interval` is the number of seconds between two calls."""
         self.node, self.host, self.port = address.node, address.host, address.port
         self.directory = Path(address.directory)
-        self.pid, self.is_lost = 0, False
+        self.pid, self.is_lost, self.has_exited = 0, False, True
         self._client, self._leases, self._token, self._rank = client, leases, leases.token, rank
         self._interval = interval
         self._replied_at = time.monotonic()
@@ -77,7 +77,7 @@ class RemoteSlot:
         self._request = replace(self._request, start=replace(start, command=command))
         with wrap_storage_errors(log.path):
             output = log.open()
-        self._replied_at = time.monotonic()
+        self._replied_at, self.has_exited = time.monotonic(), False
         self._task = asyncio.create_task(self._exchange_until_exit(output), name=f"exchange {self.node}")
 
     def poll(self) -> int | None:
@@ -130,7 +130,7 @@ class RemoteSlot:
                 if reply is not None and self._record_reply(reply, log):
                     return
                 if read_lease_clock() >= self._leases.dead_at(self._rank):
-                    self.is_lost, self._exit_code = True, -signal.SIGKILL
+                    self.is_lost, self.has_exited, self._exit_code = True, True, -signal.SIGKILL
                     return
                 if reply is None or self._request.log_offset >= reply.log_size:
                     await self._sleep()
@@ -161,7 +161,7 @@ class RemoteSlot:
             log_offset=offset,
         )
         if reply.exit_code is not None and offset >= reply.log_size:
-            self._exit_code = reply.exit_code
+            self.has_exited, self._exit_code = True, reply.exit_code
             return True
         return False
 

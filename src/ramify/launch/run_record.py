@@ -54,7 +54,8 @@ def read_earlier_processes(path: Path) -> dict[str, EarlierProcess]:
     earlier: dict[str, EarlierProcess] = {}
     for name, row in read_record(path).get("processes", {}).items():
         if token := row.get("token"):
-            earlier[name] = EarlierProcess(FencingToken.parse(token), may_run=row["state"] not in GONE_STATES)
+            may_run, replacement_delay = row["state"] not in GONE_STATES, row.get("replacement_delay")
+            earlier[name] = EarlierProcess(FencingToken.parse(token), may_run, replacement_delay)
     return earlier
 
 

@@ -63,6 +63,8 @@ class ProcessStatus:
     """Names of the nodes that its ranks run on; empty on the head."""
     token: str = ""
     """Its fencing token; empty for a process that always runs on the head."""
+    replacement_delay: float | None = None
+    """Seconds after which it is dead for certain if its node cannot be reached; None for one that runs on the head."""
 
 
 class Supervisor:
@@ -110,6 +112,7 @@ class Supervisor:
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
                 await asyncio.gather(*(process.stop() for process in self._processes.values()))
+                self._report_unstopped()
                 self._notify_ended()
 
     def get_process_statuses(self) -> list[ProcessStatus]:
@@ -172,25 +175,33 @@ class Supervisor:
         """Return the leases of the next execution of a process, when no earlier one can run any more."""
         leases, earlier = self._leases.get(spec.name), self._earlier_processes.get(spec.name)
         if leases is None:
-            leases = self._leases[spec.name] = self._build_leases(spec, earlier)
+            leases = self._leases[spec.name] = await self._build_first_leases(spec, earlier)
             if earlier is None:
                 return leases
-        if (seconds := leases.replaceable_at - read_lease_clock()) > 0:
-            self._print_line(f"{spec.name} may still run on a node that is not reachable; starting in {seconds:.0f} s")
-        while (seconds := leases.replaceable_at - read_lease_clock()) > 0:
-            await asyncio.sleep(seconds)
+        await self._wait_until(leases.replaceable_at, spec)
         leases.replace(read_lease_clock())
         return leases
 
-    def _build_leases(self, spec: ProcessSpec, earlier: EarlierProcess | None) -> RoleLeases:
-        """Return the leases of a process; those that an earlier supervisor granted count as granted now."""
+    async def _build_first_leases(self, spec: ProcessSpec, earlier: EarlierProcess | None) -> RoleLeases:
+        """Return the leases of a process, when one that an earlier supervisor has started cannot run any more."""
         terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
-        token = earlier.token if earlier is not None else FencingToken(self.epoch)
-        leases = RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
-        if earlier is not None and not earlier.may_run:
-            for rank in range(spec.num_ranks):
-                leases.record_exit(token, rank)
+        if earlier is None:
+            token = FencingToken(self.epoch)
+            return RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
+        if earlier.may_run:  # its lease may have been renewed just now
+            delay = terms.replacement_delay if earlier.replacement_delay is None else earlier.replacement_delay
+            await self._wait_until(read_lease_clock() + delay, spec)
+        leases = RoleLeases(spec.name, earlier.token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
+        for rank in range(spec.num_ranks):
+            leases.record_exit(earlier.token, rank)
         return leases
+
+    async def _wait_until(self, dead_at: float, spec: ProcessSpec) -> None:
+        """Wait until a process that may still run is dead for certain, at `dead_at` on the clock of leases."""
+        if (seconds := dead_at - read_lease_clock()) > 0:
+            self._print_line(f"{spec.name} may still run on a node that is not reachable; starting in {seconds:.0f} s")
+        while (seconds := dead_at - read_lease_clock()) > 0:
+            await asyncio.sleep(seconds)
 
     async def _watch(self, process: SupervisedProcess) -> None:
         """Wait until a process is ready, and kill it if it stops answering. Raises DeadlineExceeded if it never is."""
@@ -287,6 +298,13 @@ class Supervisor:
         else:
             self._outcome.set_exception(outcome)
 
+    def _report_unstopped(self) -> None:
+        """Print which processes could not be stopped; the next supervisor of the run waits for their ends."""
+        for name, process in self._processes.items():
+            if node := process.unstopped_node:
+                reason = "which does not answer, until its lease has ended"
+                self._print_line(f"{name} may still run on {node}, {reason}")
+
     def _notify_ended(self) -> None:
         """Report the last status; if it cannot be recorded, the outcome of the run stays what it is."""
         try:
@@ -304,11 +322,21 @@ class Supervisor:
             earlier = self._earlier_processes.get(spec.name)
             state = ProcessState.SILENT if earlier is not None and earlier.may_run else ProcessState.WAITING
             token = str(earlier.token) if earlier is not None else ""
-            return ProcessStatus(spec.name, state, 0, restarts, 0.0, spec.address, str(spec.log), token=token)
+            delay = earlier.replacement_delay if earlier is not None else None
+            return ProcessStatus(spec.name, state, 0, restarts, 0.0, spec.address, str(spec.log), "", token, delay)
         state, seconds = process.state, now - process.state_since
         pid = process.pid if state in ALIVE_STATES else 0
         return ProcessStatus(
-            spec.name, state, pid, restarts, seconds, process.address, str(spec.log), process.node, process.token
+            spec.name,
+            state,
+            pid,
+            restarts,
+            seconds,
+            process.address,
+            str(spec.log),
+            process.node,
+            process.token,
+            process.replacement_delay,
         )
 
     @contextlib.contextmanager

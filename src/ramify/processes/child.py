@@ -119,6 +119,11 @@ class ChildProcess:
         """Wait until `is_ready()`; return False if the process exits first. Raises TimeoutError after `timeout`."""
         return await wait_until_ready(self.poll, is_ready, timeout=timeout, poll_interval=poll_interval)
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether no process runs: none was started, or it has exited with its descendants."""
+        return self._watcher_pidfd is None or self.poll() is not None
+
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
         if self.exit_code is None and self._watcher_pidfd is not None and _is_readable(self._watcher_pidfd):
