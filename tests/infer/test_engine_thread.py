@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from ramify.errors import DeadlineExceeded
+from ramify.infer import engine as engine_module
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import LaunchedStep
 from ramify.infer.request import SamplingParams
@@ -49,3 +51,9 @@ def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(en
         assert (output.token_ids, output.finish_reason) == ([7], "length")
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "STAGING_TIMEOUT", 0.1)
+    with engine._staging_lock, pytest.raises(DeadlineExceeded, match=r"another version was not staged within 0\.1 s"):
+        asyncio.run(asyncio.wait_for(engine.update_weights(tmp_path), 60))

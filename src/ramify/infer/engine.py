@@ -34,6 +34,7 @@ from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
+STAGING_TIMEOUT = 600.0  # seconds that an update of the weights waits for another one to be staged
 IDLE_WAIT_SECONDS = 0.2  # after which an idle thread checks the deadlines
 LOCK_POLL_INTERVAL = 0.002  # seconds between two checks of whether a trainer still computes on the GPU
 
@@ -226,8 +227,12 @@ class Engine:
         """
 
         def stage() -> Any:
-            with self._staging_lock:
+            if not self._staging_lock.acquire(timeout=STAGING_TIMEOUT):
+                raise DeadlineExceeded(f"another version was not staged within {STAGING_TIMEOUT:g} s: {directory}")
+            try:
                 return self._weight_loader.stage(directory, run)
+            finally:
+                self._staging_lock.release()
 
         try:
             staged = await asyncio.wrap_future(_run_in_new_thread(stage))
