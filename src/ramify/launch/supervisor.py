@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.async_calls import cancel_all
-from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_classes
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, failure_classes
 from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Launcher
@@ -35,6 +35,7 @@ from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_s
 from ramify.processes.restart_budget import RestartBudget
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
+PLACE_RETRY_DELAY = 30.0  # seconds before another try to find a place for a process that the run can do without
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
 FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure
 
@@ -98,7 +99,7 @@ class Supervisor:
         self._crash_lines: dict[str, list[str]] = {spec.name: [] for spec in process_specs}
         # Set and replaced when the leader restarts: a follower that was done is needed again.
         self._leader_restarted = asyncio.Event()
-        # Set when a process has a place for the first time.
+        # Set when a process has a place for the first time, or the run starts without it.
         self._placed = {spec.name: asyncio.Event() for spec in process_specs}
         self._stop_task: asyncio.Task[None] | None = None
 
@@ -152,8 +153,7 @@ class Supervisor:
         self._processes[spec.name] = process
         for name in spec.start_after:
             await self._placed[name].wait()
-        await process.open()
-        self._placed[spec.name].set()
+        await self._open(process)
         if spec.placement is not None:
             self._notify_changed()  # its address and token are recorded before they are used
         await process.start()
@@ -170,6 +170,31 @@ class Supervisor:
         await process.stop()
         self._notify_changed()
         return code, process
+
+    async def _open(self, process: SupervisedProcess) -> None:
+        """Find a place for a process; one that the run can do without waits for its place as long as that is so."""
+        spec = process.spec
+        while True:
+            try:
+                await process.open()
+            except (DeadlineExceeded, ProcessDied) as error:
+                if not self._has_running_peer(spec):
+                    raise
+                self._print_line(f"{error.message}; the run continues without {spec.name}, which is tried again")
+            self._placed[spec.name].set()
+            if process.slots:
+                if process.state is ProcessState.WAITING:
+                    process.set_state(ProcessState.STARTING)
+                return
+            process.set_state(ProcessState.WAITING)
+            self._notify_changed()
+            await asyncio.sleep(PLACE_RETRY_DELAY)
+
+    def _has_running_peer(self, spec: ProcessSpec) -> bool:
+        """Return whether another process of the same service has a place."""
+        peers = [peer.name for peer in self.process_specs if spec.service and peer.service == spec.service]
+        processes = [self._processes.get(name) for name in peers if name != spec.name]
+        return any(process is not None and process.slots and process.state in ALIVE_STATES for process in processes)
 
     async def _begin_incarnation(self, spec: ProcessSpec) -> RoleLeases:
         """Return the leases of the next execution of a process, when no earlier one can run any more."""

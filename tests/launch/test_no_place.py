@@ -1,0 +1,100 @@
+"""A process that finds no place: the run continues without it while others do the same work."""
+
+import asyncio
+
+import pytest
+
+from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.launch import supervisor as supervisor_module
+from ramify.launch.launcher import Placement
+from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.process import ProcessRole, ProcessState
+from ramify.launch.supervisor import RunOutcome, Supervisor
+from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids
+
+TIMEOUT = 60.0  # seconds for one test
+
+
+class FullLauncher(LocalLauncher):
+    """Opens no slot for the roles in `refused`."""
+
+    def __init__(self, refused, failure=DeadlineExceeded):
+        super().__init__()
+        self.refused, self.failure = set(refused), failure
+
+    async def open_slots(self, leases, placement, *, timeout):
+        if leases.role in self.refused:
+            raise self.failure(f"{leases.role} has found no place")
+        return await super().open_slots(leases, placement, timeout=timeout)
+
+
+@pytest.fixture(autouse=True)
+def short_delay(monkeypatch):
+    monkeypatch.setattr(supervisor_module, "PLACE_RETRY_DELAY", 0.05)
+
+
+def run(specs, launcher, *, max_restarts=0, on_change=None, lines=None) -> RunOutcome:
+    supervisor = Supervisor(
+        specs,
+        max_restarts=max_restarts,
+        grace_period=1.0,
+        launcher=launcher,
+        on_change=on_change,
+        print_line=(lambda line: None) if lines is None else lines.append,
+    )
+    return asyncio.run(asyncio.wait_for(supervisor.run(), TIMEOUT))
+
+
+def build_engine(directory, name, service="inference"):
+    return build_spec(directory, name, RUNS_FOREVER, placement=Placement(), service=service)
+
+
+@pytest.mark.parametrize("failure", [DeadlineExceeded, ProcessDied])
+def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path, failure):
+    launcher, lines, seen = FullLauncher(["second"], failure), [], []
+    leader = "import time\nwhile not os.path.exists(DIR + '/second.pids'): time.sleep(0.01)"
+
+    def on_change(statuses):
+        seen.append((statuses[1].state, statuses[2].state))
+        if seen[-1] == (ProcessState.WAITING, ProcessState.READY):
+            launcher.refused.clear()
+
+    specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
+    leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER, start_after=("first", "second"))
+    assert run([*specs, leader], launcher, on_change=on_change, lines=lines) is RunOutcome.FINISHED
+    assert lines[0] == "second has found no place; the run continues without second, which is tried again"
+    assert (ProcessState.STARTING, ProcessState.READY) in seen
+    assert len(pids(tmp_path, "second")) == 1
+    assert alive(tmp_path) == []
+
+
+def test_process_that_nobody_replaces_ends_the_run(tmp_path):
+    specs = [build_engine(tmp_path, "inference"), build_engine(tmp_path, "env", service="env/train/words")]
+    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+    with pytest.raises(DeadlineExceeded, match="env has found no place"):
+        run([*specs, leader], FullLauncher(["env"]))
+    assert alive(tmp_path) == []
+
+
+def test_engines_that_all_wait_end_the_run(tmp_path):
+    specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
+    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+    with pytest.raises(DeadlineExceeded, match="has found no place"):
+        run([*specs, leader], FullLauncher(["first", "second"]))
+    assert alive(tmp_path) == []
+
+
+def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
+    launcher = FullLauncher(["second"])
+
+    def on_change(statuses):
+        if statuses[1].state is ProcessState.WAITING:
+            launcher.refused.add("first")
+            (tmp_path / "ended").touch()
+
+    ends = "import time\nwhile not os.path.exists(DIR + '/ended'): time.sleep(0.01)\nsys.exit(3)"
+    first = build_spec(tmp_path, "first", ends, placement=Placement(), service="inference")
+    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+    with pytest.raises(DeadlineExceeded, match="has found no place"):
+        run([first, build_engine(tmp_path, "second"), leader], launcher, max_restarts=1, on_change=on_change)
+    assert len(pids(tmp_path, "first")) == 1
