@@ -373,7 +373,8 @@ class InferenceClient(AsyncService):
         except (RamifyError, RequestFailed) as error:
             replica.num_failed_checks += 1
             if replica.num_failed_checks >= self.config.eject_after and replica.state is not ReplicaState.DOWN:
-                self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
+                if replica.state is ReplicaState.UP:
+                    self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
                 if self._pool.up_replicas or replica.state is ReplicaState.REMOVED:
                     replica.interrupt_movable_requests()
             raise ProviderError(str(error)) from error

@@ -108,9 +108,9 @@ class Replica:
         return bool(self._timed_requests)
 
     def interrupt_movable_requests(self) -> None:
-        """End the requests in flight that may be sent to another server."""
+        """End the requests in flight that may be sent to another server, unless they are ending already."""
         for request in self._timed_requests:
-            if request.timeout is not None:
+            if request.timeout is not None and request.timeout.when() is None:
                 request.timeout.reschedule(asyncio.get_running_loop().time())
 
     def record_progress(self) -> None:

@@ -1,0 +1,43 @@
+"""What the task that watches a server does when the server was removed, and when the task itself fails."""
+
+import asyncio
+import time
+
+import pytest
+
+from ramify.client import ClientConfig, ClientSampling
+from ramify.client.http_client import HttpClient, ResponseLost
+from ramify.client.replica_pool import Replica
+from ramify.client.stall_clock import StallClock
+from tests.client.fake import Fake, hang
+from tests.client.test_replica_pool import bounded, connected, until
+
+CONFIG = ClientConfig(health_interval=0.1, eject_after=2)
+
+
+@bounded
+async def test_a_removed_unhealthy_server_is_checked_once_per_interval():
+    leaving = Fake()
+    async with connected(leaving, config=CONFIG) as client:
+        leaving.behaviour = hang
+        in_flight = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3)))  # never sent again
+        await until(lambda: leaving.asked)
+        client.set_urls([])
+        leaving.healthy = False
+        await until(lambda: client._watch_tasks and next(iter(client._watch_tasks)).num_failed_checks >= 3)
+        started, num_checks = time.monotonic(), leaving.paths.count("/health")
+        await until(lambda: leaving.paths.count("/health") >= num_checks + 6)
+        assert time.monotonic() - started >= 4 * CONFIG.health_interval
+        in_flight.cancel()
+
+
+@bounded
+async def test_a_request_can_be_interrupted_twice():
+    replica = Replica("http://127.0.0.1:1", HttpClient("http://127.0.0.1:1", connect_timeout=1.0, max_connections=1))
+    with pytest.raises(ResponseLost):
+        async with replica.timed_request(StallClock(), movable=True):
+            replica.interrupt_movable_requests()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                replica.interrupt_movable_requests()  # it is already ending
