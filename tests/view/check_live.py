@@ -8,12 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
 from tests.launch.status_stub import serve_status
-from tests.view.browser import check_accessibility, open_browser, open_page, open_view, save_screenshots
+from tests.view.browser import check_accessibility, open_page, open_view, save_screenshots
 from tests.view.sample_runs import write_rl_run
 
 CONFIG = """
@@ -39,12 +37,6 @@ new PerformanceObserver((list) => list.getEntries().forEach((entry) => (window.s
   .observe({type: "layout-shift", buffered: true});
 """
 MAX_SHIFT = 0.02  # a page counts as stable below 0.1
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as browser:
-        yield browser
 
 
 def read_steps(page) -> int:

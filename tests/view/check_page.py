@@ -12,8 +12,8 @@ from ramify.store.run_directory import IDENTITY_KEY
 from ramify.trace import Message, ModelCall, Trace
 from ramify.view.export import export_run
 from ramify.view.queries import RunQueries
-from tests.view.browser import THEMES, check_accessibility, open_browser, open_page, open_view, save_screenshots, show
-from tests.view.sample_runs import EVAL_CONFIG, make_record, make_trace, write_eval_run, write_rl_run
+from tests.view.browser import THEMES, check_accessibility, open_page, open_view, save_screenshots, show
+from tests.view.sample_runs import EVAL_CONFIG, make_record, make_trace, write_rl_run
 
 HOSTILE = {
     "html": "<img src=x onerror=\"alert('image')\"><script>alert('script')</script><b>bold?</b>",
@@ -37,26 +37,6 @@ VIEWS = {
     "compare": "#/compare?run=run&run=other",
     "damaged": "#/run/damaged",
 }
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("outputs")
-    write_rl_run(folder / "run")
-    write_rl_run(folder / "other", num_groups=3)
-    config = (folder / "other" / "config.toml").read_text()
-    (folder / "other" / "config.toml").write_text(config.replace("max_steps = 4", "max_steps = 8"))
-    write_eval_run(folder / "eval")
-    (folder / "damaged").mkdir()
-    (folder / "damaged" / "run.sqlite").write_bytes(b"this is no database" * 100)
-    (folder / "damaged" / "config.toml").write_text(config)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +133,7 @@ def test_from_the_list_to_the_token_that_cost_the_worst_rollout_in_four_clicks(b
         assert page.locator(".token-bar select").input_value() == "reward_change"
         assert re.search(r"-0\.50", page.inner_text(".extremes"))
         page.locator(".extremes button").first.click()
-        page.wait_for_selector(".token-found")
+        page.wait_for_selector(".token-selected")
         assert "reward change at forks" in page.inner_text(".token-tip")
 
 
@@ -241,7 +221,7 @@ def test_everything_is_reached_with_the_keyboard(browser, folder):
         page.wait_for_selector(".token[data-at]")
         page.locator(".tokens").nth(1).focus()
         page.keyboard.press("ArrowRight")
-        assert page.locator(".token-current").count() == 1
+        assert page.locator(".token-selected").count() == 1
 
 
 def test_the_theme_is_switched_and_remembered(browser, folder):
@@ -312,7 +292,7 @@ def test_a_message_of_many_tokens_is_shown_in_parts(browser, hostile_folder):
         assert question.locator(".token").count() == 8000
         assert page.get_by_role("button", name="92,000 of 100,000").is_visible()
         page.locator(".extremes button").first.click()  # a token that is not shown yet
-        page.wait_for_selector(".token-found")
+        page.wait_for_selector(".token-selected")
         assert reply.locator(".token").count() == 5000
 
 

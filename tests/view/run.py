@@ -1,8 +1,8 @@
 """Try the page in a real browser: `make test-view`.
 
 Playwright and axe-core are installed into a folder of their own, once; the browser is the machine's Chromium. The
-network is only used to install them. The checks are `check_page.py` (views of written runs) and `check_live.py` (a real
-run that is watched, killed and continued).
+network is only used to install them. The checks are `check_page.py` (views of written runs), `check_controls.py`
+(mouse, keys, filters) and `check_live.py` (a real run that is watched, killed and continued).
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> int:
         "RAMIFY_AXE": str(install_axe(folder)),
         "RAMIFY_SCREENSHOTS": str(options.screenshots.resolve()) if options.screenshots else "",
     }
-    checks = [str(HERE / name) for name in ("check_page.py", "check_live.py")]
+    checks = [str(HERE / name) for name in ("check_page.py", "check_controls.py", "check_live.py")]
     command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "--timeout", "600", *checks, *arguments]
     return subprocess.run(command, env=environment, timeout=CHECK_DEADLINE).returncode
 

@@ -25,10 +25,20 @@ export async function showRollout(run, id, params) {
     if (!isExport) replaceParams(["run", run, "rollout", id], { trace: state.trace || "", tab: state.tab === "tokens" ? "tokens" : "", node: state.node ?? "", measure: state.measure });
   }
 
+  function openTab(name) {
+    state.tab = name;
+    draw();
+    showCostliest();
+  }
+
+  function showCostliest() {
+    if (state.tab === "tokens" && state.node === null) pane.showCostliest();
+  }
+
   function draw() {
     pane?.close();
     const trace = rollout.traces[state.trace];
-    fill(tabs, ["messages", "tokens"].map((name) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name), onclick: () => ((state.tab = name), draw()) }, name === "messages" ? "Messages" : "Tokens")), rollout.traces.length > 1 ? agentButtons() : null);
+    fill(tabs, ["messages", "tokens"].map((name) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name), onclick: () => openTab(name) }, name === "messages" ? "Messages" : "Tokens")), rollout.traces.length > 1 ? agentButtons() : null);
     const tree = makeTree(trace);
     const place = h("div", { class: "messages" });
     const outline = h("nav", { class: "outline", "aria-label": "Outline of the rollout" });
@@ -66,6 +76,7 @@ export async function showRollout(run, id, params) {
   const node = h("section", {}, drawHeader(run, rollout), tabs, body);
   const onShow = () => {
     if (state.node !== null) body.querySelector(`[data-node="${state.node}"]`)?.scrollIntoView({ block: "start" });
+    showCostliest();
   };
   return { node, title: `Rollout ${id}`, onShow, close: () => pane?.close(), keepsScroll: false };
 }

@@ -9,11 +9,13 @@ const NODES_PER_REQUEST = 12, NODES_OF_FIRST_REQUEST = 3;
 const TOKENS_PER_PART = 4000; // of a message that are shown at once; a button shows more
 const MEASURE_NAMES = { reward_change: "reward change at forks", advantage: "advantage", logprob: "logprob", entropy: "entropy", reference_kl: "KL to teacher or reference", mismatch: "mismatch of trainer and sampler", version: "policy version", weight: "loss weight" };
 
+// The tooltip is that of the token under the pointer; else that of the selected one, which a click and the arrow keys choose.
 export class TokenPane {
-  constructor(run, rollout, trace, nodes, measure, onMeasure, select) {
+  constructor(run, rollout, trace, nodes, measure, onMeasure, selectMessage) {
     this.request = { run, id: rollout.id, trace };
     this.nodes = nodes;
-    this.select = select;
+    this.selectMessage = selectMessage;
+    this.selected = null; // the element of a token
     this.onMeasure = onMeasure;
     this.measures = rollout.traces[trace].measures;
     this.measure = this.measures.find((entry) => entry.name === measure) ?? this.measures.find((entry) => entry.min !== entry.max) ?? this.measures[0];
@@ -26,8 +28,10 @@ export class TokenPane {
     const list = h("div", {});
     this.parts = new PartList(list, nodes, (node) => this.addPlace(node));
     this.node = h("div", { class: "token-pane" }, this.bar, list, this.tip);
-    this.node.addEventListener("pointerover", (event) => this.showTip(event.target));
-    this.node.addEventListener("pointerleave", () => fill(this.tip));
+    // Not `pointerover`: that also fires when the page scrolls under a pointer at rest.
+    this.node.addEventListener("pointermove", (event) => this.showTip(findToken(event.target) ?? this.selected));
+    this.node.addEventListener("pointerleave", () => this.showTip(this.selected));
+    this.node.addEventListener("click", (event) => this.onClick(event));
     this.node.addEventListener("keydown", (event) => this.onKey(event));
     this.drawBar();
   }
@@ -83,7 +87,7 @@ export class TokenPane {
       h("span", { class: "scale" }, h("span", { class: "muted" }, formatNumber(scale.ends[0], 2)), h("span", { class: `scale-bar scale-${scale.isDiverging ? "diverging" : "sequential"}`, "aria-hidden": "true" }), h("span", { class: "muted" }, formatNumber(scale.ends[1], 2))),
       h("span", { class: "muted" }, h("span", { class: "token token-masked" }, "struck out"), ": not trained"),
       h("p", { class: "muted" }, `${MEASURE_NAMES[this.measure.name] ?? this.measure.name}: ${this.measure.description}`),
-      extremes.length ? h("div", { class: "extremes" }, h("span", { class: "muted" }, "stands out:"), extremes.map((entry) => h("button", { type: "button", class: "mono", style: { background: scale.color(entry.value) }, onclick: () => this.goTo(entry) }, `${showToken(entry.text)} ${formatNumber(entry.value, 2)}`))) : null,
+      extremes.length ? h("div", { class: "extremes" }, h("span", { class: "muted" }, "stands out:"), extremes.map((entry) => h("button", { type: "button", class: "mono", style: { background: scale.color(entry.value) }, onclick: () => this.goTo(entry, { focus: true }) }, `${showToken(entry.text)} ${formatNumber(entry.value, 2)}`))) : null,
     );
   }
 
@@ -120,7 +124,7 @@ export class TokenPane {
     fill(place.body);
     place.drawn = 0;
     this.drawMore(tokens.node, TOKENS_PER_PART);
-    if (this.target?.node === tokens.node) this.mark();
+    if (this.target?.node === tokens.node) this.selectTarget();
   }
 
   drawMore(index, until) {
@@ -145,61 +149,79 @@ export class TokenPane {
     for (let at = first; at < drawn; at++) spans[at].style.background = values && values[at] !== null ? scale.color(values[at]) : "";
   }
 
-  goTo(target) {
-    this.target = target;
-    this.appendUntil(this.nodes.findIndex((node) => node.index === target.node) + 1);
-    if (!this.places.has(target.node)) {
-      this.select(target.node, target);
+  // The token whose reward change is the largest drop, if it is in the branch that is shown.
+  showCostliest() {
+    const entry = this.measure?.name === "reward_change" ? this.measure.extremes[0] : null;
+    if (entry && this.nodes.some((node) => node.index === entry.node)) this.goTo(entry);
+  }
+
+  goTo({ node, token }, { focus = false } = {}) {
+    this.target = { node, token, focus };
+    this.appendUntil(this.nodes.findIndex((entry) => entry.index === node) + 1);
+    if (!this.places.has(node)) {
+      this.selectMessage(node, { node, token });
       return;
     }
-    if (this.tokens.has(target.node)) this.mark();
+    if (this.tokens.has(node)) this.selectTarget();
     else {
-      this.queue.add(target.node);
+      this.queue.add(node);
       this.load();
     }
   }
 
-  mark() {
-    for (const span of this.node.querySelectorAll(".token-found")) span.classList.remove("token-found");
-    const { node, token } = this.target;
+  selectTarget() {
+    const { node, token, focus } = this.target;
     if (token >= this.places.get(node).drawn) this.drawMore(node, token + TOKENS_PER_PART);
-    const span = this.places.get(node).body.children[token];
-    span?.classList.add("token-found");
-    span?.scrollIntoView({ block: "center" });
-    if (span) this.showTip(span);
+    const { body } = this.places.get(node);
+    this.select(body.children[token]);
+    if (focus) body.focus({ preventScroll: true }); // arrow keys go on from there
+  }
+
+  select(token) {
+    this.selected?.classList.remove("token-selected");
+    this.selected = token ?? null;
+    this.selected?.classList.add("token-selected");
+    this.selected?.scrollIntoView({ block: "nearest" });
+    this.showTip(this.selected);
+  }
+
+  onClick(event) {
+    const token = findToken(event.target);
+    if (token) this.select(token);
   }
 
   onKey(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     const body = event.target.closest(".tokens");
+    if (event.key === "Escape") this.select(null);
     if (!step || !body) return;
     event.preventDefault();
-    const spans = [...body.querySelectorAll(".token")];
-    const at = spans.findIndex((span) => span.classList.contains("token-current"));
-    spans[at]?.classList.remove("token-current");
-    const next = spans[Math.max(0, Math.min(spans.length - 1, at + step))];
-    next?.classList.add("token-current");
-    next?.scrollIntoView({ block: "nearest" });
-    if (next) this.showTip(next);
+    const tokens = [...body.querySelectorAll(".token")];
+    this.select(tokens[Math.max(0, Math.min(tokens.length - 1, tokens.indexOf(this.selected) + step))]);
   }
 
-  showTip(element) {
-    const span = element.closest?.(".token[data-at]");
-    if (!span) return fill(this.tip);
-    const index = Number(span.closest("article").dataset.node), at = Number(span.dataset.at);
-    const tokens = this.tokens.get(index);
-    const lines = Object.entries(tokens.values).filter(([, values]) => values[at] !== null);
+  showTip(token) {
+    if (!token) {
+      fill(this.tip);
+      return;
+    }
+    const index = Number(token.closest("article").dataset.node), at = Number(token.dataset.at);
+    const { ids, texts, values } = this.tokens.get(index);
+    const lines = Object.entries(values).filter(([, column]) => column[at] !== null);
     fill(
       this.tip,
-      h("div", {}, h("b", { class: "mono" }, showToken(tokens.texts[at])), h("span", { class: "muted" }, ` id ${tokens.ids[at]}, token ${at} of message ${index}`)),
-      lines.length ? lines.map(([name, values]) => h("div", {}, `${MEASURE_NAMES[name] ?? name} `, h("b", {}, formatNumber(values[at], 4)))) : h("div", { class: "muted" }, "not sampled by the policy"),
+      h("div", {}, h("b", { class: "mono" }, showToken(texts[at])), h("span", { class: "muted" }, ` id ${ids[at]}, token ${at} of message ${index}`)),
+      lines.length ? lines.map(([name, column]) => h("div", {}, `${MEASURE_NAMES[name] ?? name} `, h("b", {}, formatNumber(column[at], 4)))) : h("div", { class: "muted" }, "not sampled by the policy"),
     );
-    const box = this.node.getBoundingClientRect(), place = span.getClientRects()[0];
-    this.tip.style.left = `${Math.max(0, Math.min(place.left - box.left, box.width - 320))}px`;
-    const height = this.tip.offsetHeight + 6, hasRoom = place.bottom + height <= window.innerHeight;
-    this.tip.style.top = `${(hasRoom ? place.bottom + 6 : place.top - height) - box.top}px`;
-    return null;
+    const pane = this.node.getBoundingClientRect(), box = token.getClientRects()[0];
+    this.tip.style.left = `${Math.max(0, Math.min(box.left - pane.left, pane.width - 320))}px`;
+    const height = this.tip.offsetHeight + 6, hasRoom = box.bottom + height <= window.innerHeight;
+    this.tip.style.top = `${(hasRoom ? box.bottom + 6 : box.top - height) - pane.top}px`;
   }
+}
+
+function findToken(element) {
+  return element.closest?.(".token[data-at]");
 }
 
 function showText(text) {
