@@ -1,13 +1,14 @@
-"""Helpers for asyncio: a timeout that names its operation, retries with backoff, and the cancellation of tasks."""
+"""Helpers for asyncio: a timeout that names its operation, retries with backoff, and the ownership of tasks."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ramify.errors import DeadlineExceeded, RamifyError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class fail_after:  # noqa: N801 - used like a function, as `asyncio.timeout` is
@@ -57,3 +58,40 @@ async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     for task in ending_tasks:
         task.cancel()
     await asyncio.gather(*ending_tasks, return_exceptions=True)
+
+
+class WatchTasks(Generic[K]):
+    """Tasks by what they watch. One that ends is forgotten; the failure of the first that fails is kept."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[K, asyncio.Task[None]] = {}
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[K]:
+        """Iterate over what is watched."""
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, watched: K, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task that watches `watched`."""
+        self._tasks[watched] = task = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda task: self._record_end(watched, task))
+
+    def _record_end(self, watched: K, task: asyncio.Task[None]) -> None:
+        del self._tasks[watched]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._failed.set()
+
+    async def wait_failed(self) -> None:
+        """Wait until a task fails, and raise its failure."""
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await cancel_all(self._tasks.values())

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ramify.client import ClientConfig, ClientSampling
+from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.replica_pool import Replica
 from ramify.client.stall_clock import StallClock
@@ -41,3 +41,14 @@ async def test_a_request_can_be_interrupted_twice():
                 await asyncio.Event().wait()
             finally:
                 replica.interrupt_movable_requests()  # it is already ending
+
+
+@bounded
+async def test_the_failure_of_a_watch_task_is_raised():
+    class FailingClient(InferenceClient):
+        async def _check_health(self, replica: Replica) -> None:
+            raise KeyError("a bug")
+
+    async with Fake() as fake, FailingClient(fake.url, CONFIG) as client:
+        with pytest.raises(KeyError, match="a bug"):
+            await client.wait_failed()

@@ -204,3 +204,17 @@ def test_address_is_one_or_several_different_ones():
     for addresses in ([], ["tcp://a:1", "tcp://a:1"]):
         with pytest.raises((ConfigInvalid, ValueError), match="one or more different addresses"):
             TrainSourceConfig(taskset={"id": "it"}, address=addresses)
+
+
+@bounded
+async def test_the_failure_of_a_watch_task_is_raised():
+    def get_update():
+        raise KeyError("no such model")
+
+    async with StubEnvServer("a") as a:
+        pool = make_pool(a.address, start_timeout=0.1, get_update=get_update)
+        starting = asyncio.create_task(pool.start())
+        with pytest.raises(KeyError, match="no such model"):
+            await pool.wait_failed()
+        with pytest.raises(PeerLost):
+            await starting

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.async_calls import cancel_all, fail_after
+from ramify.async_calls import WatchTasks, fail_after
 from ramify.client.completion import ClientSampling, Completion
 from ramify.client.config import ClientConfig
 from ramify.client.discovery import detect_engine, sync_weights
@@ -60,7 +60,7 @@ class InferenceClient(AsyncService):
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
         self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
-        self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._watch_tasks: WatchTasks[Replica] = WatchTasks()
         self._is_open = self._is_started = False  # from the start of `start`, and from its end, until `close`
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
@@ -100,12 +100,15 @@ class InferenceClient(AsyncService):
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
         replicas = {*self._pool.replicas, *self._watch_tasks}
-        await cancel_all(self._watch_tasks.values())
-        self._watch_tasks.clear()
+        await self._watch_tasks.cancel()
         self._is_open, self._pool.is_closed = False, True
         for replica in replicas:
             self._pool.eject(replica, "the client is closed")
             await replica.http.aclose()
+
+    async def wait_failed(self) -> None:
+        """Wait until the task that watches a server fails, and raise its failure: the server is no longer checked."""
+        await self._watch_tasks.wait_failed()
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Use the servers at these addresses from now on; if there is none, requests wait for one.
@@ -139,8 +142,7 @@ class InferenceClient(AsyncService):
         return Replica(url, http)
 
     def _watch(self, replica: Replica) -> None:
-        work = self._watch_replica(replica)
-        self._watch_tasks[replica] = asyncio.create_task(work, name=f"health of {replica.url}")
+        self._watch_tasks.start(replica, self._watch_replica(replica), f"health of {replica.url}")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -360,7 +362,6 @@ class InferenceClient(AsyncService):
                 async with asyncio.timeout(interval if replica.adapter is not None else min(interval, JOIN_INTERVAL)):
                     await replica.check_now.wait()
             replica.check_now.clear()
-        del self._watch_tasks[replica]
         await replica.http.aclose()
 
     async def _check_health(self, replica: Replica) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from ramify.async_calls import cancel_all
+from ramify.async_calls import WatchTasks
 from ramify.envserver.client import EnvClient, RolloutResult
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
 from ramify.errors import Failure, PeerLost, RamifyError, WorkerDied
@@ -54,7 +54,7 @@ class EnvServerPool(AsyncService):
         self._get_update, self._on_lost = get_update, on_lost
         self.servers = [ConnectedEnvServer(address) for address in dict.fromkeys(addresses)]
         self._servers_by_rollout: dict[str, ConnectedEnvServer] = {}
-        self._watch_tasks: dict[ConnectedEnvServer, asyncio.Task[None]] = {}
+        self._watch_tasks: WatchTasks[ConnectedEnvServer] = WatchTasks()
         self._any_up, self._checked = asyncio.Event(), asyncio.Event()
         self._is_open = False
 
@@ -79,9 +79,12 @@ class EnvServerPool(AsyncService):
         """Close all connections."""
         self._is_open = False
         servers = {*self.servers, *self._watch_tasks}
-        await cancel_all(self._watch_tasks.values())
-        self._watch_tasks.clear()
+        await self._watch_tasks.cancel()
         await asyncio.gather(*(server.client.close() for server in servers if server.client is not None))
+
+    async def wait_failed(self) -> None:
+        """Wait until the task that watches a server fails, and raise its failure: the server is no longer checked."""
+        await self._watch_tasks.wait_failed()
 
     @property
     def up_servers(self) -> list[ConnectedEnvServer]:
@@ -211,8 +214,7 @@ class EnvServerPool(AsyncService):
             raise PeerLost(f"{what}: {self._describe_down()}")
 
     def _watch(self, server: ConnectedEnvServer) -> None:
-        work = self._watch_server(server)
-        self._watch_tasks[server] = asyncio.create_task(work, name=f"env server {server.address}")
+        self._watch_tasks.start(server, self._watch_server(server), f"env server {server.address}")
 
     async def _watch_server(self, server: ConnectedEnvServer) -> None:
         """Join a server when it is ready, and check it when a request fails, until it is removed."""
@@ -227,7 +229,6 @@ class EnvServerPool(AsyncService):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_INTERVAL if server.was_up else JOIN_INTERVAL):
                     await server.check_now.wait()
-        del self._watch_tasks[server]
         if server.client is not None:
             await server.client.close()
 

@@ -71,7 +71,7 @@ class Orchestrator:
                             "utilization": background.record_utilization(run),
                             "batches": background.report_batches(run, self._on_samples),
                             "evals": background.run_due_evals(run),
-                            "addresses": run.address_book.wait_failed(),
+                            **{name: service.wait_failed() for name, service in run.get_watched_services().items()},
                         }.items()
                     ]
                     exit_code = await self._wait_until_finished()

@@ -60,6 +60,7 @@ class RunContext:
         stop_requested: set when the run should save a checkpoint and stop.
         eval_queue: evals that are due: step and sources.
         engine_loads: the last measured load of each engine.
+        model_clients: clients of the other models that the orchestrator calls, by the name of the model.
         sources: the train sources by name, and the eval sources by `eval/NAME`.
         first_step: the step at which this process started.
         next_step_to_report: the first step whose batch was not reported yet.
@@ -85,6 +86,7 @@ class RunContext:
         self.stop_requested = asyncio.Event()
         self.eval_queue: asyncio.Queue[tuple[int, list[str]]] = asyncio.Queue()
         self.engine_loads: list[EngineLoad] = []
+        self.model_clients: dict[str, InferenceClient] = {}
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the store, connect to engines and env servers, and restore the state of the run from the ledger."""
@@ -175,7 +177,7 @@ class RunContext:
         for name in dict.fromkeys([*score_names.values(), *sampler_names]):
             model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
             top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
-            client = await connect_model(
+            self.model_clients[name] = client = await connect_model(
                 name,
                 models[name],
                 model_dir,
@@ -218,6 +220,15 @@ class RunContext:
         if source.endpoint is not None:
             return AddressUpdate(None, models)
         return AddressUpdate(self.client.joined_urls if sampler_model is None else models.get(sampler_model), models)
+
+    def get_watched_services(self) -> dict[str, AddressBook | InferenceClient | EnvServerPool]:
+        """Return everything that watches servers or files in tasks of its own, by name."""
+        return {
+            "addresses": self.address_book,
+            "engines": self.client,
+            **{f"model {name}": client for name, client in self.model_clients.items()},
+            **{f"env servers of {name}": source.servers for name, source in self.sources.items()},
+        }
 
     def _get_run_id(self) -> str:
         """Return the id that distinguishes this run from all others, whatever their directories are called."""
