@@ -1,6 +1,6 @@
 """What the mouse and the keys do on the page: tokens, tables, filters, comparison."""
 
-from tests.view.browser import open_view
+from tests.view.browser import open_view, show
 
 TOKENS = "#/run/run/rollout/1.2?tab=tokens"
 
@@ -63,3 +63,47 @@ def test_the_costly_token_is_in_view_when_the_tokens_are_opened(browser, folder)
         page.wait_for_selector(".token-selected")
         box = page.locator(".token-selected").bounding_box()
         assert box["y"] + box["height"] < 420
+
+
+def test_a_click_anywhere_in_a_row_opens_it(browser, folder):
+    with open_view(browser, folder) as page:
+        page.locator("tr", has=page.get_by_role("link", name="run", exact=True)).locator(".run-changed").click()
+        page.get_by_role("heading", name="run", exact=True).wait_for()
+        page.locator(".failures td").last.click()
+        page.wait_for_url("**/rollouts?*error=WorkerDied*")
+        show(page, "#/run/run/rollouts?sort=reward&order=desc")
+        page.locator("tr", has=page.get_by_role("link", name="2.0", exact=True)).locator(".excerpt").click()
+        page.get_by_role("heading", name="Rollout 2.0").wait_for()
+
+
+def test_links_and_boxes_in_a_row_keep_their_own_click(browser, folder):
+    with open_view(browser, folder) as page:
+        page.get_by_label("Compare run", exact=True).check()
+        assert page.get_by_role("heading", name="Runs", exact=True).is_visible()
+        show(page, "#/run/run/rollouts?sort=reward&order=desc")
+        page.get_by_role("link", name="group 2").first.click()
+        page.get_by_role("heading", name="Group 2").wait_for()
+
+
+def test_a_row_opens_in_a_new_tab_as_its_link_does(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts?sort=reward&order=desc") as page:
+        with page.context.expect_page() as opened:
+            page.locator(".excerpt").first.click(modifiers=["Control"])
+        opened.value.get_by_role("heading", name="Rollout 0.0").wait_for()
+        assert page.get_by_role("heading", name="run", exact=True).is_visible()
+
+
+def test_arrow_keys_and_enter_open_a_rollout_of_a_table_that_was_just_opened(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts?sort=reward&order=desc") as page:
+        page.wait_for_selector("a.rollout-link")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="Rollout 1.0").wait_for()
+
+
+def test_arrow_keys_in_a_field_do_not_move_through_the_table(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts?sort=reward&order=desc") as page:
+        page.get_by_label("Reward from").focus()
+        page.keyboard.press("ArrowDown")
+        assert page.evaluate("document.activeElement.tagName") == "INPUT"

@@ -77,6 +77,18 @@ export class PartList {
   }
 }
 
+// Let a click anywhere in a table row do what a click on its link does. Other links and controls keep their own click, and
+// text can be selected.
+export function linkRow(row, link) {
+  row.classList.add("linked-row");
+  row.addEventListener("click", (event) => {
+    if (event.target.closest("a, button, label") || !getSelection().isCollapsed) return;
+    const { ctrlKey, metaKey, shiftKey } = event;
+    link.dispatchEvent(new MouseEvent("click", { cancelable: true, ctrlKey, metaKey, shiftKey }));
+  });
+  return row;
+}
+
 // Replace the text only if it changed, so that a selection in a live page survives.
 export function setText(element, text) {
   const visible = makeVisible(text);

@@ -1,7 +1,7 @@
 // The table of rollouts: filtered, sorted and paged by the server.
 
 import { get, isExport } from "./api.js";
-import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, makeVisible, plural, setText } from "./dom.js";
+import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, linkRow, makeVisible, plural, setText } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 import { runTabs } from "./run.js";
 
@@ -114,19 +114,19 @@ export async function showRollouts(run, params) {
 
   function onKey(event) {
     const step = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
-    if (!step || event.target.closest("input, select")) return;
+    if (!step || event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select")) return;
     const links = [...body.querySelectorAll("a.rollout-link")];
     const at = links.indexOf(document.activeElement);
-    if (at < 0 && event.key.startsWith("Arrow")) return;
+    if (!links.length || (at < 0 && step < 0)) return;
     event.preventDefault();
-    links[Math.max(0, Math.min(links.length - 1, at + step))]?.focus();
+    links[Math.max(0, Math.min(links.length - 1, at + step))].focus();
   }
 
   await load();
   if (!isExport) drawFilters();
   const node = h(
     "section",
-    { onkeydown: onKey },
+    {},
     h("div", { class: "title-row" }, h("h1", {}, run)),
     runTabs(run, "Rollouts"),
     isExport ? null : controls,
@@ -134,16 +134,22 @@ export async function showRollouts(run, params) {
     h("div", { class: "table-box" }, h("table", { class: "rollouts" }, h("thead", {}, heads), body)),
     pager,
   );
-  return { node, title: `${run} rollouts`, close: () => clearTimeout(timer) };
+  const onShow = () => document.addEventListener("keydown", onKey); // a view that was just opened has no focus
+  const close = () => {
+    document.removeEventListener("keydown", onKey);
+    clearTimeout(timer);
+  };
+  return { node, title: `${run} rollouts`, onShow, close };
 }
 
 function drawRow(run, row) {
   const group = row.group_number === null ? href(["run", run, "group", "task"], { source: row.source, task: row.task }) : href(["run", run, "group", row.group_number]);
   const end = row.errors ? h("span", { class: "bad" }, row.errors.split(" ").join(", ")) : row.stop;
-  return h(
+  const link = h("a", { class: "rollout-link mono", href: href(["run", run, "rollout", row.id]) }, row.id);
+  const node = h(
     "tr",
     {},
-    h("td", { class: "nowrap" }, h("a", { class: "rollout-link mono", href: href(["run", run, "rollout", row.id]) }, row.id)),
+    h("td", { class: "nowrap" }, link),
     h("td", { class: "nowrap" }, row.source || "–", " ", h("a", { class: "group-link", href: group }, row.group_number === null ? "attempts" : `group ${row.group_number}`)),
     h("td", { class: "number" }, row.step ?? (row.state === "dropped" ? h("span", { class: "muted", title: row.reason }, "dropped") : "–")),
     h("td", { class: "number" }, rewardBar(row.reward), formatReward(row.reward)),
@@ -154,6 +160,7 @@ function drawRow(run, row) {
     h("td", { class: "nowrap" }, end),
     h("td", { class: "excerpt", dir: "auto", "data-rollout": row.id }, "\u00a0"),
   );
+  return linkRow(node, link);
 }
 
 export function rewardBar(reward) {

@@ -3,7 +3,7 @@
 import { get, isExport } from "./api.js";
 import { LineChart, SERIES_COLORS, legend } from "./chart.js";
 import { drawFlow, drawProcesses } from "./diagram.js";
-import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, notice, plural, statePill } from "./dom.js";
+import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, linkRow, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
 import { AXIS_METRICS, X_AXES, chooser, placePoints } from "./runs.js";
 
@@ -222,17 +222,19 @@ function listWaits(description) {
 }
 
 function showFailures(run, failures) {
-  const rows = failures.map((failure) =>
-    h(
+  const rows = failures.map((failure) => {
+    const link = h("a", { href: href(["run", run, "rollouts"], { error: failure.name }) }, failure.name);
+    const row = h(
       "tr",
       {},
       h("td", { class: "number" }, formatCount(failure.count)),
-      h("th", { scope: "row" }, h("a", { href: href(["run", run, "rollouts"], { error: failure.name }) }, failure.name)),
+      h("th", { scope: "row" }, link),
       h("td", {}, h("span", { class: `blame blame-${failure.blame}` }, failure.blame)),
       h("td", {}, failure.origin),
       h("td", { class: "failure-message", title: failure.message }, failure.message),
-    ),
-  );
+    );
+    return linkRow(row, link);
+  });
   return h("div", { class: "panel" }, h("h2", {}, "Failures"), h("div", { class: "table-box" }, h("table", { class: "failures" }, h("thead", {}, h("tr", {}, ["Count", "Name", "Blame", "Where", "Last message"].map((name, at) => h("th", { scope: "col", class: at ? null : "number" }, name)))), h("tbody", {}, rows))));
 }
 

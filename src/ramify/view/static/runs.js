@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { LineChart, SERIES_COLORS, legend, sparkline } from "./chart.js";
-import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, notice, setText, statePill } from "./dom.js";
+import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, linkRow, notice, setText, statePill } from "./dom.js";
 import { href, replaceParams } from "./routes.js";
 
 export const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
@@ -72,8 +72,8 @@ function makeRunRow(run, chosen, onChoose) {
     },
   });
   const subtitle = h("span", { class: "muted" });
-  const name = h("td", { class: "run-name" }, h("a", { href: href(["run", run.name]) }, run.name), subtitle);
-  const node = h("tr", {}, h("td", {}, box), name, Object.values(cells));
+  const link = h("a", { href: href(["run", run.name]) }, run.name);
+  const node = linkRow(h("tr", {}, h("td", { class: "run-box" }, h("label", {}, box)), h("td", { class: "run-name" }, link, subtitle), Object.values(cells)), link);
   let last = "";
 
   function update(entry) {
