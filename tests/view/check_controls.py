@@ -1,5 +1,7 @@
 """What the mouse and the keys do on the page: tokens, tables, filters, comparison."""
 
+import pytest
+
 from tests.view.browser import open_view, show
 
 TOKENS = "#/run/run/rollout/1.2?tab=tokens"
@@ -107,3 +109,53 @@ def test_arrow_keys_in_a_field_do_not_move_through_the_table(browser, folder):
         page.get_by_label("Reward from").focus()
         page.keyboard.press("ArrowDown")
         assert page.evaluate("document.activeElement.tagName") == "INPUT"
+
+
+def test_the_list_says_how_to_compare_runs(browser, folder):
+    with open_view(browser, folder) as page:
+        assert page.get_by_text("Tick two or more runs to compare them").is_visible()
+        assert page.get_by_role("columnheader", name="Compare").inner_text() == "Compare"
+        page.get_by_label("Compare run", exact=True).check()
+        assert page.get_by_text("Tick another run to compare them").is_visible()
+        page.get_by_label("Compare other", exact=True).check()
+        assert page.get_by_role("link", name="Compare 2 runs").is_visible()
+        page.get_by_label("Compare other", exact=True).uncheck()
+        assert page.get_by_role("link", name="Compare 2 runs").is_hidden()
+
+
+def test_one_run_cannot_be_compared(browser, folder):
+    with open_view(browser, folder / "run") as page:
+        assert "compare" not in page.inner_text("main").lower()
+        assert page.get_by_role("checkbox").count() == 0
+
+
+FILTER_LABELS = ["Search the messages", "Source", "Group", "Stop", "Error", "Step", "Reward from", "to"]
+
+
+def list_filters(page):
+    return [label.split("\n")[0].strip() for label in page.locator(".filters label > :first-child").all_inner_texts()]
+
+
+@pytest.mark.parametrize("params", ["", "?error=any", "?error=WorkerDied&step=77", "?state=dropped", "?text=nothing"])
+def test_a_training_run_has_the_same_filters_whatever_is_listed(browser, folder, params):
+    with open_view(browser, folder, f"#/run/run/rollouts{params}") as page:
+        page.wait_for_selector("td")
+        assert list_filters(page) == FILTER_LABELS
+        page.get_by_label("Reward from").fill("9")
+        page.wait_for_selector("td.empty")
+        assert list_filters(page) == FILTER_LABELS
+
+
+def test_a_filter_of_the_address_is_shown_and_can_be_taken_back(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts?error=WorkerDied") as page:
+        page.wait_for_selector("td.empty")
+        assert page.get_by_label("Error").input_value() == "WorkerDied"
+        page.get_by_label("Error").select_option("all")
+        page.wait_for_function("() => document.querySelectorAll('a.rollout-link').length === 12")
+
+
+def test_an_eval_has_no_filters_for_what_only_training_has(browser, folder):
+    with open_view(browser, folder, "#/run/eval/rollouts") as page:
+        assert list_filters(page) == ["Search the messages", "Stop", "Error", "Reward from", "to"]
+        page.get_by_label("Error").select_option("MalformedCall")
+        page.wait_for_function("() => document.querySelectorAll('a.rollout-link').length === 1")

@@ -149,6 +149,11 @@ def test_rollouts_of_an_eval_are_filtered_by_error(queries):
     assert queries.list_rollouts("eval")["facets"]["errors"] == {"MalformedCall": 1}
 
 
+def test_the_list_says_whether_its_rollouts_have_groups(queries):
+    assert queries.list_rollouts("run")["has_groups"]
+    assert not queries.list_rollouts("eval")["has_groups"]
+
+
 @pytest.mark.parametrize(
     ("text", "ids"),
     [("brown fox", ["1.0"]), ("bro", ["1.0"]), ("alert", ["2.1"]), ('"', []), ("fox AND", []), ("nowhere", [])],

@@ -10,7 +10,7 @@ from ramify.bounded_cache import BoundedCache
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores
 from ramify.images import elide_data_urls
-from ramify.store import RolloutRecord, RunStore
+from ramify.store import Ledger, RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
 from ramify.train.token_stats import TokenStats
@@ -153,7 +153,10 @@ class RunQueries:
         descending: bool = True,
         page: int = 1,
     ) -> dict[str, Any]:
-        """Return a page of rollouts, the number of all that match, and counts by source, stop reason and error."""
+        """Return a page of rollouts, the number of all that match, and counts by source, stop reason and error.
+
+        `has_groups` is false for a run without a ledger, such as an eval.
+        """
         path, rollout_filter = self.folder.find_run(run), rollout_filter or RolloutFilter()
         if sort not in SORT_COLUMNS:
             raise ConfigInvalid(f"sort: expected one of {', '.join(SORT_COLUMNS)}, got {sort!r}")
@@ -163,8 +166,15 @@ class RunQueries:
         total, rows = index.select(rollout_filter, sort=sort, descending=descending, offset=offset, limit=PAGE_SIZE)
         with open_last_commit(path) as store:
             add_training(store, rows)
-        facets = index.get_facets()
-        return {"total": total, "rows": rows, "indexed": fraction, "page_size": PAGE_SIZE, "facets": facets}
+            has_groups = Ledger.exists_in(store)
+        return {
+            "total": total,
+            "rows": rows,
+            "indexed": fraction,
+            "page_size": PAGE_SIZE,
+            "facets": index.get_facets(),
+            "has_groups": has_groups,
+        }
 
     def get_row(self, run: str, id: str) -> dict[str, Any]:
         """Return the row of one rollout in the list."""

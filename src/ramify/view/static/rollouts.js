@@ -30,7 +30,7 @@ export async function showRollouts(run, params) {
   const heads = h("tr", {});
   const count = h("span", { class: "muted", role: "status" });
   const pager = h("div", { class: "pager" });
-  const controls = h("div", { class: "controls filters", role: "search" });
+  const lists = {}; // the lists of the filters, by name
   let latest = 0, timer = 0, answer = null;
 
   async function load() {
@@ -64,6 +64,7 @@ export async function showRollouts(run, params) {
     fill(heads, COLUMNS.map(([name, sort]) => drawHead(name, sort)));
     fill(body, answer.rows.map((row) => drawRow(run, row)));
     if (!answer.rows.length) fill(body, h("tr", {}, h("td", { colspan: COLUMNS.length, class: "muted empty" }, answer.indexed < 1 ? "Still indexing…" : "No rollout matches.")));
+    updateLists();
     drawPager();
   }
 
@@ -93,23 +94,41 @@ export async function showRollouts(run, params) {
     pager.hidden = last <= 1 || isExport;
   }
 
-  function drawFilters() {
-    const { facets } = answer;
-    const select = (name, label, counts) =>
-      h("label", {}, `${label} `, h("select", { onchange: (event) => change(name, event.target.value) }, h("option", { value: "" }, "all"), Object.entries(counts).map(([value, number]) => h("option", { value, selected: settings[name] === value }, number === null ? value : `${value} (${formatCount(number)})`))));
-    const input = (name, label, type, width) => h("label", {}, `${label} `, h("input", { type, value: settings[name], step: "any", style: { width }, oninput: (event) => change(name, event.target.value) }));
-    const errors = Object.keys(facets.errors).length ? { any: null, ...facets.errors } : settings.error ? { [settings.error]: null } : {};
-    fill(
-      controls,
+  // The fields stay while rollouts are listed; only what a list offers follows the rollouts of the run.
+  function makeFilters() {
+    const field = (name, label, type, width) => h("label", {}, h("span", {}, label), " ", h("input", { type, value: settings[name], step: "any", style: { width }, oninput: (event) => change(name, event.target.value) }));
+    const list = (name, label) => {
+      lists[name] = h("select", { onchange: (event) => change(name, event.target.value) });
+      return h("label", {}, h("span", {}, label), " ", lists[name]);
+    };
+    const hasSources = answer.has_groups || Object.keys(answer.facets.source).some(Boolean);
+    return h(
+      "div",
+      { class: "controls filters", role: "search" },
       h("label", { class: "search" }, h("span", { class: "hidden" }, "Search the messages"), h("input", { type: "search", placeholder: "Search the messages", value: settings.text, oninput: (event) => change("text", event.target.value) })),
-      Object.keys(facets.source).length > 1 && select("source", "Source", facets.source),
-      answer.rows.some((row) => row.state) || settings.state ? select("state", "Group", Object.fromEntries(GROUP_STATES.map((state) => [state, null]))) : null,
-      Object.keys(facets.stop).length > 1 && select("stop", "Stop", facets.stop),
-      Object.keys(errors).length > 0 && select("error", "Error", errors),
-      answer.rows.some((row) => row.step !== null) || settings.step ? input("step", "Step", "number", "74px") : null,
-      input("min_reward", "Reward from", "number", "74px"),
-      input("max_reward", "to", "number", "74px"),
+      hasSources && list("source", "Source"),
+      answer.has_groups && list("state", "Group"),
+      list("stop", "Stop"),
+      list("error", "Error"),
+      answer.has_groups && field("step", "Step", "number", "74px"),
+      field("min_reward", "Reward from", "number", "74px"),
+      field("max_reward", "to", "number", "74px"),
     );
+  }
+
+  function updateLists() {
+    if (isExport) return; // a file has no filters
+    const { source, stop, errors } = answer.facets;
+    const states = Object.fromEntries(GROUP_STATES.map((state) => [state, null]));
+    const offers = { source, stop, state: states, error: Object.keys(errors).length ? { any: null, ...errors } : {} };
+    for (const [name, select] of Object.entries(lists)) {
+      const chosen = settings[name];
+      const counts = chosen && !(chosen in offers[name]) ? { [chosen]: null, ...offers[name] } : offers[name];
+      const values = Object.entries(counts).filter(([value]) => value);
+      const labels = values.map(([value, number]) => (number === null ? value : `${value} (${formatCount(number)})`));
+      if (select.options.length && labels.join("\n") === [...select.options].slice(1).map((option) => option.label).join("\n")) continue; // it may be open
+      fill(select, h("option", { value: "" }, "all"), values.map(([value], at) => h("option", { value, selected: value === chosen }, labels[at])));
+    }
   }
 
   function onKey(event) {
@@ -123,13 +142,14 @@ export async function showRollouts(run, params) {
   }
 
   await load();
-  if (!isExport) drawFilters();
+  const filters = isExport ? null : makeFilters();
+  updateLists();
   const node = h(
     "section",
     {},
     h("div", { class: "title-row" }, h("h1", {}, run)),
     runTabs(run, "Rollouts"),
-    isExport ? null : controls,
+    filters,
     h("div", { class: "table-head" }, count, h("div", { class: "spacer" }), h("span", { class: "muted keys" }, "arrow keys move, Enter opens")),
     h("div", { class: "table-box" }, h("table", { class: "rollouts" }, h("thead", {}, heads), body)),
     pager,

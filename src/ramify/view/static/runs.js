@@ -14,49 +14,58 @@ export async function showRuns() {
   const chosen = new Set();
   const rows = new Map(); // name -> row
   const body = h("tbody", {});
-  const compare = h("a", { class: "button", href: "#/" }, "Compare");
-  const hint = h("p", { class: "muted" });
+  const compareLink = h("a", { class: "button", href: "#/" });
+  const compareHint = h("span", { class: "muted" });
+  const summary = h("p", { class: "muted" });
   const page = h("div", {});
 
-  function setCompare() {
+  function updateCompare() {
     const names = [...chosen];
-    compare.href = href(["compare"], { run: names });
-    compare.textContent = names.length ? `Compare ${names.length} runs` : "Compare";
-    compare.hidden = names.length < 2;
+    compareLink.href = href(["compare"], { run: names });
+    setText(compareLink, `Compare ${names.length} runs`);
+    setText(compareHint, names.length ? "Tick another run to compare them" : "Tick two or more runs to compare them");
+    compareLink.hidden = names.length < 2;
+    compareHint.hidden = names.length >= 2 || rows.size < 2;
+    table.classList.toggle("one-run", rows.size < 2);
   }
 
   function update(runs) {
     const names = runs.map((run) => run.name);
     for (const run of runs) {
-      if (!rows.has(run.name)) rows.set(run.name, makeRunRow(run, chosen, setCompare));
+      if (!rows.has(run.name)) rows.set(run.name, makeRunRow(run, chosen, updateCompare));
       rows.get(run.name).update(run);
     }
-    for (const name of rows.keys()) if (!names.includes(name)) rows.delete(name);
+    for (const name of rows.keys()) {
+      if (names.includes(name)) continue;
+      rows.delete(name);
+      chosen.delete(name);
+    }
+    updateCompare();
     const order = runs.map((run) => rows.get(run.name).node);
     if (order.some((node, at) => body.children[at] !== node) || body.children.length !== order.length) fill(body, order);
     const live = runs.filter((run) => run.state === "running").length;
-    setText(hint, `${formatCount(runs.length)} in this folder${live ? `, ${live} running` : ""}`);
+    setText(summary, `${formatCount(runs.length)} in this folder${live ? `, ${live} running` : ""}`);
     const isEmpty = page.firstChild === empty;
     if (!runs.length && !isEmpty) fill(page, empty);
     if (runs.length && (isEmpty || !page.firstChild)) fill(page, table);
   }
 
   const empty = notice("No runs yet", "Start one, and it appears here:", code("ramify rl reverse-text -m tiny"));
-  const heads = ["", "Run", "State", "Reward", "", "Steps", "Rollouts", "Waits for", "Changed"];
-  const labels = ["Compare", null, null, null, "Reward curve"];
+  const heads = [
+    h("th", { scope: "col", class: "run-box" }, "Compare"),
+    ["Run", "State", "Reward"].map((name) => h("th", { scope: "col" }, name)),
+    h("th", { scope: "col" }, h("span", { class: "hidden" }, "Reward curve")),
+    h("th", { scope: "col" }, "Steps"),
+    h("th", { scope: "col", class: "number" }, "Rollouts"),
+    ["Waits for", "Changed"].map((name) => h("th", { scope: "col" }, name)),
+  ];
   const table = h(
     "div",
     { class: "table-box" },
-    h(
-      "table",
-      { class: "runs" },
-      h("thead", {}, h("tr", {}, heads.map((name, at) => h("th", { scope: "col", class: name === "Rollouts" ? "number" : null }, name || h("span", { class: "hidden" }, labels[at]))))),
-      body,
-    ),
+    h("table", { class: "runs" }, h("thead", {}, h("tr", {}, heads)), body),
   );
-  setCompare();
   update(await get("runs"));
-  const node = h("section", {}, h("div", { class: "title-row" }, h("h1", {}, "Runs"), hint, h("div", { class: "spacer" }), compare), page);
+  const node = h("section", {}, h("div", { class: "title-row" }, h("h1", {}, "Runs"), summary, h("div", { class: "spacer" }), compareHint, compareLink), page);
   return { node, title: "Runs", update: async () => update(await get("runs")) };
 }
 
