@@ -13,6 +13,7 @@ from ramify.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
+from ramify.errors import RamifyError
 from ramify.trace import Episode, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from tests.orchestrate.rollouts import rollout
@@ -21,7 +22,7 @@ QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=0.4, session_timeou
 
 
 class StubEnvServer:
-    """One server. Rollouts wait while `may_answer` is not set; `health` is the state that it reports.
+    """One server. Rollouts wait while `may_answer` is not set, and then fail with `refusal`; `health` is its state.
 
     `started` and `finished` list the ids of rollouts, `updates` the addresses that it was told.
     """
@@ -30,6 +31,7 @@ class StubEnvServer:
         self.name, self.health, self._environment = name, "ok", environment
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.refusal: RamifyError | None = None
         self.started: list[str] = []
         self.finished: list[str] = []
         self.updates: list[AddressUpdate] = []
@@ -82,6 +84,8 @@ class StubEnvServer:
         request_id = request.decode(RolloutRequest).id
         self.started.append(request_id)
         await self.may_answer.wait()
+        if self.refusal is not None:
+            raise self.refusal
         self.finished.append(request_id)
         episode = encode_episode(Episode((rollout(request_id, 1.0),)))
         return WireMessage.encode(RolloutResponse(worker=self.name, starts=1), episode)

@@ -50,6 +50,11 @@ class ConnectedEnvServer:
         return self.state is EnvServerState.DOWN and not self.is_broken
 
     @property
+    def is_expected_soon(self) -> bool:
+        """Whether it was never up, and nothing is known that keeps it from coming up."""
+        return not self.was_up and (self.failure is None or self.failure.retryable)
+
+    @property
     def reason(self) -> str:
         """Why it is down."""
         return "not reached yet" if self.failure is None else f"{self.failure.name}: {self.failure.message}"

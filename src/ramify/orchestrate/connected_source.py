@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.envserver.messages import EnvServerInfo
-from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, RamifyError, TokensRequired
+from ramify.errors import ConfigInvalid, Failure, RamifyError, TokensRequired
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
@@ -103,7 +102,7 @@ async def connect_source(
     """
     await stack.enter_async_context(servers)
     name, tasks = config.source_name, TaskCache(config.source_name, servers, timeout=config.timeouts.load)
-    info = _get_common_info(name, await servers.list_infos())
+    info = servers.info
     if isinstance(config, TrainSourceConfig) and not info.trainable:
         raise TokensRequired(f"train source {name}: its endpoint does not return token ids and logprobs")
     if isinstance(config, TrainSourceConfig) and not (info.rewards or info.group_rewards):
@@ -123,15 +122,3 @@ async def connect_source(
         environment=info.environment,
         environment_digest=info.environment_digest,
     )
-
-
-def _get_common_info(name: str, infos: Mapping[str, EnvServerInfo]) -> EnvServerInfo:
-    """Return the description of the environment; raise EnvironmentChanged if the servers have different ones."""
-    (first_address, first), *others = infos.items()
-    for address, info in others:
-        if info.environment_digest != first.environment_digest:
-            raise EnvironmentChanged(
-                f"the env servers of source {name} have different environments: {first.environment_digest} at "
-                f"{first_address}, {info.environment_digest} at {address}; start them with the same code and settings"
-            )
-    return first

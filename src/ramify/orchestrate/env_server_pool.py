@@ -1,7 +1,7 @@
 """The env servers of one source: a request goes to the least loaded one, and to another one if its server is lost.
 
-    DOWN -> UP       it answers, has a worker, and was told the current addresses of the inference servers
-    UP -> DOWN       a request was lost with it, or it has no worker
+    DOWN -> UP       it answers, has a worker and the environment of the others, and was told the current addresses
+    UP -> DOWN       a request was lost with it, or it has no worker, or another environment
     any -> REMOVED   its address was removed from the list; requests in flight stay with it
 
 A lost server may be alive and finish its attempts beside the servers that run them again. These results count for
@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from ramify.async_calls import WatchTasks
 from ramify.envserver.client import EnvClient, RolloutResult
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
-from ramify.errors import Failure, PeerLost, RamifyError, WorkerDied
+from ramify.errors import EnvironmentChanged, Failure, PeerLost, RamifyError, WorkerDied
 from ramify.orchestrate.connected_env_server import ConnectedEnvServer, EnvServerState
 from ramify.trace import Trace
 from ramify.wire import WireSettings
@@ -35,8 +35,8 @@ class EnvServerPool(AsyncService):
     """The env servers of the source `name`, from `start` to `close`.
 
     `get_update` returns the addresses of inference servers that all env servers should know; None if those of their
-    configuration are right. `on_lost` gets a failure for each server that is lost. `start_timeout` is the seconds that
-    `start` waits for a server, and a request if there is none.
+    configuration are right. `on_lost` gets a failure for each server that is lost or has another environment than the
+    others. `start_timeout` is the seconds that `start` waits for a server, and a request if there is none.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class EnvServerPool(AsyncService):
         self._watch_tasks: WatchTasks[ConnectedEnvServer] = WatchTasks()
         self._any_up, self._checked = asyncio.Event(), asyncio.Event()
         self._is_open = False
+        self._info: tuple[str, EnvServerInfo] | None = None  # with the address of the first server that came up
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
@@ -90,6 +91,12 @@ class EnvServerPool(AsyncService):
     def up_servers(self) -> list[ConnectedEnvServer]:
         """The servers that get requests."""
         return [server for server in self.servers if server.state is EnvServerState.UP]
+
+    @property
+    def info(self) -> EnvServerInfo:
+        """The description of the environment, which all servers that get requests have."""
+        assert self._info is not None, "no server was up yet"
+        return self._info[1]
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on; if there is none, requests wait for one.
@@ -155,11 +162,6 @@ class EnvServerPool(AsyncService):
         """Return the tasks `start` to `start + count` of the taskset."""
         return await self._call(lambda client, timeout: client.tasks(start, count, timeout=timeout), timeout)
 
-    async def list_infos(self) -> dict[str, EnvServerInfo]:
-        """Return the description of the environment by the address of each server that is up."""
-        clients = {server.address: server.client for server in self.up_servers if server.client is not None}
-        return {address: await client.info(count_tasks=False) for address, client in clients.items()}
-
     async def _call(self, call: Callable[[EnvClient, float], Awaitable[T]], timeout: float, rollout_id: str = "") -> T:
         deadline = time.monotonic() + timeout
         for num_moves_left in reversed(range(MAX_MOVES + 1)):
@@ -172,7 +174,7 @@ class EnvServerPool(AsyncService):
                     result = await call(server.client, deadline - time.monotonic())
                 server.num_done += 1
                 return result
-            except PeerLost as error:
+            except (PeerLost, EnvironmentChanged) as error:
                 server.num_lost += 1
                 self._mark_down(server, error)
                 if not num_moves_left or not self.up_servers:
@@ -183,8 +185,14 @@ class EnvServerPool(AsyncService):
         raise AssertionError  # the last iteration returns or raises
 
     async def _pick_server(self, deadline: float) -> ConnectedEnvServer:
-        """Return the server with the fewest requests in flight; wait for one if none is up. Raises PeerLost."""
+        """Return the server with the fewest requests in flight; wait for one if none is up.
+
+        Raises PeerLost, or EnvironmentChanged if all servers have another environment.
+        """
         if not self.up_servers:
+            failures = [server.failure for server in self.servers]
+            if failures and all(isinstance(failure, EnvironmentChanged) for failure in failures):
+                raise EnvironmentChanged(f"source {self.name} has no env server: {self._describe_down()}")
             timeout = min(self.start_timeout, deadline - time.monotonic())
             if not await self.wait_until_up(timeout):
                 raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")
@@ -227,7 +235,7 @@ class EnvServerPool(AsyncService):
                 self._mark_down(server, error)
             self._checked.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_INTERVAL if server.was_up else JOIN_INTERVAL):
+                async with asyncio.timeout(JOIN_INTERVAL if server.is_expected_soon else CHECK_INTERVAL):
                     await server.check_now.wait()
         if server.client is not None:
             await server.client.close()
@@ -235,7 +243,7 @@ class EnvServerPool(AsyncService):
     async def _check_server(self, server: ConnectedEnvServer, is_check_due: bool) -> None:
         """Tell a server the current addresses, and check its health if that is due.
 
-        Raises PeerLost, or WorkerDied if the server has no worker.
+        Raises PeerLost, WorkerDied if the server has no worker, or EnvironmentChanged.
         """
         client = await server.connect(self._secret, self._settings)
         await server.send_update(client, self._get_update())
@@ -247,12 +255,27 @@ class EnvServerPool(AsyncService):
             reason = health.reason or health.state
             raise WorkerDied(f"the env server of source {self.name} has no worker: {reason}")
         if server.state is EnvServerState.DOWN:
+            self._check_environment(server.address, await client.info(count_tasks=False))
             server.state, server.failure, server.was_up = EnvServerState.UP, None, True
             self._any_up.set()
 
+    def _check_environment(self, address: str, info: EnvServerInfo) -> None:
+        """Raise EnvironmentChanged unless a server has the environment of the first one that came up."""
+        if self._info is None:
+            self._info = (address, info)
+        first_address, expected, actual = self._info[0], self.info.environment_digest, info.environment_digest
+        if actual != expected:
+            raise EnvironmentChanged(
+                f"the env servers of source {self.name} have different environments: {expected} at {first_address}, "
+                f"{actual} at {address}; start them with the same code and settings"
+            )
+
     def _mark_down(self, server: ConnectedEnvServer, error: RamifyError) -> None:
+        is_new = server.failure is None or server.failure.message != error.message
         server.failure = error
         if server.state is not EnvServerState.UP:
+            if is_new and isinstance(error, EnvironmentChanged):
+                self._on_lost(Failure.from_exception(error))
             return
         server.state = EnvServerState.DOWN
         server.check_now.set()
