@@ -43,7 +43,7 @@ def open_page(
     yield page
     context.close()
     # The browser reports an answer with such a status, which the page then explains.
-    expected = ("status of 404", "status of 500", *expected)
+    expected = ("status of 400", "status of 404", "status of 500", *expected)
     assert [problem for problem in problems if not any(part in problem for part in expected)] == []
 
 

@@ -114,6 +114,13 @@ def test_a_broken_run_says_what_is_wrong(browser, folder):
         assert page.locator(".notice").is_visible()
         show(page, "#/run/missing")
         assert "has no run 'missing'" in page.inner_text("main")
+        assert page.get_by_role("heading", name="Not found").is_visible()
+        show(page, "#/run/runn/rollouts")
+        assert "did you mean 'run'?" in page.inner_text("main")
+        page.get_by_role("link", name="All runs").click()
+        page.get_by_role("heading", name="Runs", exact=True).wait_for()
+        show(page, "#/run/run/rollouts?step=one")
+        assert page.get_by_role("heading", name="The address is not valid").is_visible()
 
 
 def test_a_run_that_is_opened_before_it_is_started_appears(browser, tmp_path):

@@ -149,6 +149,11 @@ def test_rollouts_of_an_eval_are_filtered_by_error(queries):
     assert queries.list_rollouts("eval")["facets"]["errors"] == {"MalformedCall": 1}
 
 
+def test_a_mistyped_run_is_answered_with_the_closest_name(queries):
+    with pytest.raises(ConfigInvalid, match=r"has no run 'runn'; did you mean 'run'\?"):
+        queries.get_run("runn")
+
+
 def test_the_list_says_whether_its_rollouts_have_groups(queries):
     assert queries.list_rollouts("run")["has_groups"]
     assert not queries.list_rollouts("eval")["has_groups"]

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid, RamifyError
+from ramify.names import find_similar
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
 
 OUTPUT_DIR = Path("outputs")
+MAX_LISTED = 8  # runs in a message
 
 
 def open_run_readonly(name: str) -> RunStore:
@@ -21,7 +23,18 @@ def find_run(name: str) -> Path:
         check_index_file(path)
         if (path / DATABASE_NAME).is_file():
             return path
-    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUT_DIR / name} is a directory with a {DATABASE_NAME}")
+    raise ConfigInvalid(f"no run {name!r}; {_suggest_run(name)}")
+
+
+def _suggest_run(name: str) -> str:
+    """Return the run that may have been meant, else those in the folder where it was looked for."""
+    parent = Path(name).parent
+    folder = OUTPUT_DIR if parent == Path() else parent
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{DATABASE_NAME}"))
+    if similar := find_similar(Path(name).name, runs):
+        return f"did you mean {str(parent / similar)!r}?"
+    others = f" and {len(runs) - MAX_LISTED} others" if len(runs) > MAX_LISTED else ""
+    return f"{folder} has {', '.join(runs[:MAX_LISTED]) or 'no runs'}{others}"
 
 
 def find_rollout(store: RunStore, id_prefix: str) -> RolloutRecord:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid
+from ramify.names import suggest
 from ramify.store.index import DATABASE_NAME, TRACES_DIR
 
 CONFIG_FILE = "config.toml"
@@ -26,10 +27,11 @@ class RunFolder:
 
     def find_run(self, name: str) -> Path:
         """Return the directory of a run. Raises ConfigInvalid if the folder has no run of this name."""
-        path = self.list_runs().get(name)
-        if path is None:
-            raise ConfigInvalid(f"{self.path} has no run {name!r}; reload the list of runs")
-        return path
+        runs = self.list_runs()
+        if name not in runs:
+            hint = suggest(name, runs, "open the list of runs to see all of them")
+            raise ConfigInvalid(f"{self.path} has no run {name!r}; {hint}")
+        return runs[name]
 
 
 def _get_name(path: Path) -> str:

@@ -5,10 +5,12 @@ const answers = recorded ? new Map(JSON.parse(recorded.textContent)) : null;
 
 export const isExport = answers !== null;
 
+const TITLES = { 400: "The address is not valid", 404: "Not found" }; // by status; other failures have their name as a title
+
 export class RequestError extends Error {
-  constructor(name, message) {
+  constructor(title, message) {
     super(message);
-    this.name = name;
+    this.title = title;
   }
 }
 
@@ -20,11 +22,11 @@ export async function get(path, params = {}) {
   try {
     response = await fetch(`/api/${path}${query ? `?${query}` : ""}`);
   } catch {
-    throw new RequestError("no answer", "ramify view does not answer; it was stopped, or its machine cannot be reached.");
+    throw new RequestError("No answer", "ramify view does not answer; it was stopped, or its machine cannot be reached.");
   }
   const isJson = (response.headers.get("content-type") ?? "").startsWith("application/json");
   const body = isJson ? await response.json() : await response.text();
-  if (!response.ok) throw new RequestError(body.name ?? `status ${response.status}`, body.message ?? String(body));
+  if (!response.ok) throw new RequestError(TITLES[response.status] ?? body.name ?? `Status ${response.status}`, body.message ?? String(body));
   return body;
 }
 
@@ -33,7 +35,7 @@ function findAnswer(path, params) {
   if (path === "tokens" && params.node.length > 1) return params.node.flatMap((node) => findAnswer(path, { ...params, node: [node] }));
   const entries = listParams(path === "metrics" ? { run: params.run } : params);
   const answer = answers.get(JSON.stringify([path, entries.sort()]));
-  if (answer === undefined) throw new RequestError("not in this file", "This file holds a part of a run; open the run itself with ramify view.");
+  if (answer === undefined) throw new RequestError("Not in this file", "This file holds a part of a run; open the run itself with ramify view.");
   return answer;
 }
 

@@ -51,9 +51,10 @@ async function show() {
   content.setAttribute("aria-busy", "true");
   let view;
   try {
-    view = open ? await open() : { node: notice("No such page", "The address does not name a view."), title: "Not found" };
+    view = open ? await open() : { node: notice("Not found", "The address does not name a view.", runsLink()), title: "Not found" };
   } catch (error) {
-    view = { node: notice(error.name, error.message), title: error.name, keepsScroll: true };
+    const title = error.title ?? error.name;
+    view = { node: notice(title, error.message, runsLink()), title, keepsScroll: true };
     if (error instanceof RequestError) view.update = show; // what is missing may come: a run that is being started
     else console.error(error);
   }
@@ -65,6 +66,10 @@ async function show() {
   document.title = view.title ? `${makeVisible(view.title)} · Ramify` : "Ramify";
   if (!view.keepsScroll) window.scrollTo(0, 0);
   view.onShow?.();
+}
+
+function runsLink() {
+  return h("a", { href: "#/" }, "All runs");
 }
 
 async function poll() {
