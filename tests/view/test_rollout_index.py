@@ -1,11 +1,14 @@
 """The index of rollouts when its file, its run or its writers change under it."""
 
 import asyncio
+import contextlib
+import re
 import sqlite3
 import threading
 
 import pytest
 
+from ramify.cli.app import main
 from ramify.errors import StorageFailed
 from ramify.store import RunStore
 from ramify.view import rollout_index
@@ -138,3 +141,15 @@ def test_an_index_that_is_a_link_is_not_written(tmp_path):
     assert len(list_numbers(index)) == 3
     index.close()
     assert (tmp_path / "other.sqlite").read_bytes() == before
+
+
+@pytest.mark.parametrize(("flag", "descending"), [("--worst", False), ("--best", True)])
+def test_rollouts_of_equal_reward_are_in_the_order_of_the_command_show(tmp_path, capsys, flag, descending):
+    write_rl_run(tmp_path / "run", num_groups=12)
+    with contextlib.closing(RunQueries(tmp_path)) as queries:
+        queries.wait_for_index("run", DEADLINE)
+        rows = queries.list_rollouts("run", sort="reward", descending=descending)["rows"]
+    assert main(["show", str(tmp_path / "run"), flag, "--limit", "36"]) == 0
+    printed = re.findall(r"^(\d+\.\d) ", capsys.readouterr().out, re.MULTILINE)
+    assert len(printed) == 36
+    assert [row["id"] for row in rows] == printed

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Literal
 
 from ramify.errors import ConfigInvalid
@@ -69,12 +70,14 @@ def _select_rows(store: RunStore, request: ListRequest) -> Iterator[RolloutRecor
 
 
 def _sort_rows(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRecord]:
-    """Return the rows with a reward, sorted by it, up to one row after the page."""
-    scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
+    """Return the rows with a reward, sorted by it, up to one row after the page. Equal rewards keep their order."""
+    scored = ((row.reward, row) for row in rows if row.reward is not None)
     if not request.limit:
-        return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=request.order == "best")]
-    select = heapq.nsmallest if request.order == "worst" else heapq.nlargest
-    return [row for *_, row in select(request.limit * request.page + 1, scored, key=lambda entry: entry[:2])]
+        entries = sorted(scored, key=itemgetter(0), reverse=request.order == "best")
+    else:
+        select = heapq.nsmallest if request.order == "worst" else heapq.nlargest
+        entries = select(request.limit * request.page + 1, scored, key=itemgetter(0))
+    return [row for _, row in entries]
 
 
 def _format_lines(rows: Iterable[RolloutRecord]) -> Iterator[str]:

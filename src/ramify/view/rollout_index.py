@@ -103,10 +103,15 @@ class RolloutIndex:
     def select(
         self, rollout_filter: RolloutFilter, *, sort: str, descending: bool, offset: int, limit: int
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Return how many rollouts match, and a page of them, sorted; rollouts without a value come last."""
+        """Return how many rollouts match, and a page of them, sorted; rollouts without a value come last.
+
+        Those with equal values are in the order of `ramify show`.
+        """
         condition, values = build_condition(rollout_filter)
         column, direction = SORT_COLUMNS[sort], "DESC" if descending else "ASC"
-        order = f"number {direction}" if column == "number" else f"{column} IS NULL, {column} {direction}, number"
+        order = f"number {direction}"
+        if column != "number":
+            order = f"{column} IS NULL, {column} {direction}, source, task, repetition, id"
         columns = ", ".join(ROW_COLUMNS)
         with self._connect() as connection:
             ((total,),) = connection.execute(f"SELECT count(*) FROM rows WHERE {condition}", values)
