@@ -1,7 +1,7 @@
 """Builds one forest from the traces of a group: merges them, lays them out and lists the targets."""
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -74,14 +74,15 @@ def _find_trained_extents(graphs: Sequence[MessageGraph], targets: Targets) -> t
     Also return the total number of tokens on the trained paths, without prefix sharing.
     """
     is_last = targets.call != np.append(targets.call[1:], -1)  # the last target of a node is its deepest
-    last_tokens = targets.token_index[is_last]
+    last_tokens: deque[int] = deque(targets.token_index[is_last].tolist())  # in the order of the graphs
     extents: list[list[int]] = []
     offset = flat_tokens = 0
     for graph in graphs:
         run_starts = list(graph.runs())
         stops = [graph.token_start(first) for first, _ in run_starts]
-        in_graph = (last_tokens >= offset) & (last_tokens < offset + graph.tokens.size)
-        tokens: list[int] = (last_tokens[in_graph] - offset).tolist()
+        tokens: list[int] = []
+        while last_tokens and last_tokens[0] < offset + graph.tokens.size:
+            tokens.append(last_tokens.popleft() - offset)
         runs = [bisect_right(stops, token) - 1 for token in tokens]
         for run, token in zip(runs, tokens):
             stops[run] = max(stops[run], token + 1)

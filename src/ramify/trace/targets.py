@@ -3,9 +3,9 @@
 The columns of all traces are concatenated first, so that each step is one numpy call for the whole group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -299,9 +299,10 @@ def _gather_or_default(
 def _expand_per_token(annotations: Sequence[Annotation], name: str, lengths: Int32Array) -> Float32Array:
     """Return one value per token of an annotation field that holds one value or one per token; None becomes NaN."""
     values = [np.nan if (value := getattr(annotation, name)) is None else value for annotation in annotations]
+    if len(set(map(id, values))) == 1 and isinstance(values[0], int | float):  # usually the default
+        return np.full(int(lengths.sum()), values[0], np.float32)
     if all(isinstance(value, int | float) for value in values):
-        is_same = all(value is values[0] for value in values)  # usually the default
-        return np.repeat(np.array(values[:1] if is_same else values, np.float32), lengths.sum() if is_same else lengths)
+        return np.repeat(np.array(values, np.float32), lengths)
     parts: list[Float32Array] = []
     for annotation, value, length in zip(annotations, values, lengths.tolist(), strict=True):
         array = np.asarray(value, np.float32)
@@ -318,6 +319,8 @@ def _expand_top(annotations: Sequence[Annotation], lengths: Int32Array) -> Struc
     """Return the reference's likeliest tokens [targets, k], k being the largest `top_k`."""
     top_k = max((annotation.top_k for annotation in annotations), default=0)
     top = np.full((int(lengths.sum()), top_k), np.array((-1, -np.inf), TOP_DTYPE))
+    if not top_k:
+        return top
     stops = np.cumsum(lengths).tolist()
     for annotation, stop, length in zip(annotations, stops, lengths.tolist(), strict=True):
         if annotation.ref_top is None or not annotation.top_k:
@@ -342,37 +345,35 @@ def _reject_untrainable(
     trained: Mask,
 ) -> None:
     """Raise if a target cannot be used by its loss; the message names the token."""
-    has_reference = (targets.ref_kl != 0) | (targets.kl != 0)
-    not_trainable = concatenated.nodes["trainable"][spans.node_indices] == 0
-    tempered = np.array([annotated.temperature != 1 for annotated in annotated_traces], bool)[spans.trace_indices]
-    uses_top = np.array([annotation.top_k > 0 for annotation in annotations], bool)
-    finite = np.isfinite(targets.advantage)
-    for name in LOSS_COMPONENTS:
-        finite &= np.isfinite(getattr(targets, name))
-    not_finite: dict[str, Callable[[], npt.NDArray[Any]]] = {
-        "has an rl, ref_kl or kl weight but no finite sampler logprob": lambda: (
-            on_policy & ~np.isfinite(targets.logprob)
-        ),
-        "has a ref_kl or kl weight but no finite reference logprob": (
-            lambda: has_reference & ~(np.isfinite(targets.ref_logprob) | (targets.ref_logprob == START_LOGPROB))
-        ),
-        "has a ref_kl weight with top_k but not the likeliest tokens of the reference": lambda: (
-            (targets.ref_kl != 0) & uses_top[targets.call] & ~np.isfinite(targets.ref_top["logprob"]).any(1)
-        ),
-        "has an advantage or weight that is not finite": lambda: ~finite,
-    }
-    problems: dict[str, Callable[[], npt.NDArray[Any]]] = {
-        "is the first token of a root, so no token predicts it": lambda: trained & (targets.logits_index < 0),
-        "has an rl, ref_kl or kl weight but its node is not trainable": lambda: on_policy & not_trainable[targets.call],
-        "has a ref_kl or kl weight at a temperature that is not 1": lambda: has_reference & tempered[targets.call],
-        "is an image placeholder": lambda: trained & concatenated.placeholder_mask[tokens],
-        **not_finite,
-    }
-    for problem, test in problems.items():
-        is_wrong = test()
+
+    def reject(is_wrong: Mask, problem: str, error_class: type[TraceInvalid | ValueNotFinite] = TraceInvalid) -> None:
         if is_wrong.any():
             entry = int(is_wrong.argmax())
             annotation = annotations[int(targets.call[entry])]
             offset = int(tokens[entry] - spans.node_starts[targets.call[entry]])
-            error_class = ValueNotFinite if problem in not_finite else TraceInvalid
             raise error_class(f"token {offset} of node {annotation.node} of trace {annotation.trace_id!r} {problem}")
+
+    reject(trained & (targets.logits_index < 0), "is the first token of a root, so no token predicts it")
+    not_trainable = concatenated.nodes["trainable"][spans.node_indices] == 0
+    if not_trainable.any():
+        problem = "has an rl, ref_kl or kl weight but its node is not trainable"
+        reject(on_policy & not_trainable[targets.call], problem)
+    if concatenated.placeholder_mask.any():
+        reject(trained & concatenated.placeholder_mask[tokens], "is an image placeholder")
+    problem = "has an rl, ref_kl or kl weight but no finite sampler logprob"
+    reject(on_policy & ~np.isfinite(targets.logprob), problem, ValueNotFinite)
+    has_reference = (targets.ref_kl != 0) | (targets.kl != 0)
+    if has_reference.any():
+        tempered = np.array([annotated.temperature != 1 for annotated in annotated_traces], bool)[spans.trace_indices]
+        reject(has_reference & tempered[targets.call], "has a ref_kl or kl weight at a temperature that is not 1")
+        is_known = np.isfinite(targets.ref_logprob) | (targets.ref_logprob == START_LOGPROB)
+        problem = "has a ref_kl or kl weight but no finite reference logprob"
+        reject(has_reference & ~is_known, problem, ValueNotFinite)
+        uses_top = np.array([annotation.top_k > 0 for annotation in annotations], bool)
+        lacks_top = uses_top[targets.call] & ~np.isfinite(targets.ref_top["logprob"]).any(1)
+        problem = "has a ref_kl weight with top_k but not the likeliest tokens of the reference"
+        reject((targets.ref_kl != 0) & lacks_top, problem, ValueNotFinite)
+    finite = np.isfinite(targets.advantage)
+    for name in LOSS_COMPONENTS:
+        finite &= np.isfinite(getattr(targets, name))
+    reject(~finite, "has an advantage or weight that is not finite", ValueNotFinite)
