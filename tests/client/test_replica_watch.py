@@ -9,7 +9,9 @@ from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.replica_pool import Replica
 from ramify.client.stall_clock import StallClock
-from tests.client.fake import Fake, hang
+from ramify.errors import ProviderError
+from ramify.trace.version import PolicyVersion
+from tests.client.fake import Exchange, Fake, hang
 from tests.client.test_replica_pool import bounded, connected, until
 
 CONFIG = ClientConfig(health_interval=0.1, eject_after=2)
@@ -52,3 +54,26 @@ async def test_the_failure_of_a_watch_task_is_raised():
     async with Fake() as fake, FailingClient(fake.url, CONFIG) as client:
         with pytest.raises(KeyError, match="a bug"):
             await client.wait_failed()
+
+
+class RefusingFake(Fake):
+    """A server that refuses every update of its weights."""
+
+    async def control(self, path: str, exchange: Exchange) -> None:
+        if path == "/update_weights":
+            await exchange.reply({"error": {"message": "a checksum is wrong", "type": "WeightsRefused"}}, 409)
+        else:
+            await super().control(path, exchange)
+
+
+@bounded
+async def test_servers_join_again_after_an_update_that_they_refused():
+    fake = RefusingFake()
+    async with connected(fake) as client:
+        await fake.__aexit__()
+        await until(lambda: fake.url in client.down_replicas)
+        update = asyncio.create_task(client.update_weights("step-2", PolicyVersion("fake", 0, 2)))
+        await fake.__aenter__()
+        with pytest.raises(ProviderError, match="WeightsRefused: a checksum is wrong"):
+            await update  # the server could not join with these weights
+        await until(lambda: client.versions == {fake.url: PolicyVersion("fake", 0, 1)})

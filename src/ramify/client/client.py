@@ -293,12 +293,16 @@ class InferenceClient(AsyncService):
         weights. If all fail, the first failure is raised and the target stays the old version. If no server is up, the
         first to come up joins with the new weights: the old ones may no longer exist.
         """
-        update = WeightUpdate(directory, version, kv_mode, run)
+        update, old_target = WeightUpdate(directory, version, kv_mode, run), self._target_update
         if not self._pool.up_replicas:
             self._target_update = update
-        seconds_by_url = await self._call_all(
-            f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
-        )
+        try:
+            seconds_by_url = await self._call_all(
+                f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
+            )
+        except BaseException:
+            self._target_update = old_target  # servers that refuse the new weights can still join with the old ones
+            raise
         self._target_update = update
         return [WeightUpdateAck(url, version, seconds) for url, seconds in seconds_by_url.items()]
 
