@@ -15,6 +15,9 @@ VLLM_PYTHON ?=
 # The interpreter of an environment with Ramify, its extra `ray` and pytest, for `test-cluster`.
 RAY_PYTHON ?=
 
+# The faults that `test-cluster-faults` injects, such as kill:host2,cut:host3:30; all by default.
+FAULTS ?=
+
 # The root of an installation of Slurm and munge, for the test of `ramify slurm` in `test-cluster`: / or a directory.
 SLURM ?=
 
@@ -56,12 +59,12 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-cluster test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
+.PHONY: help env test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
 help:  ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(DEV_STAMP)  ## create .venv and install the package with all that the targets need
 
@@ -101,6 +104,10 @@ test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_P
 test-cluster: env  ## Ray on three hosts, which are network namespaces of this machine: make test-cluster RAY_PYTHON=...; needs root
 	@test -n "$(RAY_PYTHON)" || { echo "set RAY_PYTHON to the interpreter of an environment with ramify[local,ray] and pytest"; exit 2; }
 	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(if $(SLURM),RAMIFY_SLURM=$(SLURM)) $(BIN)/pytest -v -n 0 --timeout 1800 tests/cluster
+
+test-cluster-faults: env  ## a run on three hosts, of which one after another is killed or cut off; FAULTS=kill:host2,... for some of the 20 faults
+	@test -n "$(RAY_PYTHON)" || { echo "set RAY_PYTHON to the interpreter of an environment with ramify[local,ray]"; exit 2; }
+	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(BIN)/python -m tests.cluster.faults $(if $(FAULTS),--faults $(FAULTS))
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.runtime.container_image $(ENGINE)

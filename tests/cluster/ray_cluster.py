@@ -1,15 +1,17 @@
-"""Ray on namespace hosts, of which the first is the head.
+"""Ray on namespace hosts, of which one is the head: the first, until another is chosen.
 
 RAMIFY_RAY_PYTHON names the interpreter of an environment with Ramify, its extra `ray` and pytest.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import Host, Hosts
 
 START_TIMEOUT = 240.0  # seconds; a node of Ray starts several Python processes
 START_ATTEMPTS = 3
+STOP_TIMEOUT = 120.0  # seconds
 RAY_PORT = 6379
 # Fixed ports: otherwise Ray waits for files in which its agents report theirs, and gives up on a busy machine.
 PORTS = {
@@ -36,18 +38,27 @@ class RayCluster:
     """A Ray cluster on hosts. Nodes are started one at a time: starts at once fail on a busy machine."""
 
     def __init__(self, hosts: Hosts, *, num_cpus: int = 4) -> None:
-        self.hosts, self.num_cpus = hosts, num_cpus
+        self.hosts, self.num_cpus, self.head = hosts, num_cpus, hosts[0]
         self.python = os.environ["RAMIFY_RAY_PYTHON"]
-        self.address = f"{hosts[0].address}:{RAY_PORT}"
+
+    @property
+    def address(self) -> str:
+        """The address of the head."""
+        return f"{self.head.address}:{RAY_PORT}"
 
     def start(self) -> None:
         """Start Ray on all hosts."""
-        for number in range(len(self.hosts)):
-            self.start_node(self.hosts[number])
+        self.start_nodes([self.hosts[number] for number in range(len(self.hosts))])
+
+    def start_nodes(self, hosts: Sequence[Host]) -> None:
+        """Start Ray on these hosts, of which the first becomes the head."""
+        self.head = hosts[0]
+        for host in hosts:
+            self.start_node(host)
 
     def start_node(self, host: Host) -> None:
         """Start Ray on one host."""
-        is_head = host is self.hosts[0]
+        is_head = host is self.head
         role = ["--head", f"--port={RAY_PORT}", f"--temp-dir={self.hosts.ray_directory}", "--include-dashboard=false"]
         options = [f"--{name}={port}" for name, port in PORTS.items()]
         command = [
@@ -68,6 +79,10 @@ class RayCluster:
             host.kill()
             host.start()
         raise AssertionError(f"Ray does not start on {host.name}:\n{result.stdout}")
+
+    def stop_node(self, host: Host) -> None:
+        """End the processes of Ray on a host; others run on."""
+        host.run(str(Path(self.python).with_name("ray")), "stop", "--force", timeout=STOP_TIMEOUT)
 
     def restart_node(self, host: Host) -> None:
         """Boot a host again, and start Ray on it."""

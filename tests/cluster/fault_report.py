@@ -1,0 +1,97 @@
+"""What a fault did to a run, and the table of all faults."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tests.cluster.process_monitor import ORCHESTRATOR, SUPERVISOR, Copy
+from tests.cluster.run_events import RunEvents
+
+COLUMNS = (
+    "",
+    "fault",
+    "processes hit",
+    "noticed",
+    "command repeated",
+    "next step",
+    "steps again",
+    "replaced",
+    "overlap",
+    "bound",
+)
+HEAD_ROLES = (SUPERVISOR, ORCHESTRATOR)  # they have no lease
+
+
+@dataclass(slots=True)
+class FaultReport:
+    """What a fault did; `started_at` is by the clock of processes, other times are seconds after it."""
+
+    fault: str
+    roles: list[str]
+    """Those of the processes on the host that it hit."""
+    started_at: float
+    noticed: float | None = None
+    """Until the supervisor reported a node that does not answer; None if it did not, or was itself hit."""
+    repeated: float | None = None
+    """Until the command was repeated; None if it ran on."""
+    resumed: float | None = None
+    """Until the next step was trained."""
+    num_repeated_steps: int = 0
+    """Steps that were trained again, because they were not committed."""
+    replaced: list[str] = field(default_factory=list)
+    """Roles of which another copy was started."""
+    overlap: float | None = None
+    """Longest time for which two copies of a leased process lived; negative: the time between the two."""
+    head_overlap: float | None = None
+    """The same for supervisor and orchestrator."""
+
+    def record_events(self, events: RunEvents, after: float) -> None:
+        """Record what the logs say; a line that arrived before `after` may be older than the fault."""
+        step_at, noticed_at = events.find_step(after), events.find_notice(self.started_at)
+        self.resumed = None if step_at is None else step_at - self.started_at
+        self.noticed = None if noticed_at is None or self.repeated is not None else noticed_at - self.started_at
+        self.num_repeated_steps = events.count_repeated_steps(after)
+
+    def record_overlaps(self, overlaps: Iterable[tuple[Copy, Copy, float]]) -> None:
+        """Record how long the copies that were started since the fault lived beside those before them."""
+        for copy, _, seconds in overlaps:
+            if copy.started_at < self.started_at:
+                continue
+            self.replaced = sorted({*self.replaced, copy.role})
+            if copy.role in HEAD_ROLES:
+                self.head_overlap = seconds if self.head_overlap is None else max(self.head_overlap, seconds)
+            else:
+                self.overlap = seconds if self.overlap is None else max(self.overlap, seconds)
+
+
+def format_table(reports: Sequence[FaultReport], lease: float) -> str:
+    """Return the table in Markdown."""
+    lines = [
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+    ]
+    for number, report in enumerate(reports, 1):
+        bound = f"{2 * lease:g} s" if report.fault.startswith("lose") else "0"
+        cells = [
+            str(number),
+            report.fault,
+            ", ".join(report.roles),
+            _format_seconds(report.noticed),
+            _format_seconds(report.repeated),
+            _format_seconds(report.resumed),
+            str(report.num_repeated_steps),
+            ", ".join(report.replaced),
+            _format_overlap(report.overlap),
+            bound,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _format_seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.0f} s"
+
+
+def _format_overlap(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.1f} s" if seconds > 0 else f"none ({-seconds:.1f} s between)"

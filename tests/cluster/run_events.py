@@ -1,0 +1,68 @@
+"""When the logs of a run said what. Lines of trainers have no time, so they get the time at which they arrived here."""
+
+import re
+from pathlib import Path
+
+from tests.cluster.process_monitor import read_clock
+
+STEP = re.compile(r"step=(\d+) loss=")
+COMMIT = re.compile(r"checkpoint=(\d+) seconds=")
+NOTICE = re.compile(r"does not answer|is lost")
+LOGS = ("trainer", "launch")
+
+
+class RunEvents:
+    """Follows the logs of a run, whose directory may change. Call `poll` often.
+
+    Attributes:
+        steps: time and number of each step that was trained.
+        commits: time and version of each commit that was acknowledged.
+        notices: time and text of each message of the supervisor about a node that does not answer or is lost.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, int]] = []
+        self.commits: list[tuple[float, int]] = []
+        self.notices: list[tuple[float, str]] = []
+        self._files: dict[Path, tuple[int, str]] = {}  # inode and the text that was read
+
+    def follow(self, run: Path) -> None:
+        """Follow the logs in this run directory, and no others."""
+        self._files = {path: self._files.get(path, (0, "")) for path in (run / "logs" / f"{name}.log" for name in LOGS)}
+
+    def poll(self) -> None:
+        """Read the new lines."""
+        now = read_clock()
+        for path, (inode, text) in self._files.items():
+            if not path.exists():
+                continue
+            new_inode, new_text = path.stat().st_ino, path.read_text(errors="replace")
+            new_text = new_text[: new_text.rfind("\n") + 1]
+            self._files[path] = (new_inode, new_text)
+            for line in new_text[len(text) if new_inode == inode else 0 :].splitlines():
+                self._record(now, line)
+
+    def _record(self, now: float, line: str) -> None:
+        if match := STEP.match(line):
+            self.steps.append((now, int(match[1])))
+        elif match := COMMIT.match(line):
+            self.commits.append((now, int(match[1])))
+        elif NOTICE.search(line):
+            self.notices.append((now, line))
+
+    def find_step(self, after: float) -> float | None:
+        """Return when the first step after a time was trained; None if there is none yet."""
+        return next((at for at, _ in self.steps if at > after), None)
+
+    def find_commit(self, after: float) -> float | None:
+        """Return when the first commit after a time was acknowledged; None if there is none yet."""
+        return next((at for at, _ in self.commits if at > after), None)
+
+    def find_notice(self, after: float) -> float | None:
+        """Return when the supervisor first noticed something after a time; None if it did not."""
+        return next((at for at, _ in self.notices if at > after), None)
+
+    def count_repeated_steps(self, after: float) -> int:
+        """Return how many steps were trained after a time that had been trained before it."""
+        last = max((step for at, step in self.steps if at <= after), default=-1)
+        return sum(at > after and step <= last for at, step in self.steps)
