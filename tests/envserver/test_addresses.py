@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 
+import pytest
+
 from ramify.envserver import EnvClient, EnvServer
 from ramify.envserver.messages import AddressUpdate
 from tests.client.fake import hang
@@ -48,13 +50,15 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
         asyncio.run(main(old, new, lambda: old_engine.__exit__(None, None, None)))
 
 
-def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path):
+@pytest.mark.parametrize("waits_for_process", [True, False])
+def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, waits_for_process):
     async def main(new) -> None:
         server = EnvServer(make_config("http://127.0.0.1:9", tmp_path, pool={"type": "static", "workers": 1}))
         starting = asyncio.create_task(server.start())
         await wait_until(lambda: "pool" in vars(server) and bool(server.pool.workers), "a worker")
         (first,) = server.pool.workers.values()
-        await wait_until(lambda: first._exit_task is not None, "the process of the worker")
+        if waits_for_process:
+            await wait_until(lambda: first._exit_task is not None, "the process of the worker")
         server.pool.update_addresses(AddressUpdate([new.url], {}))
         await asyncio.wait_for(starting, TIMEOUT)
         try:

@@ -29,7 +29,6 @@ from ramify.wire import LoopMonitor, WireMessage, WireSettings
 MAX_HISTORY = 256  # recorded losses and decisions
 INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
 MAX_BACKOFF = 30.0
-SERVERS_MOVED = "was stopped because its inference servers have moved"
 
 
 class WorkerPool:
@@ -162,8 +161,8 @@ class WorkerPool:
         for worker in self.workers.values():
             if worker.state is not WorkerState.BOOTING:
                 self._create_task(self._send_addresses(worker, update))
-            elif update.inference and not {*update.inference} & {*self._boot_urls.get(worker.id, ())}:
-                worker.abort_boot(SERVERS_MOVED)  # it waits for servers that are gone
+            elif update.inference and {*update.inference}.isdisjoint(self._boot_urls.get(worker.id, update.inference)):
+                worker.abort_boot("was stopped because its inference servers have moved")
 
     async def _send_addresses(self, worker: WorkerProcess, update: AddressUpdate) -> None:
         """Send addresses to a worker. A worker whose event loop is blocked gets them when it continues."""
@@ -278,7 +277,7 @@ class WorkerPool:
             worker.state = WorkerState.LOST  # before `reap` waits: it must not be assigned an attempt
             await worker.reap()
             self.workers.pop(worker.id, None)
-            if worker.reason == SERVERS_MOVED:
+            if worker.is_boot_aborted:
                 self._scale_up("new addresses")
                 return
             boot_error = error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")

@@ -65,6 +65,8 @@ class WorkerProcess:
         self.started_at = time.monotonic()
         self.reason = ""
         """Why it retires, was stopped or was lost."""
+        self.is_boot_aborted = False
+        """Whether it was stopped while it booted, so that another one can be started."""
         self.hung_rollout_id: str | None = None
         """The rollout whose code made it hang, if known."""
         self.worst_lag = 0.0
@@ -140,6 +142,8 @@ class WorkerProcess:
             await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)
             inherited.close()
             self._exit_task = asyncio.create_task(self._wait_for_exit(self._child), name=f"exit of {self.id}")
+            if self.is_boot_aborted:
+                self._kill_and_fail_requests()
             return self._exit_task, await _read_pipe(report)
 
     def _boot_error(self, exit_description: str) -> WorkerDied:
@@ -208,7 +212,7 @@ class WorkerProcess:
     def abort_boot(self, reason: str) -> None:
         """Let `boot` fail: the process is killed with all it started."""
         if self.state is WorkerState.BOOTING:
-            self.reason = reason
+            self.is_boot_aborted, self.reason = True, reason
             self._kill_and_fail_requests()
 
     async def stop(self) -> None:
