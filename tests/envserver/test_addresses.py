@@ -36,6 +36,7 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
             await in_flight
             await run(2, does="model", file=str(tmp_path / "judge"))
             assert (tmp_path / "judge").read_text() == "http://new judge-7b"
+            await client.update_addresses(AddressUpdate(models={"other": ["http://moved"]}))  # the rest stays
             (worker,) = server.pool.workers.values()
             os.kill(worker.pid, signal.SIGKILL)
             await wait_until(lambda: worker.id not in server.pool.workers, "the loss of the worker")

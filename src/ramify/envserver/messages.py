@@ -94,12 +94,12 @@ class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AddressUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """Addresses of inference servers, which replace those that the env server was started with or told before."""
+    """New addresses of inference servers. Addresses that it does not mention stay as they are."""
 
     inference: list[str] | None = None
-    """The servers of the model that the agents call. None: those that the env server was started with."""
+    """The servers of the model that the agents call, if they have changed; [] if there is none at the moment."""
     models: dict[str, list[str]] = {}
-    """The servers of other models of the run, by name; the others stay where they were."""
+    """The servers of other models of the run, by name, of those that have changed."""
 
 
 class TaskCount(msgspec.Struct, forbid_unknown_fields=True):

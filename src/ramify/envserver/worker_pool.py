@@ -52,7 +52,7 @@ class WorkerPool:
         self.counts = {"booted": 0, "lost": 0, "hung": 0, "recycled": 0, "boot_failures": 0}
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
-        self._addresses: AddressUpdate | None = None  # that have replaced those of the configuration
+        self._addresses: AddressUpdate | None = None  # all that have replaced those of the configuration
         self._boot_urls: dict[str, list[str]] = {}  # the inference servers that a worker was booted with
         self.boot_error: RamifyError | None = None
         """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""
@@ -152,6 +152,9 @@ class WorkerPool:
 
     def update_addresses(self, update: AddressUpdate) -> None:
         """Let all workers, and those that are started later, use new addresses of inference servers."""
+        if self._addresses is not None:
+            inference = self._addresses.inference if update.inference is None else update.inference
+            update = AddressUpdate(inference, {**self._addresses.models, **update.models})
         if update == self._addresses:
             return
         self._addresses = update
