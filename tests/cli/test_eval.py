@@ -184,9 +184,10 @@ def test_invalid_command_lines_are_exit_2(arguments, message, capsys):
 
 
 def test_unreachable_server_is_exit_2(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert main(["eval", ECHO, "-b", url]) == 2
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        assert main(["eval", ECHO, "-b", url]) == 2
     message = capsys.readouterr().err
     assert f"{url} cannot be reached" in message
     assert message.count("cannot be reached") == 1

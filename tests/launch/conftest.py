@@ -1,10 +1,18 @@
+import random
 import socket
 
 import pytest
+
+PORTS = range(10_000, 20_000)  # below those that the system gives to others, and those that a run reserves
 
 
 @pytest.fixture
 def free_port() -> int:
     """A port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    for port in random.sample(PORTS, 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no port is free")

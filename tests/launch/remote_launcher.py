@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ramify.errors import PeerLost
-from ramify.fencing.lease import RoleLeases
+from ramify.fencing.lease import RoleLeases, read_lease_clock
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess
@@ -18,7 +18,7 @@ class LossyClient:
 
     def __init__(self, node_process: NodeProcess) -> None:
         self.node_process = node_process
-        self.num_calls = 0
+        self.num_calls, self.replied_at = 0, 0.0
         self.is_cut = False
 
     async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
@@ -29,6 +29,7 @@ class LossyClient:
         reply = await self.node_process.exchange(request)
         if self.num_calls % 3 == 0:
             raise PeerLost("the reply is lost")
+        self.replied_at = read_lease_clock()
         return reply
 
     async def close(self, *, is_reachable: bool) -> None:

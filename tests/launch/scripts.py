@@ -39,7 +39,7 @@ def alive(directory: Path) -> list[int]:
     return [pid for pid in started if runs(pid)]
 
 
-def until(condition: Callable[[], object], *, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

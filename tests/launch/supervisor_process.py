@@ -33,7 +33,7 @@ def main(directory: Path) -> int:
         build_spec(directory, "trainer", IGNORES_SIGTERM, ProcessRole.FOLLOWER),
         build_spec(directory, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER),
     ]
-    return asyncio.run(Supervisor(specs, max_restarts=1, grace_period=5.0).run()).value
+    return asyncio.run(Supervisor(specs, max_restarts=1, grace_period=60.0).run()).value
 
 
 if __name__ == "__main__":

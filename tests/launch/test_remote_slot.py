@@ -16,7 +16,7 @@ from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, s
 from tests.launch.remote_launcher import InProcessLauncher
 from tests.launch.scripts import build_spec
 
-TERMS = LeaseTerms(duration=1.0, slack=1.0)
+TERMS = LeaseTerms(duration=3.0, slack=3.0)
 LEASED = Placement(lease=TERMS)
 STOPS_ITSELF = "\nimport os; os.kill(os.getpid(), signal.SIGSTOP)"
 FOREVER = "\nwhile 1: signal.pause()"
@@ -47,7 +47,7 @@ async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_
         assert await slot.wait() == -signal.SIGKILL
         assert slot.is_lost
         assert killed_at - cut_at <= TERMS.duration + TERMS.slack
-        assert read_lease_clock() - cut_at >= TERMS.replacement_delay - 0.5  # the last grant was a moment earlier
+        assert read_lease_clock() - launcher.clients[0].replied_at >= TERMS.replacement_delay
 
 
 @with_timeout
@@ -55,9 +55,9 @@ async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, l
     async with open_slots(launcher, placement=LEASED) as (slot,):
         await start_code(slot, "import signal; print('up', flush=True)" + FOREVER, log)
         await wait_for_line(log, "up")
-        for _ in range(3):
+        for _ in range(5):  # longer than its lease, all told
             launcher.clients[0].is_cut = True
-            await asyncio.sleep(TERMS.duration / 2)
+            await asyncio.sleep(TERMS.duration / 4)
             launcher.clients[0].is_cut = False
             num_calls = launcher.clients[0].num_calls
             while launcher.clients[0].num_calls < num_calls + 4:
@@ -109,17 +109,18 @@ time.sleep(60)
 
 @with_timeout
 async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, monkeypatch, tmp_path):
-    monkeypatch.setattr(remote_slot, "MAX_SILENCE", 0.2)
     monkeypatch.setattr(liveness, "CONTACT_INTERVAL", 0.05)
     lines, states = [], []
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)"
 
     def on_change(statuses):
+        """Cut the node off until it counts as silent; only then is a moment without a reply too long."""
         states.append(statuses[0].state)
         if states[-1] is ProcessState.SILENT:
             launcher.clients[0].is_cut = False
         elif states[-1] is ProcessState.READY:
             launcher.clients[0].is_cut = ProcessState.SILENT not in states
+            monkeypatch.setattr(remote_slot, "MAX_SILENCE", 0.2 if launcher.clients[0].is_cut else 60.0)
             (tmp_path / "done").write_text("") if ProcessState.SILENT in states else None
 
     specs = [
@@ -178,8 +179,8 @@ async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     await asyncio.sleep(0.2)
     reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
     assert not reply.is_started
-    reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
-    assert reply.is_started
+    while not reply.is_started:  # until a grant arrives in time
+        reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
     await process.close()
 
 

@@ -76,7 +76,7 @@ def start(job: Path, **variables: str) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> int:
     try:
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
         return process.returncode
     finally:
         with contextlib.suppress(ProcessLookupError):

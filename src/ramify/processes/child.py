@@ -97,7 +97,7 @@ class ChildProcess:
             self._watcher_popen, self._watcher_pid = popen, popen.pid
             self._watcher_pidfd = os.pidfd_open(self._watcher_pid)
             await self._receive_pids(START_TIMEOUT)  # if the watcher exits first, `wait` returns its exit code
-        except TimeoutError:
+        except (TimeoutError, subprocess.TimeoutExpired):
             raise DeadlineExceeded(f"{self.command[0]} did not start within {START_TIMEOUT:g} s") from None
         except OSError as error:
             raise ProcessDied(f"{self.command[0]} cannot be started: {error.strerror}") from error

@@ -103,10 +103,10 @@ def _wait_for_exit(pid: int, stop_timeout: float) -> int:
             message = _read_message()
             if message:
                 lease_end = float(message)
-            else:  # the parent process is gone
-                poller.unregister(0)
-                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-                deadline = time.monotonic() + stop_timeout
+                continue  # after a pause of this process there may be a later one
+            poller.unregister(0)  # the parent process is gone
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            deadline = time.monotonic() + stop_timeout
         if time.monotonic() >= deadline or time.clock_gettime(time.CLOCK_BOOTTIME) >= lease_end:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             deadline = lease_end = math.inf
