@@ -46,7 +46,7 @@ def task(number: int, **options: Any) -> dict[str, Any]:
 
 
 async def wait_until(
-    condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str, seconds: float = 30.0
+    condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str, seconds: float = 60.0
 ) -> None:
     """Wait until a condition that depends on other processes is true."""
     deadline = time.monotonic() + seconds
@@ -63,8 +63,8 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-async def wait_until_gone(processes: list[psutil.Process], what: str, seconds: float) -> None:
-    await wait_until(lambda: not [process for process in processes if is_alive(process)], f"{what} to be gone", seconds)
+async def wait_until_gone(processes: list[psutil.Process], what: str) -> None:
+    await wait_until(lambda: not [process for process in processes if is_alive(process)], f"{what} to be gone")
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -67,7 +67,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
             assert len(processes) >= 6  # server, watcher, worker, shells
             parent.kill()
             parent.wait()
-            await wait_until_gone(processes, "the server, its worker and the shells", 5)
+            await wait_until_gone(processes, "the server, its worker and the shells")
             for rollout in rollouts:
                 with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                     await rollout
@@ -79,7 +79,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
             rollouts = await start_shell_rollouts(client, tmp_path)
             processes = descendants(child.pid)
             os.kill(child.pid, signal.SIGKILL)
-            await wait_until_gone(processes, "the worker and the shells", 5)
+            await wait_until_gone(processes, "the worker and the shells")
             for rollout in rollouts:
                 with pytest.raises(PeerLost, match=r"no message for|forgotten"):
                     await rollout
@@ -91,7 +91,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
                 rollouts = await start_shell_rollouts(client, tmp_path)
                 processes = descendants(restarted.pid)
                 assert await restarted.stop() == 0
-                await wait_until_gone(processes, "the worker and the shells", 5)
+                await wait_until_gone(processes, "the worker and the shells")
                 for rollout in rollouts:
                     with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                         await rollout
@@ -99,7 +99,7 @@ def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, 
         log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
         assert "Traceback" not in log
         assert re.search(r"broker closing cancelled_attempts=2\n(.* rollout stopped .*\n)*.*broker closed\n", log)
-        await wait_until(lambda: not list(temp_dir.iterdir()), "the temporary directories to be gone", 5)
+        await wait_until(lambda: not list(temp_dir.iterdir()), "the temporary directories to be gone")
 
     asyncio.run(main())
 
@@ -140,9 +140,9 @@ def test_all_output_is_read_and_the_address_is_found(engine, tmp_path, monkeypat
     monkeypatch.setattr(server_process, "RAMIFY_COMMAND", (str(script),))
 
     async def main():
-        async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=20) as child:
+        async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=60) as child:
             assert child.address == "tcp://127.0.0.1:9"
-            await wait_until(lambda: child.log.tail().endswith("the last word"), "the last word", 20)
+            await wait_until(lambda: child.log.tail().endswith("the last word"), "the last word")
 
     asyncio.run(main())
 

@@ -49,7 +49,7 @@ def test_killed_worker_loses_none_of_forty_rollouts(shared, tmp_path):
         async def is_loss_reported():
             return any(loss.worker == victim.id for loss in (await client.health()).deaths)
 
-        await wait_until(is_loss_reported, "the death in health", 2)
+        await wait_until(is_loss_reported, "the death in health")
         loss = next(loss for loss in (await client.health()).deaths if loss.worker == victim.id)
         assert loss.reason == "was killed by SIGKILL" and loss.attempts == 20
         assert all(worker.id != victim.id for worker in (await client.health()).workers)
@@ -78,7 +78,7 @@ def test_cancelled_rollout_kills_its_shells(shared, tmp_path):
         await wait_until(lambda: len(list_sleeps()) >= 3, "its children")
         tree += list_sleeps()
         await cancel(rollout)
-        await wait_until_gone(tree, "the tree", 2)
+        await wait_until_gone(tree, "the tree")
         with pytest.raises((asyncio.CancelledError, RequestCancelled)):
             await rollout
 
@@ -105,9 +105,10 @@ def test_rollouts_of_a_lost_client_are_cancelled(shared, tmp_path):
         async with Proxy(server.address) as proxy, EnvClient(proxy.address, settings=QUICK) as other:
             rollouts = [asyncio.create_task(other.run(task(n, gate=str(gate)), id=f"d{n}")) for n in range(4)]
             await wait_until(lambda: count_at_gate(gate) == 4, "four rollouts in flight")
+            await wait_until(lambda: server.pool.num_running == 4, "the end of earlier rollouts")
             assert (await client.health()).running == 4
             proxy.silent = True
-            await wait_until(lambda: server.pool.num_running == 0, "their end", 10)
+            await wait_until(lambda: server.pool.num_running == 0, "their end")
             await asyncio.gather(*rollouts, return_exceptions=True)
 
     runner.run(main())
@@ -167,7 +168,7 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
         config = make_config(
             engine.url,
             tmp_path,
-            hang_timeout=1.5,
+            hang_timeout=5.0,
             max_worker_crashes=2,
             pool={"type": "static", "workers": 2},
             name="hung",
@@ -224,7 +225,7 @@ def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
         with contextlib.ExitStack() as files:
             for _ in range(300):
                 files.enter_context(Path(os.devnull).open())
-            config = make_config(engine.url, tmp_path, worker_startup_timeout=30, pool={"type": "static", "workers": 1})
+            config = make_config(engine.url, tmp_path, worker_startup_timeout=60, pool={"type": "static", "workers": 1})
             async with EnvServer(config) as server:
                 assert server.pool.counts["booted"] == 1
 
@@ -302,7 +303,7 @@ def test_boot_that_cannot_open_files_leaves_none_open(tmp_path, num_free):
             with few_files(num_free), pytest.raises((OSError, ProcessDied)):
                 await worker.boot(**arguments)
             await worker.reap()
-            assert open_pipes() == before
+            assert open_pipes() <= before
 
     asyncio.run(main())
 
