@@ -96,8 +96,8 @@ trap 'pass_on TERM' TERM
 
 WAIT_FOR_RUN = r"""
 started=$!
-# A process that was forked just now, and still is this shell, may swallow a signal. So may $(...) in this loop: bash 5.2
-# cannot run a trap while it parses one.
+# A process that was forked just now, and still is this shell, may swallow a signal. So may $(...) in this loop: bash
+# 5.2 cannot run a trap while it parses one.
 while cmp -s "/proc/$$/cmdline" "/proc/$started/cmdline"; do sleep 0.1; done
 run=$started
 [ -z "$early_signal" ] || kill -"$early_signal" "$run"
