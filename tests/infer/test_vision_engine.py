@@ -214,6 +214,19 @@ def test_images_that_are_not_used_soon_are_dropped(world, monkeypatch):
     assert list(uploaded._images) == ["1"]
 
 
+def test_image_that_is_uploaded_again_is_kept_for_the_next_request(world):
+    family, _, models = world
+    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
+    copies = [ProcessedImage(f"{n}", family, image.arrays, image.grid, image.num_tokens) for n in range(3)]
+    uploaded = UploadedImages(tower, 2 * image.num_bytes)
+    for copy in copies[:2]:
+        uploaded.add(copy)
+    uploaded._find(["0", "1"])
+    uploaded.add(copies[0])
+    uploaded.add(copies[2])
+    assert list(uploaded._images) == ["0", "2"]
+
+
 def test_wrong_images_are_refused_when_they_arrive(world):
     family, _, models = world
     core = build_core(models[A], A)

@@ -71,10 +71,11 @@ class UploadedImages:
             problem = f"image {image.hash[:8]} has {image.num_bytes} bytes, the cache only {self._max_bytes}"
             raise RequestInvalid(f"{problem}: raise inference.image_cache_mib")
         with self._lock:
-            if image.hash in self._images:
-                return
-            self._images[image.hash], self._unused_since[image.hash] = image, time.monotonic()
-            self._num_bytes += image.num_bytes
+            if image.hash not in self._images:
+                self._images[image.hash] = image
+                self._num_bytes += image.num_bytes
+            self._images.move_to_end(image.hash)
+            self._unused_since[image.hash] = time.monotonic()
             self._evict(lambda hash: not self._is_awaited(hash), self._max_bytes)
             self._evict(lambda hash: True, 2 * self._max_bytes)
 
