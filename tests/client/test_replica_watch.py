@@ -77,3 +77,13 @@ async def test_servers_join_again_after_an_update_that_they_refused():
         with pytest.raises(ProviderError, match="WeightsRefused: a checksum is wrong"):
             await update  # the server could not join with these weights
         await until(lambda: client.versions == {fake.url: PolicyVersion("fake", 0, 1)})
+
+
+@bounded
+async def test_a_client_starts_once():
+    async with connected(Fake()) as client:
+        with pytest.raises(ProviderError, match="is already started"):
+            await client.start()
+    assert not client._is_started
+    with pytest.raises(ProviderError, match="is closed"):
+        await client.start()

@@ -72,6 +72,8 @@ class InferenceClient(AsyncService):
         """
         if self._is_open:
             raise ProviderError("the client is already started")
+        if self._pool.is_closed:
+            raise ProviderError("the client is closed, and starts only once; create another one")
         self._is_open, timeout = True, self.config.server_wait_timeout
         try:
             for replica in self._pool.replicas:
@@ -99,9 +101,10 @@ class InferenceClient(AsyncService):
 
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
+        self._is_open = self._is_started = False
+        self._pool.is_closed = True
         replicas = {*self._pool.replicas, *self._watch_tasks}
         await self._watch_tasks.cancel()
-        self._is_open, self._pool.is_closed = False, True
         for replica in replicas:
             self._pool.eject(replica, "the client is closed")
             await replica.http.aclose()
