@@ -1,7 +1,9 @@
-"""Helpers for asyncio: a timeout that names its operation, retries with backoff, and the ownership of tasks."""
+"""Helpers for asyncio: a timeout that names its operation, retries, calls that may hang, and the ownership of tasks."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -50,6 +52,24 @@ async def retry(call: Callable[[], Awaitable[T]], *, max_retries: int, backoff: 
                 raise
         await asyncio.sleep(backoff * 2**num_retries)
     return await call()
+
+
+async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
+    """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
+
+    Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who stops waiting leaves the thread running
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:

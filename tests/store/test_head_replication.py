@@ -29,8 +29,6 @@ TABLES = ("facts", "segments", "rollouts", "events", "marks", "states", "groups"
 class FailingStorage(Storage):
     """Storage that fails a creation before or after it was made."""
 
-    __slots__ = ("failures",)
-
     def __init__(self):
         super().__init__()
         self.failures = []
@@ -132,6 +130,40 @@ def test_storage_that_stays_away_fails_the_commit_by_name(tmp_path, shared, monk
         shared.failures = ["before"] * 1000
         with pytest.raises(StorageFailed, match="entry 0 of the head log cannot be created: the mount is gone"):
             commit_step(ledger, 0, 0)
+
+
+def test_storage_that_hangs_fails_the_commit_by_name_and_does_not_delay_the_exit(tmp_path, shared, monkeypatch):
+    monkeypatch.setattr(head_replication, "STORAGE_TIMEOUT", 0.2)
+    monkeypatch.setattr(head_replication, "BLOCKING_CHANGE_TIMEOUT", 0.2)
+    answers = threading.Event()
+    with open_head(tmp_path / "run", shared) as ledger:
+        shared.create = lambda name, data: answers.wait()
+        try:
+            with pytest.raises(StorageFailed):
+                commit_step(ledger, 0, 0)
+            threads = [thread for thread in threading.enumerate() if thread.name == "head log"]
+            assert [thread.daemon for thread in threads] == [True]  # others are waited for when Python exits
+        finally:
+            answers.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def test_entry_that_could_not_be_confirmed_is_recognized_by_the_same_head(tmp_path, shared, monkeypatch):
+    monkeypatch.setattr(head_replication, "STORAGE_TIMEOUT", 0.0)  # fail at once
+
+    def fail(connection, state):
+        raise TimeoutError("the disk is busy")
+
+    with open_head(tmp_path / "run", shared) as ledger:
+        with monkeypatch.context() as patch, pytest.raises(StorageFailed, match="the disk is busy"):
+            patch.setattr(head_replication, "confirm_entry", fail)
+            commit_step(ledger, 0, 0)
+        commit_step(ledger, 1, 1)
+        committed = dump(ledger.store)
+    restore_run(shared, tmp_path / "restored", epoch=1)
+    with RunStore.open(tmp_path / "restored") as store:
+        assert dump(store) == committed
 
 
 @pytest.mark.parametrize("moment", ["before the entry", "after the entry"])

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import hashlib
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from ramify.errors import DeadlineExceeded, ProcessReplaced, StorageFailed
+from ramify.async_calls import call_in_daemon_thread
+from ramify.errors import ProcessReplaced, StorageFailed
 from ramify.fencing.head_log import CreateOnceStore, HeadLog, LogPosition
 from ramify.store.change_tracking import (
     HeadState,
@@ -49,7 +51,7 @@ class HeadReplicator:
 
     def __init__(self, store: RunStore, shared: CreateOnceStore, find_group_file: FindGroupFile | None = None) -> None:
         self._store, self._shared, self._log, self._find_group_file = store, shared, HeadLog(shared), find_group_file
-        self._executor = ThreadPoolExecutor(1, "head log")  # one entry after another
+        self._lock = threading.Lock()  # one entry after another
         self._replaced_error: ProcessReplaced | None = None
         state = read_state(store)
         if state is None:
@@ -64,18 +66,22 @@ class HeadReplicator:
     async def replicate(self) -> None:
         """Create an entry with all changes, if there are any; return when it exists.
 
-        If the storage fails, try again for STORAGE_TIMEOUT seconds, then raise StorageFailed or DeadlineExceeded.
-        Raises ProcessReplaced if another head has taken over.
+        If the storage fails or hangs, raise StorageFailed after STORAGE_TIMEOUT seconds. Raises ProcessReplaced if
+        another head has taken over.
         """
         try:
             async with asyncio.timeout(STORAGE_TIMEOUT + BLOCKING_CHANGE_TIMEOUT):
-                await asyncio.get_running_loop().run_in_executor(self._executor, self.replicate_blocking)
+                await call_in_daemon_thread(self.replicate_blocking, "head log")
         except TimeoutError as error:
-            problem = f"was not copied to shared storage within {STORAGE_TIMEOUT:g} s"
-            raise DeadlineExceeded(f"{self._store.path} {problem}") from error
+            problem = f"{self._store.path} was not copied to shared storage within {STORAGE_TIMEOUT:g} s"
+            raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
 
     def replicate_blocking(self) -> None:
-        """Do what `replicate` does, in this thread. Only one thread may call it at a time."""
+        """Do what `replicate` does, in this thread, where storage that hangs cannot be interrupted."""
+        with self._lock:
+            self._create_entry_with_retries()
+
+    def _create_entry_with_retries(self) -> None:
         deadline = time.monotonic() + STORAGE_TIMEOUT
         while True:
             try:
@@ -95,10 +101,11 @@ class HeadReplicator:
             await asyncio.sleep(POLL_INTERVAL)
             with contextlib.suppress(OSError, TimeoutError):  # the next commit notices storage that fails
                 async with asyncio.timeout(STORAGE_TIMEOUT):
-                    await asyncio.to_thread(self._log.check_not_ended, self.position)
+                    await call_in_daemon_thread(partial(self._log.check_not_ended, self.position), "newer head")
         raise self._replaced_error
 
     def _create_entry(self) -> None:
+        self._read_state_again()
         self._skip_pending_entry()
         changes, lengths = self._collect()
         if changes is None:
@@ -122,6 +129,13 @@ class HeadReplicator:
             tables_version=changes.version,
         )
         self._change(lambda connection: confirm_entry(connection, self._state))
+
+    def _read_state_again(self) -> None:
+        """Read what is stored: if the last entry could not be confirmed, it is still pending there."""
+        states: list[HeadState | None] = []
+        self._change(lambda connection: states.append(read_head_state(connection)))
+        assert states[-1] is not None
+        self._state = states[-1]
 
     def _skip_pending_entry(self) -> None:
         """Continue after the pending entry, if it was created before its creator failed."""
