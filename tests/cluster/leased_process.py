@@ -29,7 +29,7 @@ while True:
 async def main(node: str, lease: float, beats: str) -> None:
     launcher = RayLauncher.connect(os.environ["RAMIFY_RAY"])
     log = ProcessLog(Path(tempfile.mkdtemp()) / "log")
-    placement = Placement(num_cpus=0.1, nodes=(node,), lease=LeaseTerms(duration=lease, slack=5.0))
+    placement = Placement(num_cpus=0.1, choose_nodes=lambda nodes: (node,), lease=LeaseTerms(duration=lease, slack=5.0))
     async with open_slot(launcher, placement) as slot:
         assert slot.node == node
         await start_code(slot, BEATS.format(path=beats), log)

@@ -62,7 +62,8 @@ def test_processes_have_placements_and_services(plan):
     assert specs["orchestrator"].role is ProcessRole.LEADER
     assert set(specs["orchestrator"].start_after) == set(specs) - {"orchestrator", "trainer"}
     assert specs["trainer"].num_ranks == 2
-    assert specs["trainer"].placement.nodes == ("b", "c")
+    assert specs["trainer"].placement.choose_nodes(NODES) == ("b", "c")
+    assert specs["trainer"].placement.choose_nodes(NODES[:2]) == ()
     assert specs["trainer"].placement.lease.duration == 30
     assert specs["inference/1"].placement.lease.duration == 60
     assert specs["inference/1"].service == "inference"

@@ -4,11 +4,84 @@ import sys
 
 import pytest
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied
+from ramify.launch import ray_launcher
+from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher
+from tests.launch.launchers import build_leases, with_timeout
+from tests.launch.stub_ray import StubRay
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "RETRY_INTERVAL", 0.01)
+
+
+def choose_first(*names: str) -> Placement:
+    """Return a placement that gives one rank to each of the first two of these nodes that can be reached."""
+    return Placement(
+        choose_nodes=lambda nodes: [name for name in names if name in {node.name for node in nodes}][:2],
+    )
 
 
 def test_missing_ray_is_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigInvalid, match=r"cluster.launcher: 'ray' needs the extra `ray`: pip install"):
         RayLauncher.connect()
+
+
+@with_timeout
+async def test_ranks_are_started_on_the_chosen_nodes_and_no_others():
+    ray = StubRay("a", "b", "c")
+    slots = await RayLauncher(ray).open_slots(build_leases(2), choose_first("c", "b"), timeout=60)
+    assert [slot.node for slot in slots] == ["c", "b"]
+    assert [(actor.strategy.node_id, actor.strategy.soft) for actor in ray.actors] == [("id-c", False), ("id-b", False)]
+
+
+@with_timeout
+async def test_nodes_are_chosen_again_when_one_dies():
+    ray = StubRay("a", "b", "c", failures={"b": "dies"})
+    slots = await RayLauncher(ray).open_slots(build_leases(2), choose_first("a", "b", "c"), timeout=60)
+    assert [slot.node for slot in slots] == ["a", "c"]
+    assert [actor.is_killed for actor in ray.actors] == [True, True, False, False]
+
+
+@with_timeout
+async def test_actor_that_cannot_start_is_named_and_ends_the_others():
+    ray = StubRay("a", "b", failures={"a": "full", "b": "ModuleNotFoundError: No module named 'ramify'"})
+    with pytest.raises(ProcessDied, match=r"cannot be started on b: ModuleNotFoundError: No module named 'ramify'; "):
+        await RayLauncher(ray).open_slots(build_leases(2), choose_first("a", "b"), timeout=60)
+    assert [actor.is_killed for actor in ray.actors] == [True, True]
+    assert ray.actors[0].is_cancelled
+
+
+@with_timeout
+async def test_full_cluster_is_reported_with_what_the_nodes_have():
+    ray = StubRay("a", failures={"a": "full"})
+    needed = "it needs 1 cores and 0 GPUs on a node; the nodes have, used or not, a: 4 and 0"
+    message = f"role has found no place within 0.2 s: {needed}"
+    for placement in (choose_first("a"), Placement(choose_nodes=lambda nodes: ())):
+        with pytest.raises(DeadlineExceeded, match=message):
+            await RayLauncher(ray).open_slots(build_leases(), placement, timeout=0.2)
+    assert all(actor.is_killed for actor in ray.actors)
+
+
+@with_timeout
+async def test_last_failure_is_named_when_no_place_was_found():
+    ray = StubRay("a", "b", failures={"b": "dies"})
+
+    def choose_nodes(nodes):
+        if len(nodes) < 2:
+            raise TimeoutError  # as at the end of the timeout
+        return ["b"]
+
+    with pytest.raises(DeadlineExceeded, match=r"no place within 60 s; the last try failed: .* on b .*node is dead"):
+        await RayLauncher(ray).open_slots(build_leases(), Placement(choose_nodes=choose_nodes), timeout=60)
+
+
+@with_timeout
+async def test_actor_that_crashes_again_and_again_ends_with_the_timeout():
+    ray = StubRay("a", failures={"a": "crashes"})
+    with pytest.raises(DeadlineExceeded, match=r"has found no place within 0.5 s"):
+        await RayLauncher(ray).open_slots(build_leases(), choose_first("a"), timeout=0.5)
+    assert all(actor.is_killed for actor in ray.actors)

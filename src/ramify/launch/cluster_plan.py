@@ -26,6 +26,7 @@ from ramify.launch.devices import DeviceAllocation, Gpu
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
 from ramify.launch.memory import ModelSize
+from ramify.launch.node_assignments import NodeAssignments
 from ramify.launch.placement import ProcessDemand
 from ramify.launch.plan import ATTEMPT_SHUTDOWN_TIMEOUT, SourceT, check_run, describe_run, with_default_pools
 from ramify.launch.ports import PortReservation
@@ -100,6 +101,7 @@ class _ClusterPlanBuilder:
             {"orchestrator.address": address, "orchestrator.status_address": config.orchestrator.status_address}
         )
         self.address, self.status_address = self.reservation.addresses.values()
+        self.assignments = NodeAssignments(placement.demands, placement.node_names)
         self.addresses: dict[str, str] = {}
         self.trainer_gpus = [ANY_GPU] * next(demand.gpus for demand in self.demands if demand.name == TRAINER)
         self.engine_names = self._list_names(ENGINE_PREFIX, MODEL_PREFIX)
@@ -119,7 +121,7 @@ class _ClusterPlanBuilder:
             config.path / "logs" / f"{name.replace('/', '-')}.log",
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
-            placement=Placement(demand.cores, demand.gpus, self.placement.node_names[name], terms),
+            placement=Placement(demand.cores, demand.gpus, partial(self.assignments.assign, name), terms),
         )
         if name == TRAINER:
             return replace(spec, role=ProcessRole.FOLLOWER, build_start=partial(self._start_trainer, demand))

@@ -10,7 +10,7 @@ along and written on the node. `LocalLauncher` starts processes on this machine,
 """
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -42,8 +42,9 @@ class Placement:
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    nodes: tuple[str, ...] = ()
-    """Names of the preferred nodes, one per rank. A rank whose node is gone is started on another one."""
+    choose_nodes: Callable[[Sequence[ClusterNode]], Sequence[str]] | None = None
+    """Returns the name of the node of each rank, of those that can be reached, or nothing if there is no room. None:
+    each rank goes wherever there is room."""
     lease: LeaseTerms = LeaseTerms()  # noqa: RUF009 - it is immutable
     """How long the process may run while its node cannot be reached."""
 

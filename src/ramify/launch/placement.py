@@ -102,7 +102,7 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
         for demand in demands:
             if demand.is_optional is not is_optional:
                 continue
-            node_names = _place(demand, free_nodes)
+            node_names = place_process(demand, free_nodes)
             if len(node_names) == demand.num_ranks:
                 placed[demand.name] = node_names
             elif not is_optional:
@@ -113,15 +113,7 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
     return {demand.name: placed[demand.name] for demand in demands if demand.name in placed}
 
 
-def find_unknown_nodes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
-    """Return, by role, the allowed nodes that the cluster does not have."""
-    known = {node.name for node in nodes} | {node.host for node in nodes}
-    allowed = {demand.role: demand.allowed_nodes for demand in demands}
-    unknown = {role: [name for name in names if name not in known] for role, names in allowed.items()}
-    return {role: names for role, names in unknown.items() if names}
-
-
-def _place(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tuple[str, ...]:
+def place_process(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tuple[str, ...]:
     """Return the nodes of as many ranks as fit, and reserve their room if all do."""
     if demand.num_ranks == 1:
         order = sorted(free_nodes, key=lambda free: _rate_for_server(free, demand))
@@ -137,6 +129,14 @@ def _place(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tuple[str, 
         for free, num_ranks in ranks_by_node:
             free.take(demand, num_ranks)
     return tuple(free.node.name for free, num_ranks in ranks_by_node for _ in range(num_ranks))
+
+
+def find_unknown_nodes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
+    """Return, by role, the allowed nodes that the cluster does not have."""
+    known = {node.name for node in nodes} | {node.host for node in nodes}
+    allowed = {demand.role: demand.allowed_nodes for demand in demands}
+    unknown = {role: [name for name in names if name not in known] for role, names in allowed.items()}
+    return {role: names for role, names in unknown.items() if names}
 
 
 def _rate_for_server(free: FreeNode, demand: ProcessDemand) -> tuple[int, ...]:

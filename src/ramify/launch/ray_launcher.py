@@ -1,9 +1,9 @@
 """Starts processes on the nodes of a Ray cluster, with one small actor per process.
 
-Ray finds a node with enough cores and GPUs, and runs the actor there. The actor holds a `NodeProcess`, which starts the
-process and reports about it. Actors are never restarted and calls never repeated by Ray, because the supervisor decides
-what happens after a failure. Ray's view of what is dead does not count either: a node that Ray has given up may live
-on. Only an exit that was seen counts, or the end of a lease. Replies are small and bypass Ray's object store.
+The placement of a process chooses its node, and Ray runs the actor there. The actor holds a `NodeProcess`, which starts
+the process and reports about it. Actors are never restarted and calls never repeated by Ray, because the supervisor
+decides what happens after a failure. Ray's view of what is dead does not count either: a node that Ray has given up may
+live on. Only an exit that was seen counts, or the end of a lease. Replies are small and bypass Ray's object store.
 """
 
 import asyncio
@@ -11,9 +11,10 @@ import contextlib
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost
+from ramify.async_calls import call_in_daemon_thread, cancel_all
+from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied
 from ramify.fencing.lease import LeaseTerms, RoleLeases
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
@@ -39,6 +40,7 @@ class RayLauncher:
         """Connect to a running Ray cluster. Raises ConfigInvalid if Ray is missing or the cluster does not answer."""
         try:
             ray: Any = import_module("ray")
+            import_module("ray.util.scheduling_strategies")
         except ImportError as error:
             raise ConfigInvalid("cluster.launcher: 'ray' needs the extra `ray`: pip install 'ramify[ray]'") from error
         try:
@@ -50,6 +52,9 @@ class RayLauncher:
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return the nodes that Ray takes for alive; the head is the one of this process."""
+        return self._to_cluster_nodes(self._list_alive_nodes())
+
+    def _to_cluster_nodes(self, ray_nodes: Sequence[dict[str, Any]]) -> list[ClusterNode]:
         head_id = self._ray.get_runtime_context().get_node_id()
         return [
             ClusterNode(
@@ -60,7 +65,7 @@ class RayLauncher:
                 memory=int(node["Resources"].get("memory", 0)) or None,
                 is_head=node["NodeID"] == head_id,
             )
-            for node in self._list_alive_nodes()
+            for node in ray_nodes
         ]
 
     def _list_alive_nodes(self) -> list[dict[str, Any]]:
@@ -69,38 +74,54 @@ class RayLauncher:
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
-        """Return one slot per rank. A rank without a preferred node goes wherever there is room."""
+        """Return one slot per rank; nodes are chosen again if one dies meanwhile.
+
+        Raises ProcessDied if the actor of a rank cannot be started on its node.
+        """
         if placement is None:
             return await self._local.open_slots(leases, placement, timeout=timeout)
-        clients: list[_RayClient] = []
+        failures: list[PeerLost] = []
         try:
             async with asyncio.timeout(timeout):
-                tasks = [self._open(leases, placement, rank, clients) for rank in range(leases.num_ranks)]
-                return await asyncio.gather(*tasks)
-        except BaseException as error:
+                while True:
+                    if (nodes := await self._choose_nodes(placement, leases.num_ranks)) is not None:
+                        try:
+                            return await self._open_on(nodes, leases, placement)
+                        except PeerLost as error:
+                            failures.append(error)
+                    await asyncio.sleep(RETRY_INTERVAL)
+        except TimeoutError as error:
+            raise self._make_no_place_error(leases, placement, timeout, failures[-1:]) from error
+
+    async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
+        """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now."""
+        if placement.choose_nodes is None:
+            return [None] * num_ranks
+        ray_nodes = await call_in_daemon_thread(self._list_alive_nodes, "nodes of Ray")
+        ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
+        names = placement.choose_nodes(self._to_cluster_nodes(ray_nodes))
+        return [_RayNode(name, ids[name]) for name in names] if names and ids.keys() >= set(names) else None
+
+    async def _open_on(
+        self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: Placement
+    ) -> list[RemoteSlot]:
+        """Start one actor per rank. If one of them fails, all are ended."""
+        clients = [_RayClient(self._ray, self._create_actor(placement, node), node) for node in nodes]
+        tasks = [asyncio.create_task(client.open()) for client in clients]
+        try:
+            addresses = await asyncio.gather(*tasks)
+        except BaseException:
+            await cancel_all(tasks)
             for client in clients:
                 client.kill()
-            if isinstance(error, TimeoutError):
-                raise self._to_no_room(leases, placement, timeout) from error
             raise
+        return [
+            RemoteSlot(client, address, leases, rank) for rank, (client, address) in enumerate(zip(clients, addresses))
+        ]
 
-    async def _open(
-        self, leases: RoleLeases, placement: Placement, rank: int, clients: "list[_RayClient]"
-    ) -> RemoteSlot:
-        """Start the actor of one rank, again if its node dies meanwhile."""
-        while True:
-            client = _RayClient(self._ray, self._create_actor(placement, rank))
-            clients.append(client)
-            with contextlib.suppress(PeerLost):
-                return RemoteSlot(client, await client.get_address(), leases, rank)
-            client.kill()
-            await asyncio.sleep(RETRY_INTERVAL)
-
-    def _create_actor(self, placement: Placement, rank: int) -> Any:
-        strategies = import_module("ray.util.scheduling_strategies")
-        name = placement.nodes[rank] if rank < len(placement.nodes) else ""
-        node_ids = [node["NodeID"] for node in self._list_alive_nodes() if node["NodeName"] == name]
-        strategy = strategies.NodeAffinitySchedulingStrategy(node_ids[0], soft=True) if node_ids else "SPREAD"
+    def _create_actor(self, placement: Placement, node: "_RayNode | None") -> Any:
+        strategies = self._ray.util.scheduling_strategies
+        strategy = "SPREAD" if node is None else strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = self._actor_class.options(
             num_cpus=placement.num_cpus,
             num_gpus=placement.num_gpus,
@@ -110,14 +131,18 @@ class RayLauncher:
         )
         return options.remote(placement.lease)
 
-    def _to_no_room(self, leases: RoleLeases, placement: Placement, timeout: float) -> DeadlineExceeded:
+    def _make_no_place_error(
+        self, leases: RoleLeases, placement: Placement, timeout: float, failures: Sequence[PeerLost]
+    ) -> DeadlineExceeded:
+        """Return an error that names the last failure, or else what the nodes have."""
+        message = f"{leases.role} has found no place within {timeout:g} s"
+        if failures:
+            return DeadlineExceeded(f"{message}; the last try failed: {failures[0].message}")
         needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
         ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
         nodes = [f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in self.list_nodes()]
-        message = f"{leases.role} has found no place within {timeout:g} s: {ranks} {needed}"
-        return DeadlineExceeded(
-            f"{message}; the nodes have, used or not, {', '.join(nodes)}; add a node or lower [cluster]"
-        )
+        listed = f"the nodes have, used or not, {', '.join(nodes)}"
+        return DeadlineExceeded(f"{message}: {ranks} {needed}; {listed}; add a node or lower [cluster]")
 
     def wait_for_nodes(self, num_nodes: int, *, timeout: float) -> list[ClusterNode]:
         """Return the nodes when there are `num_nodes`. Raises DeadlineExceeded after `timeout` seconds."""
@@ -139,6 +164,13 @@ class RayLauncher:
         self.disconnect()
 
 
+class _RayNode(NamedTuple):
+    """A node that an actor must run on."""
+
+    name: str
+    id: str
+
+
 class _NodeProcessActor(NodeProcess):
     """What the actor runs: a `NodeProcess` that knows its node from Ray."""
 
@@ -152,12 +184,22 @@ class _NodeProcessActor(NodeProcess):
 class _RayClient:
     """The connection to one actor."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(self, ray: Any, actor: Any, node: _RayNode | None) -> None:
         self._ray, self._actor, self._is_closed = ray, actor, False
+        self._where = f" on {node.name}" if node is not None else ""
 
-    async def get_address(self) -> SlotAddress:
-        """Wait until the actor runs, and return where. Raises PeerLost if it dies."""
-        return await self._call(self._actor.get_address.remote())
+    async def open(self) -> SlotAddress:
+        """Wait until the actor runs, and return where.
+
+        Raises PeerLost if it dies with its node, and ProcessDied if it cannot be started there.
+        """
+        try:
+            return await self._call(self._actor.get_address.remote())
+        except PeerLost as error:
+            if getattr(error.__cause__, "actor_init_failed", False):
+                problem = f"the actor of a process cannot be started{self._where}: {_get_last_line(error.__cause__)}"
+                raise ProcessDied(f"{problem}; install the same packages on all nodes") from error
+            raise
 
     async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Call the actor. Raises PeerLost if it does not answer."""
@@ -170,7 +212,8 @@ class _RayClient:
         except exceptions.RayTaskError:
             raise  # the method itself failed
         except exceptions.RayError as error:
-            raise PeerLost(f"the actor of a process does not answer: {error}") from error
+            problem = f"the actor of a process{self._where} does not answer: {_get_last_line(error)}"
+            raise PeerLost(problem) from error
 
     async def close(self, *, is_reachable: bool) -> None:
         """Let the actor stop its process and remove its files, if it can, and end it."""
@@ -187,3 +230,8 @@ class _RayClient:
         if not self._is_closed:
             self._is_closed = True
             self._ray.kill(self._actor)
+
+
+def _get_last_line(error: BaseException | None) -> str:
+    """Return the last line of an error of Ray, which is the cause if it has a traceback."""
+    return str(error).strip().rpartition("\n")[2].strip()

@@ -1,0 +1,87 @@
+"""A stand-in for Ray: nodes whose actors answer, wait for room, fail or die, as the test says."""
+
+import asyncio
+from types import SimpleNamespace
+
+from ramify.launch.node_process import SlotAddress
+
+
+class RayError(Exception): ...
+
+
+class RayTaskError(RayError): ...
+
+
+class RayActorError(RayError):
+    def __init__(self, message: str, *, actor_init_failed: bool = False) -> None:
+        super().__init__(message)
+        self.actor_init_failed = actor_init_failed
+
+
+class NodeAffinitySchedulingStrategy:
+    def __init__(self, node_id: str, *, soft: bool) -> None:
+        self.node_id, self.soft = node_id, soft
+
+
+class StubActor:
+    """An actor on a node, of which only the address is ever asked for."""
+
+    def __init__(self, ray: "StubRay", strategy) -> None:
+        self.ray, self.strategy = ray, strategy
+        self.is_killed, self.is_cancelled = False, False
+        self.get_address = SimpleNamespace(remote=self._get_address)
+        ray.actors.append(self)
+
+    async def _get_address(self) -> SlotAddress:
+        name = self.strategy.node_id.removeprefix("id-")
+        failure = self.ray.failures.get(name)
+        if failure == "full":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.is_cancelled = True
+                raise
+        if failure == "crashes":
+            raise RayActorError("the actor died\nits worker has crashed")
+        if failure == "dies":
+            self.ray.names.remove(name)
+            raise RayActorError("the actor died\nits node is dead")
+        if failure is not None:
+            raise RayActorError(f"the actor died\n{failure}\n", actor_init_failed=True)
+        return SlotAddress(name, "127.0.0.1", 1, "/nowhere")
+
+
+class StubRay:
+    """What `RayLauncher` uses of Ray. `failures` says what happens to actors on a node: `full`, `crashes`,
+    `dies` (the node) or an error."""
+
+    def __init__(self, *names: str, failures: dict[str, str] | None = None) -> None:
+        self.names, self.failures = list(names), failures or {}
+        self.actors: list[StubActor] = []
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)
+        self.util = SimpleNamespace(scheduling_strategies=strategies)
+        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+
+    def nodes(self) -> list[dict]:
+        return [
+            {
+                "NodeName": name,
+                "NodeID": f"id-{name}",
+                "NodeManagerAddress": name,
+                "Alive": True,
+                "Resources": {"CPU": 4},
+            }
+            for name in self.names
+        ]
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: f"id-{self.names[0]}")
+
+    def remote(self, actor_class):
+        def options(*, scheduling_strategy, **_):
+            return SimpleNamespace(remote=lambda terms: StubActor(self, scheduling_strategy))
+
+        return SimpleNamespace(options=options)
+
+    def kill(self, actor: StubActor) -> None:
+        actor.is_killed = True
