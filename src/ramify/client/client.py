@@ -29,17 +29,16 @@ from ramify.client.http_client import (
     ServerBusy,
     send_request,
 )
-from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
+from ramify.client.replica_pool import Replica, ReplicaPool
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 from ramify.wire.lifecycle import AsyncService
+from ramify.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation
-STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up
-JOIN_INTERVAL = 0.2  # at most these seconds between two tries to join a server that was never up
 
 
 class InferenceClient(AsyncService):
@@ -265,7 +264,7 @@ class InferenceClient(AsyncService):
     @property
     def down_replicas(self) -> dict[str, str]:
         """The reasons why servers are down, by URL."""
-        return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ReplicaState.DOWN}
+        return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ServerState.DOWN}
 
     async def get_loads(self) -> dict[str, EngineLoad]:
         """Return the load of every server that is up and responds, by URL."""
@@ -356,10 +355,10 @@ class InferenceClient(AsyncService):
             try:
                 if self._is_started:
                     await self._check_health(replica)
-                if replica.state is ReplicaState.DOWN:
+                if replica.state is ServerState.DOWN:
                     await self._join_replica(replica)
             except RamifyError as error:
-                if replica.state is ReplicaState.DOWN:
+                if replica.state is ServerState.DOWN:
                     replica.reason = f"{error.name}: {error.message}"
                 if not error.retryable and not self._is_started:
                     replica.refusal = error
@@ -380,10 +379,10 @@ class InferenceClient(AsyncService):
                     await self._record_progress(replica)
         except (RamifyError, RequestFailed) as error:
             replica.num_failed_checks += 1
-            if replica.num_failed_checks >= self.config.eject_after and replica.state is not ReplicaState.DOWN:
-                if replica.state is ReplicaState.UP:
+            if replica.num_failed_checks >= self.config.eject_after and replica.state is not ServerState.DOWN:
+                if replica.state is ServerState.UP:
                     self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
-                if self._pool.up_replicas or replica.state is ReplicaState.REMOVED:
+                if self._pool.up_replicas or replica.state is ServerState.REMOVED:
                     replica.interrupt_movable_requests()
             raise ProviderError(str(error)) from error
         replica.num_failed_checks = 0

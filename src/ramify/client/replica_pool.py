@@ -13,22 +13,14 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from ramify.client.engine_adapter import EngineAdapter
 from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError, RamifyError
+from ramify.wire.server_state import ServerState
 
 MAX_SESSIONS = 1 << 16  # beyond it, the least recently used session is forgotten
-
-
-class ReplicaState(Enum):
-    """Whether a server receives requests."""
-
-    UP = "up"
-    DOWN = "down"
-    REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +42,7 @@ class Replica:
 
     def __init__(self, url: str, http: HttpClient) -> None:
         self.url, self.http = url, http
-        self.state = ReplicaState.DOWN
+        self.state = ServerState.DOWN
         self.reason = "not reached yet"
         self.adapter: EngineAdapter | None = None
         self.refusal: RamifyError | None = None
@@ -70,7 +62,7 @@ class Replica:
     @property
     def is_drained(self) -> bool:
         """Whether it was removed and its last request has ended."""
-        return self.state is ReplicaState.REMOVED and not self.num_in_flight
+        return self.state is ServerState.REMOVED and not self.num_in_flight
 
     @contextlib.contextmanager
     def track_request(self) -> Generator[None]:
@@ -131,7 +123,7 @@ class ReplicaPool:
     @property
     def up_replicas(self) -> list[Replica]:
         """The servers that receive requests."""
-        return [replica for replica in self.replicas if replica.state is ReplicaState.UP]
+        return [replica for replica in self.replicas if replica.state is ServerState.UP]
 
     def add(self, replica: Replica) -> None:
         """Add a server. It gets requests once it is admitted."""
@@ -141,21 +133,21 @@ class ReplicaPool:
     def remove(self, replica: Replica) -> None:
         """Remove a server: it gets no more requests, and those in flight stay with it."""
         self.replicas.remove(replica)
-        self._set_state(replica, ReplicaState.REMOVED, "its address was removed")
+        self._set_state(replica, ServerState.REMOVED, "its address was removed")
         replica.check_now.set()
 
     def eject(self, replica: Replica, reason: str) -> None:
         """Stop sending requests to a server until it is admitted again."""
-        self._set_state(replica, ReplicaState.DOWN, reason)
+        self._set_state(replica, ServerState.DOWN, reason)
         replica.check_now.set()
 
     def admit(self, replica: Replica) -> None:
         """Start sending requests to a server."""
         replica.num_failed_checks = 0
-        self._set_state(replica, ReplicaState.UP, "")
+        self._set_state(replica, ServerState.UP, "")
 
-    def _set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
-        if replica.state is not ReplicaState.REMOVED:
+    def _set_state(self, replica: Replica, state: ServerState, reason: str) -> None:
+        if replica.state is not ServerState.REMOVED:
             replica.state, replica.reason = state, reason
         if self.up_replicas:
             self._any_up.set()

@@ -3,23 +3,15 @@
 import asyncio
 import contextlib
 from collections.abc import Generator
-from enum import Enum
 from typing import Any
 
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import AddressUpdate
 from ramify.errors import RamifyError
 from ramify.wire import WireSettings
+from ramify.wire.server_state import ServerState
 
 CONNECT_TIMEOUT = 10.0  # seconds for one try to connect
-
-
-class EnvServerState(Enum):
-    """Whether a server gets requests; `env_server_pool` has the transitions."""
-
-    UP = "up"
-    DOWN = "down"
-    REMOVED = "removed"
 
 
 class ConnectedEnvServer:
@@ -31,7 +23,7 @@ class ConnectedEnvServer:
     """
 
     def __init__(self, address: str) -> None:
-        self.address, self.state = address, EnvServerState.DOWN
+        self.address, self.state = address, ServerState.DOWN
         self.client: EnvClient | None = None
         self.failure: RamifyError | None = None
         self.was_up = self.is_broken = False
@@ -42,12 +34,12 @@ class ConnectedEnvServer:
     @property
     def is_drained(self) -> bool:
         """Whether it was removed and its last request has ended."""
-        return self.state is EnvServerState.REMOVED and not self.num_in_flight
+        return self.state is ServerState.REMOVED and not self.num_in_flight
 
     @property
     def is_pending(self) -> bool:
         """Whether it may still come up."""
-        return self.state is EnvServerState.DOWN and not self.is_broken
+        return self.state is ServerState.DOWN and not self.is_broken
 
     @property
     def is_expected_soon(self) -> bool:

@@ -18,14 +18,13 @@ from ramify.async_calls import WatchTasks
 from ramify.envserver.client import EnvClient, RolloutResult
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
 from ramify.errors import EnvironmentChanged, Failure, PeerLost, RamifyError, WorkerDied
-from ramify.orchestrate.connected_env_server import ConnectedEnvServer, EnvServerState
+from ramify.orchestrate.connected_env_server import ConnectedEnvServer
 from ramify.trace import Trace
 from ramify.wire import WireSettings
 from ramify.wire.lifecycle import AsyncService
+from ramify.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 
-JOIN_INTERVAL = 0.05  # seconds between two tries to join a server that was never up
 CHECK_INTERVAL = 1.0  # seconds between two checks of any other server
-STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up
 MAX_MOVES = 10  # servers that may be lost while they run one attempt
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class EnvServerPool(AsyncService):
     @property
     def up_servers(self) -> list[ConnectedEnvServer]:
         """The servers that get requests."""
-        return [server for server in self.servers if server.state is EnvServerState.UP]
+        return [server for server in self.servers if server.state is ServerState.UP]
 
     @property
     def info(self) -> EnvServerInfo:
@@ -106,7 +105,7 @@ class EnvServerPool(AsyncService):
         """
         for server in [server for server in self.servers if server.address not in addresses]:
             self.servers.remove(server)
-            server.state = EnvServerState.REMOVED
+            server.state = ServerState.REMOVED
             server.check_now.set()
         if not self.up_servers:
             self._any_up.clear()
@@ -227,7 +226,7 @@ class EnvServerPool(AsyncService):
     async def _watch_server(self, server: ConnectedEnvServer) -> None:
         """Join a server when it is ready, and check it when a request fails, until it is removed."""
         while not server.is_drained:
-            is_check_due = server.check_now.is_set() or server.state is EnvServerState.DOWN
+            is_check_due = server.check_now.is_set() or server.state is ServerState.DOWN
             server.check_now.clear()
             try:
                 await self._check_server(server, is_check_due)
@@ -254,9 +253,9 @@ class EnvServerPool(AsyncService):
         if health.state != "ok":
             reason = health.reason or health.state
             raise WorkerDied(f"the env server of source {self.name} has no worker: {reason}")
-        if server.state is EnvServerState.DOWN:
+        if server.state is ServerState.DOWN:
             self._check_environment(server.address, await client.info(count_tasks=False))
-            server.state, server.failure, server.was_up = EnvServerState.UP, None, True
+            server.state, server.failure, server.was_up = ServerState.UP, None, True
             self._any_up.set()
 
     def _check_environment(self, address: str, info: EnvServerInfo) -> None:
@@ -273,11 +272,11 @@ class EnvServerPool(AsyncService):
     def _mark_down(self, server: ConnectedEnvServer, error: RamifyError) -> None:
         is_new = server.failure is None or server.failure.message != error.message
         server.failure = error
-        if server.state is not EnvServerState.UP:
+        if server.state is not ServerState.UP:
             if is_new and isinstance(error, EnvironmentChanged):
                 self._on_lost(Failure.from_exception(error))
             return
-        server.state = EnvServerState.DOWN
+        server.state = ServerState.DOWN
         server.check_now.set()
         if not self.up_servers:
             self._any_up.clear()
@@ -285,5 +284,5 @@ class EnvServerPool(AsyncService):
             self._on_lost(Failure.from_exception(error))
 
     def _describe_down(self) -> str:
-        down = [f"{server.address}: {server.reason}" for server in self.servers if server.state is EnvServerState.DOWN]
+        down = [f"{server.address}: {server.reason}" for server in self.servers if server.state is ServerState.DOWN]
         return "; ".join(down) or "it has no address"

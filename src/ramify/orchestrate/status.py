@@ -5,8 +5,8 @@ import time
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ramify.orchestrate.connected_env_server import EnvServerState
 from ramify.orchestrate.run_context import RunContext
+from ramify.wire.server_state import ServerState
 
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
 
@@ -67,7 +67,7 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
         add_wait("client", f"the engine at {url}", reason, timeout=None)
     for name, source in run.sources.items():
         for server in source.servers.servers:
-            if server.state is EnvServerState.DOWN:
+            if server.state is ServerState.DOWN:
                 add_wait(f"source {name}", f"its env server at {server.address}", server.reason, timeout=None)
     return waits
 
