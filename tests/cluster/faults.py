@@ -32,6 +32,7 @@ from tests.cluster.run_events import RunEvents
 CUTS = [f"cut:{host}:{seconds}" for seconds in (5, 30, 120) for host in ("host2", "host3")]
 WORKER_FAULTS = ["kill:host2", "kill:host3", *CUTS]
 ALL_FAULTS = [*WORKER_FAULTS, "lose:killed:host2", "lose:cut:host1", "kill:host1", *WORKER_FAULTS, "kill:host1"]
+NUM_CPUS = 6  # of each host: two must do when the head is cut off
 LEASE = 10.0  # seconds; engines have twice as much
 RECOVERY_TIMEOUT = 420.0  # seconds after the end of a fault until the run has trained and committed again
 RAY_EXIT_TIMEOUT = 20.0  # seconds in which Ray ends on a node that was given up, after it is reachable again
@@ -54,7 +55,7 @@ class FaultInjector:
 
     def __init__(self, hosts: Hosts, monitor: ProcessMonitor, name: str) -> None:
         self.hosts = {hosts[number].name: hosts[number] for number in range(len(hosts))}
-        self.cluster, self.monitor, self.events = RayCluster(hosts), monitor, RunEvents()
+        self.cluster, self.monitor, self.events = RayCluster(hosts, num_cpus=NUM_CPUS), monitor, RunEvents()
         self.run = ClusterRun(self.cluster, name, **SETTINGS)
         self.reports: list[FaultReport] = []
 
@@ -152,12 +153,16 @@ class FaultInjector:
         return holds
 
     def _wait_for_commit(self, after: float) -> None:
-        """Wait until a step was trained after this time, then a version committed, and all processes are ready."""
+        """Wait until a step was trained after this time, then a version committed, and all processes are ready.
+
+        Another step has then been trained, so that the next fault finds one that is not committed.
+        """
 
         def has_committed() -> bool:
             assert self.run.process.poll() is None, f"the run has ended:\n{self.run.output.read_text()[-3000:]}"
             step_at = self.events.find_step(after)
-            return step_at is not None and self.events.find_commit(step_at) is not None and self._are_ready()
+            commit_at = None if step_at is None else self.events.find_commit(step_at)
+            return commit_at is not None and self.events.find_step(commit_at) is not None and self._are_ready()
 
         is_committed = self._wait_until(has_committed, RECOVERY_TIMEOUT)
         assert is_committed, f"no commit within {RECOVERY_TIMEOUT:g} s:\n{self.run.output.read_text()[-3000:]}"
