@@ -53,10 +53,10 @@ LAST_STEPS = 3  # trained after the last fault, to finish the run
 class FaultInjector:
     """Injects faults into a run, one after another."""
 
-    def __init__(self, hosts: Hosts, monitor: ProcessMonitor, name: str) -> None:
+    def __init__(self, hosts: Hosts, monitor: ProcessMonitor, events: RunEvents) -> None:
         self.hosts = {hosts[number].name: hosts[number] for number in range(len(hosts))}
-        self.cluster, self.monitor, self.events = RayCluster(hosts, num_cpus=NUM_CPUS), monitor, RunEvents()
-        self.run = ClusterRun(self.cluster, name, **SETTINGS)
+        self.cluster, self.monitor, self.events = RayCluster(hosts, num_cpus=NUM_CPUS), monitor, events
+        self.run = ClusterRun(self.cluster, "faults", **SETTINGS)
         self.reports: list[FaultReport] = []
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class FaultInjector:
     def _cut(self, _: FaultReport, name: str, seconds: str) -> None:
         host = self.hosts[name]
         host.cut()
-        self._wait_until(lambda: False, float(seconds))
+        time.sleep(float(seconds))
         host.heal()
         if float(seconds) > MIN_GIVE_UP:
             self._wait_until(lambda: not host.run("pgrep", "-x", "raylet").stdout, RAY_EXIT_TIMEOUT)
@@ -145,11 +145,10 @@ class FaultInjector:
     # -- waits -----------------------------------------------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Follow the logs until the condition holds; return whether it does within `timeout` seconds."""
+        """Wait until the condition holds; return whether it does within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not (holds := condition()) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL)
-            self.events.poll()
         return holds
 
     def _wait_for_commit(self, after: float) -> None:
@@ -178,8 +177,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder that gets a copy of the run directories and the shared one")
     args = parser.parse_args()
     problems: list[str] = []
-    with Hosts(3) as hosts, ProcessMonitor(hosts) as monitor:
-        injector = FaultInjector(hosts, monitor, "faults")
+    with Hosts(3) as hosts, ProcessMonitor(hosts) as monitor, RunEvents() as events:
+        injector = FaultInjector(hosts, monitor, events)
         try:
             injector.start()
             for fault in args.faults.split(","):

@@ -1,7 +1,9 @@
 """When the logs of a run said what. Lines of trainers have no time, so they get the time at which they arrived here."""
 
 import re
+import threading
 from pathlib import Path
+from typing import Self
 
 from tests.cluster.process_monitor import read_clock
 
@@ -9,10 +11,11 @@ STEP = re.compile(r"step=(\d+) loss=")
 COMMIT = re.compile(r"checkpoint=(\d+) seconds=")
 NOTICE = re.compile(r"does not answer|is lost")
 LOGS = ("trainer", "launch")
+POLL_INTERVAL = 0.1  # seconds
 
 
 class RunEvents:
-    """Follows the logs of a run, whose directory may change. Call `poll` often.
+    """Follows the logs of a run, whose directory may change, in a thread.
 
     Attributes:
         steps: time and number of each step that was trained.
@@ -25,14 +28,34 @@ class RunEvents:
         self.commits: list[tuple[float, int]] = []
         self.notices: list[tuple[float, str]] = []
         self._files: dict[Path, tuple[int, str]] = {}  # inode and the text that was read
+        self._lock = threading.Lock()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run events", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopped.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(POLL_INTERVAL):
+            self.poll()
 
     def follow(self, run: Path) -> None:
         """Follow the logs in this run directory, and no others."""
-        self._files = {path: self._files.get(path, (0, "")) for path in (run / "logs" / f"{name}.log" for name in LOGS)}
+        paths = [run / "logs" / f"{name}.log" for name in LOGS]
+        with self._lock:
+            self._files = {path: self._files.get(path, (0, "")) for path in paths}
 
     def poll(self) -> None:
         """Read the new lines."""
-        now = read_clock()
+        with self._lock:
+            self._read_lines(read_clock())
+
+    def _read_lines(self, now: float) -> None:
         for path, (inode, text) in self._files.items():
             if not path.exists():
                 continue
