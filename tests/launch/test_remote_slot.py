@@ -46,6 +46,7 @@ async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_
         killed_at = read_lease_clock()
         assert await slot.wait() == -signal.SIGKILL
         assert slot.is_lost
+        assert slot.unreachable_seconds > TERMS.duration  # its node has not answered again
         assert killed_at - cut_at <= TERMS.duration + TERMS.slack
         assert read_lease_clock() - launcher.clients[0].replied_at >= TERMS.replacement_delay
 

@@ -67,9 +67,10 @@ class RemoteSlot:
 
     @property
     def unreachable_seconds(self) -> float:
-        """Seconds since the last reply, if that is long ago and the process has not exited; else 0."""
+        """Seconds since the last reply, if that is long ago and no exit of the process was seen; else 0."""
         seconds = time.monotonic() - self._replied_at
-        return seconds if self._task is not None and not self._task.done() and seconds > MAX_SILENCE else 0.0
+        is_calling = self._task is not None and not self._task.done()
+        return seconds if (is_calling or self.is_lost) and seconds > MAX_SILENCE else 0.0
 
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
