@@ -9,7 +9,10 @@ from ramify.launch.node_process import SlotAddress
 class RayError(Exception): ...
 
 
-class RayTaskError(RayError): ...
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"traceback\n{cause}")
+        self.cause = cause
 
 
 class RayActorError(RayError):
@@ -46,16 +49,21 @@ class StubActor:
         if failure == "dies":
             self.ray.names.remove(name)
             raise RayActorError("the actor died\nits node is dead")
+        if isinstance(failure, Exception):
+            raise RayTaskError(failure)
         if failure is not None:
             raise RayActorError(f"the actor died\n{failure}\n", actor_init_failed=True)
         return SlotAddress(name, "127.0.0.1", 1, "/nowhere")
 
 
 class StubRay:
-    """What `RayLauncher` uses of Ray. `failures` says what happens to actors on a node: `full`, `crashes`,
-    `dies` (the node) or an error."""
+    """What `RayLauncher` uses of Ray.
 
-    def __init__(self, *names: str, failures: dict[str, str] | None = None) -> None:
+    `failures` says what happens to actors on a node: `full`, `crashes`, `dies` (the node), the text of an error in
+    their constructor, or an exception of a method.
+    """
+
+    def __init__(self, *names: str, failures: dict[str, str | Exception] | None = None) -> None:
         self.names, self.failures = list(names), failures or {}
         self.actors: list[StubActor] = []
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)

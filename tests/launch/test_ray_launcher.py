@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import ray_launcher
 from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher
@@ -85,3 +85,13 @@ async def test_actor_that_crashes_again_and_again_ends_with_the_timeout():
     with pytest.raises(DeadlineExceeded, match=r"has found no place within 0.5 s"):
         await RayLauncher(ray).open_slots(build_leases(), choose_first("a"), timeout=0.5)
     assert all(actor.is_killed for actor in ray.actors)
+
+
+@with_timeout
+async def test_failure_of_a_method_keeps_its_name():
+    failure = StorageFull("no room on a")
+    with pytest.raises(StorageFull) as error:
+        await RayLauncher(StubRay("a", failures={"a": failure})).open_slots(
+            build_leases(), choose_first("a"), timeout=60
+        )
+    assert error.value is failure

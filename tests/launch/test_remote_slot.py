@@ -2,9 +2,11 @@
 
 import asyncio
 import signal
+from pathlib import Path
 
 import pytest
 
+from ramify.errors import StorageFailed
 from ramify.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.launch import liveness, remote_slot
 from ramify.launch.launcher import Placement, ProcessStart
@@ -193,4 +195,13 @@ async def test_stopped_slot_starts_nothing_any_more(tmp_path):
     reply = await process.exchange(ExchangeRequest(granted=first.renewal, start=start))
     assert reply.exit_code is not None
     assert reply.pid == 0
+    await process.close()
+
+
+@with_timeout
+async def test_output_that_cannot_be_read_is_a_storage_failure():
+    process = NodeProcess(TERMS, node="node", host="127.0.0.1")
+    (Path(process.get_address().directory) / "output.log").unlink()
+    with pytest.raises(StorageFailed, match=r"output.log"):
+        await process.exchange(ExchangeRequest())
     await process.close()

@@ -215,3 +215,47 @@ def test_log_shows_the_last_lines_since_it_was_opened(tmp_path):
     assert log.tail(None).startswith("line 0\n")
     assert log.describe_tail().startswith(f"last lines of {tmp_path}/logs/a.log:\nline 10\n")
     assert (tmp_path / "logs" / "a.log").read_bytes().startswith(b"before\n")
+
+
+# -- a detached watcher --------------------------------------------------------------------------------------------
+
+# Runs its arguments as soon as a file exists.
+WAITS_FOR_FILE = 'while [ ! -e "$0" ]; do sleep 0.01; done; exec "$@"'
+
+
+def delay_watcher(monkeypatch, file: Path) -> None:
+    command = ("sh", "-c", WAITS_FOR_FILE, str(file), *child_module.WATCHER_COMMAND)
+    monkeypatch.setattr(child_module, "WATCHER_COMMAND", command)
+
+
+@with_timeout
+async def test_start_of_a_detached_watcher_does_not_block_the_loop(tmp_path, monkeypatch):
+    delay_watcher(monkeypatch, tmp_path / "file")
+    child = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True)
+    with ProcessLog(tmp_path / "log").open() as output:
+        starting = asyncio.create_task(child.start(output.fileno()))
+        while child._control_socket is None:  # the watcher is being started
+            await asyncio.sleep(0)
+        (tmp_path / "file").touch()
+        await starting
+    assert await child.stop() == 128 + signal.SIGTERM
+
+
+@with_timeout
+async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_module, "START_TIMEOUT", 0.2)
+    delay_watcher(monkeypatch, tmp_path / "file")
+    child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True)
+    with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
+        await child.start(output.fileno())
+    assert await child.stop() is None
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and _mentions(path, tmp_path)]
+    assert pids == []
+
+
+def _mentions(process: Path, text: Path) -> bool:
+    """Return whether the command line of a process contains a path."""
+    try:
+        return str(text).encode() in (process / "cmdline").read_bytes()
+    except OSError:
+        return False

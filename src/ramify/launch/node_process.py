@@ -20,6 +20,7 @@ from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
+from ramify.store import wrap_storage_errors
 
 MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects
 NODE_PYTHON = "{python}"  # stands for the Python interpreter of the node in a command
@@ -72,7 +73,8 @@ class NodeProcess:
     def __init__(self, terms: LeaseTerms, *, node: str, host: str) -> None:
         self._slot = LocalSlot(host=host, has_port=True, is_detached=True)
         self._log = ProcessLog(self._slot.directory / "output.log", append=True)  # /dev/stdout, too
-        self._log.open().close()
+        with wrap_storage_errors(self._log.path):
+            self._log.open().close()
         self._node, self._lease = node, LeaseHolder(terms)
         self._is_started = False
         self._exit_code: int | None = None  # of a process that could not be started
@@ -83,7 +85,7 @@ class NodeProcess:
         return SlotAddress(self._node, self._slot.host, self._slot.port, str(self._slot.directory))
 
     async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
-        """Do what the head wants, and return what is known about the process."""
+        """Do what the head wants, and return what is known about the process. Raises a storage failure."""
         self._lease.record_grant(request.granted)
         if self._lease.expires_at is not None:
             self._slot.set_lease_end(self._lease.expires_at)
@@ -127,7 +129,7 @@ class NodeProcess:
                 log.write(f"{type(error).__name__}: {error.message}\n")
 
     def _read_output(self, offset: int) -> tuple[bytes, int]:
-        with self._log.path.open("rb") as log:
+        with wrap_storage_errors(self._log.path), self._log.path.open("rb") as log:
             size = log.seek(0, 2)
             log.seek(offset)
             return log.read(MAX_LOG_BYTES), size

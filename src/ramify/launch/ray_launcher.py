@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Self
 
 from ramify.async_calls import call_in_daemon_thread, cancel_all
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied
+from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.fencing.lease import LeaseTerms, RoleLeases
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
@@ -209,8 +209,10 @@ class _RayClient:
         exceptions = self._ray.exceptions
         try:
             return await reference
-        except exceptions.RayTaskError:
-            raise  # the method itself failed
+        except exceptions.RayTaskError as error:  # the method itself failed
+            if isinstance(error.cause, RamifyError):
+                raise error.cause from None
+            raise
         except exceptions.RayError as error:
             problem = f"the actor of a process{self._where} does not answer: {_get_last_line(error)}"
             raise PeerLost(problem) from error

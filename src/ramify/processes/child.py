@@ -90,7 +90,7 @@ class ChildProcess:
                     start_new_session=True,
                 )
             if self._is_detached:
-                popen.wait(START_TIMEOUT)  # it has forked the watcher
+                await _wait_for_fork(popen)
                 if not await self._receive_pids(START_TIMEOUT):
                     raise ProcessDied(f"{self.command[0]} cannot be started: its watcher has exited")
                 return
@@ -247,6 +247,19 @@ async def wait_until_ready(
         if time.monotonic() > deadline:
             raise TimeoutError(f"not ready within {timeout:g} s")
         await asyncio.sleep(poll_interval)
+
+
+async def _wait_for_fork(popen: subprocess.Popen[bytes]) -> None:
+    """Wait until a process has exited that leaves a detached watcher behind. Raises TimeoutError, and kills it then."""
+    pidfd = os.pidfd_open(popen.pid)
+    try:
+        async with asyncio.timeout(START_TIMEOUT):
+            await _wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
+        if popen.poll() is None:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
 
 
 def _is_readable(fd: int) -> bool:
