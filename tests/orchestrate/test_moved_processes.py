@@ -35,8 +35,9 @@ async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: 
         await wait_until(lambda: len(run.sources["words"].servers.up_servers) == 2, "the second env server")
         await wait_until(lambda: list(run.client.versions) == [new_engine.url], "the new engine")
         await wait_until(lambda: len(new_engine.asked) >= 4, "rollouts on the new engine")
-        names = set(measure_env_servers(run))
-        assert f"env_servers/words/{second_server.address.removeprefix('tcp://')}/done" in names and len(names) == 6
+        metrics, servers = measure_env_servers(run), run.sources["words"].servers.servers
+        assert metrics.keys() == {f"env_servers/words/127.0.0.1/{name}" for name in ("in_flight", "done", "lost")}
+        assert metrics["env_servers/words/127.0.0.1/done"] == sum(server.num_done for server in servers)
         write_addresses(run.config.path, {"env/train/words": [second_server.address]})
         await wait_until(lambda: len(run.sources["words"].servers.servers) == 1, "the first env server to be removed")
         await sample_more("rollouts on the second env server")

@@ -68,7 +68,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "utilization": "least time for the sampling and training of a step at the hardware's peaks, over `time/step`",
         "time/train": "seconds from serving a batch to its acknowledgement",
         "time/swap": "seconds to update the engines' weights",
-        "env_servers/<source>/<host:port>/<count>": "requests of one env server `in_flight`, `done` and `lost` with it "
-        "so far; only of sources with several",
+        "env_servers/<source>/<host>/<count>": "attempts on the env servers of one host: `in_flight`, `done` and "
+        "`lost` with a server so far; only of sources with several",
     },
 }

@@ -6,7 +6,9 @@ Each is one asyncio task that runs until it is cancelled. An unhandled failure e
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
 
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
 from ramify.orchestrate.run_context import RunContext
@@ -152,14 +154,17 @@ async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> Non
 
 
 def measure_env_servers(run: RunContext) -> dict[str, float]:
-    """Return the counters of each env server, by source and host, of sources with several."""
-    metrics: dict[str, float] = {}
+    """Return the counters of env servers by source and host, of sources with several servers.
+
+    The ports are left out: a restarted server often has another one, and every name of a metric is kept.
+    """
+    metrics: Counter[str] = Counter()
     for name, source in run.sources.items():
         for server in source.servers.servers if len(source.servers.servers) > 1 else ():
-            prefix = f"env_servers/{name}/{server.address.partition('://')[2]}"
+            prefix = f"env_servers/{name}/{urlsplit(server.address).hostname}"
             counts = {"in_flight": server.num_in_flight, "done": server.num_done, "lost": server.num_lost}
-            metrics |= {f"{prefix}/{key}": float(value) for key, value in counts.items()}
-    return metrics
+            metrics.update({f"{prefix}/{key}": value for key, value in counts.items()})
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _print_step(run: RunContext, batch: BatchRecord) -> None:

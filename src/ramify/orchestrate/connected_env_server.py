@@ -18,8 +18,8 @@ class ConnectedEnvServer:
     """A server of one source.
 
     `client` is set once it is connected; `failure` says why it is down, `is_broken` that its workers fail to boot;
-    `num_done` counts the requests that it answered, `num_lost` those that were lost with it; setting `check_now`
-    triggers a check.
+    `num_in_flight` counts all requests, `num_done` the attempts that it answered, `num_lost` those that were lost with
+    it; setting `check_now` triggers a check.
     """
 
     def __init__(self, address: str) -> None:

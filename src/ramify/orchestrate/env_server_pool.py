@@ -171,10 +171,10 @@ class EnvServerPool(AsyncService):
             try:
                 with server.track_request():
                     result = await call(server.client, deadline - time.monotonic())
-                server.num_done += 1
+                server.num_done += bool(rollout_id)
                 return result
             except (PeerLost, EnvironmentChanged) as error:
-                server.num_lost += 1
+                server.num_lost += bool(rollout_id)
                 self._mark_down(server, error)
                 if not num_moves_left or not self.up_servers:
                     raise
