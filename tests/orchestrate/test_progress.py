@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+from ramify.orchestrate import progress as module
 from ramify.orchestrate import status
 from ramify.orchestrate.progress import RunProgress
 from ramify.store import open_run
@@ -44,6 +45,26 @@ def test_reward_is_available_before_the_first_step(tmp_path):
         progress.record_batches({0: [0]})
         progress.record_group(group, [rollout("e", 1.0)], is_trainable=False, fired_by_filter={})
         assert (progress.mean_reward, progress.trainable_counts) == (0.5, (2, 4))  # those of the last step
+
+
+def test_throughput_is_that_of_the_last_minute_whenever_it_is_asked(tmp_path, monkeypatch):
+    group: Any = SimpleNamespace(source="words")
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        Ledger.open(store)
+        progress = RunProgress(RunLog(store))
+        for number in range(3):
+            progress.record_group(group, [rollout(str(number), 1.0)], is_trainable=True, fired_by_filter={})
+        assert min(progress.get_throughput()) > 0
+        monkeypatch.setattr(module, "THROUGHPUT_WINDOW", 0.0)
+        assert progress.get_throughput() == (0.0, 0.0)
+
+
+def test_counts_of_one_are_singular():
+    assert [status.format_count(number, "model call") for number in (0, 1, 2)] == [
+        "0 model calls",
+        "1 model call",
+        "2 model calls",
+    ]
 
 
 def test_metrics_that_are_not_finite_are_returned_as_text(tmp_path):

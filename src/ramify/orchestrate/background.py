@@ -168,7 +168,8 @@ def measure_env_servers(run: RunContext) -> dict[str, float]:
 
 
 def _print_step(run: RunContext, batch: BatchRecord) -> None:
-    metrics, (rollouts, tokens) = run.progress.latest_metrics, run.progress.get_throughput()
+    metrics = run.progress.latest_metrics
+    rollouts, tokens = metrics.get("rollouts_per_s", 0.0), metrics.get("tokens_per_s", 0.0)
     num_trainable, num_scored = run.progress.trainable_counts
     reward, staleness = metrics.get("reward/all/mean", 0.0), metrics.get("staleness/mean", 0.0)
     print(

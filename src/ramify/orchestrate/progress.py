@@ -90,12 +90,12 @@ class RunProgress:
         self, group: GroupRecord, traces: list[Trace], is_trainable: bool, fired_by_filter: Mapping[str, list[bool]]
     ) -> None:
         """Add a scored group to the totals of the step."""
-        totals, now = self._totals, time.monotonic()
+        totals = self._totals
         totals.num_groups += 1
         totals.num_trainable_groups += is_trainable
         totals.num_rollouts += len(traces)
         totals.num_trainable_rollouts += len(traces) if is_trainable else 0
-        self._recent_groups.append((now, len(traces), sum(trace.completion_len for trace in traces)))
+        self._recent_groups.append((time.monotonic(), len(traces), sum(trace.completion_len for trace in traces)))
         for trace in traces:
             if trace.reward is not None:
                 totals.rewards_by_source[group.source].append(trace.reward)
@@ -103,8 +103,6 @@ class RunProgress:
                 totals.values_by_metric[name].append(value)
         for name, fired in fired_by_filter.items():
             totals.values_by_metric[f"filter/{name}"] += map(float, fired)
-        while self._recent_groups[0][0] < now - THROUGHPUT_WINDOW:
-            self._recent_groups.popleft()
 
     def _iter_trace_metrics(self, source: str, trace: Trace) -> Iterable[tuple[str, float]]:
         yield "turns/mean", float(len(trace.sampled_nodes))
@@ -144,10 +142,13 @@ class RunProgress:
             self.reward_history += [] if reward is None else [reward]
 
     def get_throughput(self) -> tuple[float, float]:
-        """Return rollouts and sampled tokens per second."""
+        """Return rollouts and sampled tokens per second, over the last THROUGHPUT_WINDOW seconds."""
+        now = time.monotonic()
+        while self._recent_groups and self._recent_groups[0][0] < now - THROUGHPUT_WINDOW:
+            self._recent_groups.popleft()
         if len(self._recent_groups) < 2:
             return 0.0, 0.0
-        span = max(1e-3, time.monotonic() - self._recent_groups[0][0])
+        span = max(1e-3, now - self._recent_groups[0][0])
         _, rollouts, tokens = zip(*self._recent_groups)
         return sum(rollouts) / span, sum(tokens) / span
 

@@ -34,20 +34,21 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
         address = source.servers.find_address(rollout_id) or "no env server yet"
         timeout, where = f"timeout {source.attempt_timeout:g} s", f"source {name} at {address}"
         detail = f"oldest attempt {rollout_id}: {seconds:.0f} s ({timeout}), {where}"
-        add_wait("sampling", f"{num_in_flight} attempts", detail)
+        add_wait("sampling", format_count(num_in_flight, "attempt"), detail)
     elif not admission.num_free_slots and not admission.is_finished:
         add_wait("sampling", "a free slot", f"{admission.num_active} of {admission.limits.slots} groups active")
     scoring_waits = list(run.dispatcher.reference_scorer.waits.values())
     for name in dict.fromkeys(name for name, _ in scoring_waits):
         starts = [since for other, since in scoring_waits if other == name]
-        detail = f"{len(starts)} groups are sampled and wait for their scores"
+        detail = f"for the scores of {format_count(len(starts), 'sampled group')}"
         add_wait("scoring", f"the model {name!r}", detail, since=now - min(starts))
     if not trainer_service.has_trainer:
         add_wait("orchestrator", "a trainer", "no trainer has connected")
     elif trainer_service.pending_request is not None:
         step, since = trainer_service.pending_request
         blocking = admission.get_blocking_groups()[:5]
-        detail = f"{run.core.attempt_queue.num_waiting} attempts wait, groups {blocking} are not scored"
+        num_queued = format_count(run.core.attempt_queue.num_waiting, "queued attempt")
+        detail = f"{num_queued}, groups {blocking} are not scored"
         add_wait("trainer", f"the batch of step {step}", detail, since=now - since)
     elif acknowledged < admission.next_step:
         add_wait("orchestrator", f"the trainer to finish step {acknowledged}", "")
@@ -62,7 +63,7 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     num_calls = sum(load.num_running for load in run.engine_loads)
     if num_in_flight and num_calls:
         urls = ", ".join(run.client.versions)
-        add_wait("env servers", f"{num_calls} model calls", f"running on the engines at {urls}")
+        add_wait("env servers", format_count(num_calls, "model call"), f"running on the engines at {urls}")
     for url, reason in run.client.down_replicas.items():
         add_wait("client", f"the engine at {url}", reason, timeout=None)
     for name, source in run.sources.items():
@@ -70,6 +71,11 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
             if server.state is ServerState.DOWN:
                 add_wait(f"source {name}", f"its env server at {server.address}", server.reason, timeout=None)
     return waits
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 attempt` and `2 attempts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def build_status(run: RunContext) -> dict[str, Any]:
