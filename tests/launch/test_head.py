@@ -149,6 +149,21 @@ def test_fresh_run_begins_again_and_ends_the_old_one(tmp_path):
     ledger.store.close()
 
 
+@pytest.mark.parametrize("moment", ["move_shared_aside", "_begin_history"])
+def test_fresh_start_that_was_interrupted_is_completed_by_the_next_start(tmp_path, monkeypatch, moment):
+    config = make_config(tmp_path, "a")
+    train_step(config)
+    (config.path / "checkpoints/step_000001-0").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"ramify.launch.head.{moment}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare_head(config, fresh=True)
+    ledger = start(config)
+    assert ledger.progress().committed == 0
+    ledger.store.close()
+    assert (tmp_path / "a/run.old-1/checkpoints/step_000001-0").is_dir()
+    assert list((config.path / "checkpoints").iterdir()) == []
+
+
 def test_another_run_of_the_same_name_is_refused_before_the_old_head_is_ended(tmp_path):
     train_step(make_config(tmp_path, "a"))
     other = make_config(tmp_path, "b", model={"name": "tiny-vl"})

@@ -75,7 +75,11 @@ def prepare_head(
             elif state is None:
                 link_shared_directory(run, shared)  # raises if the run has checkpoints of its own
             token, _ = log.claim_epoch()
-            old_run = _move_older_head(run) if run.exists() and (has_history or state is not None) else None
+            old_run = None
+            if has_history and run.exists():
+                old_run = _move_older_head(run)
+            elif state is not None:  # a start with `fresh` was interrupted, or a head before its first entry
+                old_run = move_shared_aside(run, shared)
             step = _restore(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
             if token.epoch:

@@ -40,8 +40,11 @@ def link_shared_directory(run: Path, shared: Path) -> None:
             link.symlink_to(target, target_is_directory=True)
 
 
-def move_shared_aside(run: Path, shared: Path) -> None:
-    """Move the run directory aside as `--fresh` does, and rename its part of the shared directory to `NAME.old-N`."""
+def move_shared_aside(run: Path, shared: Path) -> Path | None:
+    """Move the run directory aside as `--fresh` does, and rename its part of the shared directory to `NAME.old-N`.
+
+    Return the new path of the run directory; None if there was none.
+    """
     with wrap_storage_errors(shared):
         old_run = move_aside(run) if run.exists() else None
         for name in SHARED_SUBDIRECTORIES:
@@ -54,3 +57,4 @@ def move_shared_aside(run: Path, shared: Path) -> None:
             if old_run is not None and (link := old_run / name).is_symlink():
                 link.unlink()
                 link.symlink_to(old_directory, target_is_directory=True)
+    return old_run
