@@ -95,8 +95,8 @@ class InferenceClient(AsyncService):
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await pool.wait_for_change()
                 for replica in pool.replicas:
-                    if replica.refusal is not None:
-                        raise replica.refusal
+                    if replica.fatal_error is not None:
+                        raise replica.fatal_error
 
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
@@ -361,7 +361,7 @@ class InferenceClient(AsyncService):
                 if replica.state is ServerState.DOWN:
                     replica.reason = f"{error.name}: {error.message}"
                 if not error.retryable and not self._is_started:
-                    replica.refusal = error
+                    replica.fatal_error = error
                     self._pool.notify_change()
             interval = self.config.health_interval
             with contextlib.suppress(TimeoutError):

@@ -35,9 +35,9 @@ class TimedRequest:
 class Replica:
     """One server: its connections, its state, and its requests in flight.
 
-    `reason` says why it is down; `adapter` is set when it first comes up; `refusal` is a failure to join that trying
-    again cannot help; `num_failed_checks` counts failed health checks in a row; setting `check_now` triggers a health
-    check; `last_num_steps` is the engine's step counter at the last health check.
+    `reason` says why it is down; `adapter` is set when it first comes up; `fatal_error` is a failure to join after
+    which trying again is pointless; `num_failed_checks` counts failed health checks in a row; setting `check_now`
+    triggers a health check; `last_num_steps` is the engine's step counter at the last health check.
     """
 
     def __init__(self, url: str, http: HttpClient) -> None:
@@ -45,7 +45,7 @@ class Replica:
         self.state = ServerState.DOWN
         self.reason = "not reached yet"
         self.adapter: EngineAdapter | None = None
-        self.refusal: RamifyError | None = None
+        self.fatal_error: RamifyError | None = None
         self.num_in_flight = 0
         self.num_served = 0
         self.num_failed_checks = 0

@@ -128,7 +128,7 @@ class RolloutSession:
         """
         if not request.media:
             return
-        policy, messages, media = self._adapt(request)
+        policy, messages, media = self._resolve_policy_input(request)
         new_images = [image for hash, image in media.items() if hash not in self._media]
         if not new_images:
             return
@@ -240,7 +240,7 @@ class RolloutSession:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _adapt(self, request: ModelRequest) -> tuple[Policy, Sequence[Message], Mapping[str, Media]]:
+    def _resolve_policy_input(self, request: ModelRequest) -> tuple[Policy, Sequence[Message], Mapping[str, Media]]:
         """Return the policy of a request, its messages in the form that the policy accepts, and their media.
 
         Media of the request that these messages do not contain are left out.
@@ -256,7 +256,7 @@ class RolloutSession:
 
         Messages that are new are inserted, and the request's media are stored. Raises RequestInvalid.
         """
-        policy, messages, media = self._adapt(request)
+        policy, messages, media = self._resolve_policy_input(request)
         trie = self._trie_by_policy.get(id(policy))
         if trie is None:
             trie = self._trie_by_policy[id(policy)] = ConversationTrie()

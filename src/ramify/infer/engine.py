@@ -289,7 +289,7 @@ class Engine:
                 if self.core.has_unfinished_requests and not self.paused and not is_training:
                     self._notify_streams(self.core.step())
                 else:
-                    self._notify_streams(self.core.expire_requests() + self.core.take_reports())
+                    self._notify_streams(self.core.expire_requests() + self.core.flush_outputs())
                     with self._wakeup:
                         if not self._new_requests and not self._commands and not self._closing:
                             self._wakeup.wait(LOCK_POLL_INTERVAL if is_training else IDLE_WAIT_SECONDS)

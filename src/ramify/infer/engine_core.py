@@ -191,7 +191,7 @@ class EngineCore:
             self._run(chunks)
         return expired + self._take_unreported()
 
-    def take_reports(self) -> list[EngineRequest]:
+    def flush_outputs(self) -> list[EngineRequest]:
         """Read the tokens of a launched step; return the requests that got a token or finished since the last report.
 
         Call it when no step follows soon: their tokens would wait for the next one.

@@ -94,10 +94,10 @@ class AddressBook(AsyncService):
 
     def _refresh(self) -> None:
         """Read the file. A key that it no longer has keeps its addresses."""
-        read = read_addresses(self._run_directory)
-        if read is None:
+        new_addresses = read_addresses(self._run_directory)
+        if new_addresses is None:
             return
-        before, self.addresses = self.addresses or {}, {**(self.addresses or {}), **read}
+        before, self.addresses = self.addresses or {}, {**(self.addresses or {}), **new_addresses}
         for key, on_addresses in list(self._subscribers):
-            if key in read and read[key] != before.get(key):
-                on_addresses(read[key])
+            if key in new_addresses and new_addresses[key] != before.get(key):
+                on_addresses(new_addresses[key])

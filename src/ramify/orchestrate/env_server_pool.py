@@ -25,7 +25,7 @@ from ramify.wire.lifecycle import AsyncService
 from ramify.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of any other server
-MAX_MOVES = 10  # servers that may be lost while they run one attempt
+MAX_FAILOVERS = 10  # servers that may be lost while they run one attempt
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class EnvServerPool(AsyncService):
 
     async def _call(self, call: Callable[[EnvClient, float], Awaitable[T]], timeout: float, rollout_id: str = "") -> T:
         deadline = time.monotonic() + timeout
-        for num_moves_left in reversed(range(MAX_MOVES + 1)):
+        for num_failovers_left in reversed(range(MAX_FAILOVERS + 1)):
             server = await self._pick_server(deadline)
             assert server.client is not None  # every server that was up has one
             if rollout_id:
@@ -176,7 +176,7 @@ class EnvServerPool(AsyncService):
             except (PeerLost, EnvironmentChanged) as error:
                 server.num_lost += bool(rollout_id)
                 self._mark_down(server, error)
-                if not num_moves_left or not self.up_servers:
+                if not num_failovers_left or not self.up_servers:
                     raise
             except WorkerDied:
                 server.check_now.set()  # it may have no worker at all

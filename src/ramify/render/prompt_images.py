@@ -69,14 +69,14 @@ class ExpandedText:
 
 @dataclass(frozen=True, slots=True)
 class MarkerFreeTexts:
-    """Messages and tools whose texts have `stand_in` instead of the marker of an image.
+    """Messages and tools whose texts have `sentinel` instead of the marker of an image.
 
-    No end of the stand-in is also its beginning. So it is found again exactly where it was put, whatever is around it.
+    No end of the sentinel is also its beginning. So it is found again exactly where it was put, whatever is around it.
     """
 
     messages: list[Message]
     tools: Sequence[Mapping[str, Any]]
-    stand_in: str
+    sentinel: str
 
 
 def content_parts(message: Message) -> tuple[Part, ...]:
@@ -121,19 +121,19 @@ class PromptImages:
         """Return messages and tools whose texts do not contain the marker of an image."""
         tool_text = json.dumps([dict(tool) for tool in tools])
         texts = [text for message in messages for text in _list_texts(message)]
-        stand_in = _choose_stand_in("\n".join([tool_text, *texts]))
+        sentinel = _choose_sentinel("\n".join([tool_text, *texts]))
         if self._family.marker in tool_text:
-            tools = json.loads(tool_text.replace(self._family.marker, stand_in))
-        hidden = [_replace_in_message(message, self._family.marker, stand_in) for message in messages]
-        return MarkerFreeTexts(hidden, tools, stand_in)
+            tools = json.loads(tool_text.replace(self._family.marker, sentinel))
+        hidden = [_replace_in_message(message, self._family.marker, sentinel) for message in messages]
+        return MarkerFreeTexts(hidden, tools, sentinel)
 
-    def expand(self, text: str, stand_in: str, messages: Sequence[Message], media: Mapping[str, Media]) -> ExpandedText:
-        """Replace the markers in a text by placeholders, and the stand-in of `hide_markers` by the marker.
+    def expand(self, text: str, sentinel: str, messages: Sequence[Message], media: Mapping[str, Media]) -> ExpandedText:
+        """Replace the markers in a text by placeholders, and the sentinel of `hide_markers` by the marker.
 
         Raises TemplateRefused if the template did not write every image once, and ImageInvalid for a bad image.
         """
         parts = find_image_parts(messages)
-        words = map(re.escape, (self._family.marker, stand_in))
+        words = map(re.escape, (self._family.marker, sentinel))
         matches = list(re.finditer("|".join(words), text))
         num_markers = sum(match[0] == self._family.marker for match in matches)
         if num_markers != len(parts):
@@ -168,7 +168,7 @@ class PromptImages:
         return self.cache.get_layout(media[part.hash])
 
 
-def _choose_stand_in(avoid: str) -> str:
+def _choose_sentinel(avoid: str) -> str:
     """Return a word that does not occur in the text `avoid`."""
     length = 0
     while (word := f"zqimage{'q' * length}x") in avoid:

@@ -102,9 +102,11 @@ class TemplateRenderer(Renderer):
     ) -> RenderedPrompt:
         if tools and not self._adapter.has_tool_support:
             raise TemplateRefused("the chat template does not support tools; remove the tools, or use another template")
-        shown = self._hide_markers(messages, tools)
-        layout = self._layout_builder.build(shown.messages, shown.tools, add_generation_prompt=add_generation_prompt)
-        expanded, extents = self._expand_images(layout.text, layout.extents, shown.stand_in, messages, media)
+        marker_free = self._hide_markers(messages, tools)
+        layout = self._layout_builder.build(
+            marker_free.messages, marker_free.tools, add_generation_prompt=add_generation_prompt
+        )
+        expanded, extents = self._expand_images(layout.text, layout.extents, marker_free.sentinel, messages, media)
         encoded = self.tokenizer.encode(expanded.text)
         return RenderedPrompt(
             messages=tuple(messages),
@@ -129,11 +131,11 @@ class TemplateRenderer(Renderer):
             if prefix_break is not None:
                 return prefix_break
         example = history.outline.example_messages()
-        shown = self._hide_markers(messages, history.tools)
-        conversation = [*example, *shown.messages]
+        marker_free = self._hide_markers(messages, history.tools)
+        conversation = [*example, *marker_free.messages]
         try:
             layout = self._layout_builder.build(
-                conversation, shown.tools, add_generation_prompt=True, first=len(example) - 1
+                conversation, marker_free.tools, add_generation_prompt=True, first=len(example) - 1
             )
         except TemplateRefused as error:
             return PrefixBreak(BreakReason.UNCLEAR, str(error))
@@ -147,7 +149,7 @@ class TemplateRenderer(Renderer):
             for extent in layout.extents[1:]
         ]
         text = closing + layout.text[start:]
-        expanded, extents = self._expand_images(text, extents, shown.stand_in, messages, media)
+        expanded, extents = self._expand_images(text, extents, marker_free.sentinel, messages, media)
         encoded = self.tokenizer.encode(expanded.text, continues_text=True)
         # Skip the stop token if the model has sampled it already and the template would write it here.
         num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
@@ -166,14 +168,14 @@ class TemplateRenderer(Renderer):
         self,
         text: str,
         extents: Sequence[MessageExtent],
-        stand_in: str,
+        sentinel: str,
         messages: Sequence[Message],
         media: Mapping[str, Media],
     ) -> tuple[ExpandedText, Sequence[MessageExtent]]:
         """Put placeholders into a text, and widen the extents of messages to their images."""
         if not any(map(has_images, messages)):
             return ExpandedText(text), extents
-        expanded = self._prompt_images.expand(text, stand_in, messages, media)
+        expanded = self._prompt_images.expand(text, sentinel, messages, media)
         widened = [
             MessageExtent((expanded.shift(extent.body[0]), expanded.shift(extent.body[1])), expanded.shift(extent.stop))
             for extent in extents
