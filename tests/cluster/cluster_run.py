@@ -51,7 +51,7 @@ class ClusterRun:
             "cluster.engines.nodes": json.dumps(nodes[:1]),
             "cluster.engines.cores": 1,
             "cluster.env_servers.nodes": json.dumps(nodes[:1]),
-            "cluster.env_servers.per_source": 1,
+            "cluster.env_servers.num_per_source": 1,
             "cluster.trainer.nodes": json.dumps(nodes),
             "cluster.trainer.cores": 1,
             "cluster.trainer.num_ranks": 2,

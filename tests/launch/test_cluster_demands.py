@@ -53,10 +53,10 @@ def test_a_quarter_of_the_gpus_trains_and_the_others_sample():
 
 def test_configured_counts_are_needed_and_derived_ones_are_not():
     nodes = build_nodes(2, 8, 2)
-    placed, _ = place(nodes, cluster={"engines": {"count": 2}, "trainer": {"num_ranks": 2, "max_per_node": 1}})
+    placed, _ = place(nodes, cluster={"engines": {"num_replicas": 2}, "trainer": {"num_ranks": 2, "max_per_node": 1}})
     assert placed["trainer"] == ("n1", "n0") and "inference/1" in placed
     with pytest.raises(ClusterTooSmall, match=r"cluster\.engines: no room for inference/2, inference/3"):
-        place(nodes, cluster={"engines": {"count": 4}, "trainer": {"num_ranks": 2}})
+        place(nodes, cluster={"engines": {"num_replicas": 4}, "trainer": {"num_ranks": 2}})
 
 
 def test_engines_of_other_models_are_placed():

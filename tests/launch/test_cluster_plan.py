@@ -27,8 +27,8 @@ def plan(tmp_path):
         "launcher": "ray",
         "shared_directory": str(tmp_path / "shared"),
         "lease_duration": 30,
-        "engines": {"count": 2, "cores": 2},
-        "env_servers": {"per_source": 2, "cores": 1},
+        "engines": {"num_replicas": 2, "cores": 2},
+        "env_servers": {"num_per_source": 2, "cores": 1},
         "trainer": {"num_ranks": 2, "cores": 1, "max_per_node": 1, "nodes": ["b", "c"]},
     }
     source = {"name": "words", "taskset": {"id": "reverse-text"}}

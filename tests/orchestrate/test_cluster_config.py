@@ -28,7 +28,7 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[cluster]\nnum_nodes = 2\nshared_directory = "/shared"\n')
     assert read("@", str(file), "--cluster", "ray").cluster.num_nodes == 2
-    assert read("--cluster", "ray", "--cluster.engines.count", "3").cluster.engines.count == 3
+    assert read("--cluster", "ray", "--cluster.engines.num_replicas", "3").cluster.engines.num_replicas == 3
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
         (["--launch.gpu_placement", "colocated"], "launch.gpu_placement: not allowed on a cluster"),
         (["--launch.base_port", "5000"], "launch.base_port: not allowed on a cluster"),
         (["--cluster.engines.gpus", "2"], "cluster.engines.gpus: the native engine uses one GPU"),
-        (["-b", "http://10.0.0.1:8000", "--cluster.engines.count", "2"], "cluster.engines: not allowed"),
+        (["-b", "http://10.0.0.1:8000", "--cluster.engines.num_replicas", "2"], "cluster.engines: not allowed"),
         (["--cluster.slurm.time_limit", "a day"], "cluster.slurm.time_limit"),
         (["--record_batches"], "record_batches: not supported on a cluster"),
     ],

@@ -110,19 +110,19 @@ class _DemandBuilder:
         if isinstance(inference, ExternalConfig):
             return []
         first = self._engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
-        count = placement.count or (max(1, num_free_gpus // first.gpus) if first.gpus else 1)
-        return _repeat(first, ENGINE_PREFIX, count, is_derived=placement.count is None)
+        count = placement.num_replicas or (max(1, num_free_gpus // first.gpus) if first.gpus else 1)
+        return _repeat(first, ENGINE_PREFIX, count, is_derived=placement.num_replicas is None)
 
     def build_env_servers(self) -> list[ProcessDemand]:
         demands, placement = list[ProcessDemand](), self.cluster.env_servers
         derived_count = min(MAX_ENV_SERVERS, len(self._allowed(placement)))
         for kind, sources in (("train", self.config.train), ("eval", self.config.eval)):
-            count = 1 if kind == "eval" else placement.per_source or derived_count
+            count = 1 if kind == "eval" else placement.num_per_source or derived_count
             for source in sources:
                 if source.address is None:
                     prefix = f"env/{kind}/{source.source_name}/"
                     first = self._env_server(f"{prefix}0", placement)
-                    demands += _repeat(first, prefix, count, is_derived=placement.per_source is None)
+                    demands += _repeat(first, prefix, count, is_derived=placement.num_per_source is None)
         return demands
 
     def _env_server(self, name: str, placement: PlacementConfig) -> ProcessDemand:

@@ -22,7 +22,7 @@ class PlacementConfig(Config):
 class EnginePlacementConfig(PlacementConfig):
     """The engines of the policy."""
 
-    count: int | None = Field(default=None, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1)
     """Number of engines. Default: one per GPU that the trainer leaves or, without GPUs, one."""
     gpus: int | None = Field(default=None, ge=0)
     """GPUs of each engine; more than one needs vLLM. Default: 1 if the nodes have GPUs, unless `inference.device` is
@@ -39,7 +39,7 @@ class ModelPlacementConfig(PlacementConfig):
 class EnvServerPlacementConfig(PlacementConfig):
     """The env servers, which run the rollouts."""
 
-    per_source: int | None = Field(default=None, ge=1)
+    num_per_source: int | None = Field(default=None, ge=1)
     """Env servers of each train source; an eval source has one. Default: one per node, at most 16."""
 
 
