@@ -25,6 +25,7 @@ import time
 MARKER_VARIABLE = "RAMIFY_BOX"
 KILL_TIMEOUT = 5.0  # seconds for all processes of a program to be gone
 KILL_INTERVAL = 0.01  # seconds
+MAX_UNREADABLE_ROUNDS = 10  # during `exec` a process has no environment; some never have one
 
 
 def main(control_fd: int, files_dir: str) -> None:
@@ -114,13 +115,15 @@ def _kill_marked(marker: str) -> bool:
     Return whether all of them are gone.
     """
     pattern = f"{MARKER_VARIABLE}={marker}".encode()
-    deadline = time.monotonic() + KILL_TIMEOUT
+    deadline, unreadable_rounds = time.monotonic() + KILL_TIMEOUT, 0
     while True:
         pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
-        marked = [pid for pid in pids if pid != os.getpid() and _has_variable(pid, pattern)]
-        if not marked:
+        environments = {pid: _read_environment(pid) for pid in pids if pid != os.getpid()}
+        marked = [pid for pid, variables in environments.items() if variables is not None and pattern in variables]
+        unreadable_rounds = 0 if marked else unreadable_rounds + 1
+        if not marked and (unreadable_rounds >= MAX_UNREADABLE_ROUNDS or None not in environments.values()):
             return True
-        if time.monotonic() > deadline:
+        if marked and time.monotonic() > deadline:
             return False
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,12 +131,18 @@ def _kill_marked(marker: str) -> bool:
         time.sleep(KILL_INTERVAL)
 
 
-def _has_variable(pid: int, variable: bytes) -> bool:
+def _read_environment(pid: int) -> list[bytes] | None:
+    """Return the variables of a process, [] if it has exited; None if it runs without an environment."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - importing pathlib delays the start
-            return variable in file.read().split(b"\0")
+            variables = file.read()
+        if variables:
+            return variables.split(b"\0")
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            state = file.read().rpartition(b") ")[2][:1]
     except OSError:
-        return False
+        return []
+    return [] if state in b"ZX" else None
 
 
 def _send(control: socket.socket, message: dict[str, object]) -> None:
