@@ -186,11 +186,11 @@ def test_no_cgroup_means_no_limit(tmp_path):
 
 def test_hanging_program_is_killed_with_its_children(tmp_path):
     write_program(tmp_path, "hang", f"sleep 600 & echo $! > {tmp_path}/child; wait")
-    result = run_probe([str(tmp_path / "hang")], timeout=0.5)
+    result = run_probe([str(tmp_path / "hang")], timeout=3.0)
     assert not result.ok
-    assert "0.5 s" in result.text
+    assert "3 s" in result.text
     child = int((tmp_path / "child").read_text(encoding="utf-8"))
-    assert has_exited(child, within=10.0)
+    assert has_exited(child, within=60.0)
 
 
 def has_exited(pid: int, *, within: float) -> bool:

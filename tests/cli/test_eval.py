@@ -236,7 +236,8 @@ def test_eval_killed_at_random_times_resumes_to_the_same_result():
             moment = rng.randrange(1, 6)
             when(lambda moment=moment, process=process: len(slow.asked) >= moment or process.poll() is not None)
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
+            when(lambda: not slow._connections)  # the engine has read all that it was sent
         kept = outcome(Path("outputs/killed"))
         slow.asked.clear()
         assert main([*command, "killed"]) == 0
@@ -257,7 +258,7 @@ def test_signal_stops_cleanly_and_prints_the_resume_command(number, ctrl_c):
             signal.signal(signal.SIGINT, before)
         when(lambda: len(slow.asked) >= 3)
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"resume with: ramify eval {ECHO} -b {slow.url} -c 1 -r 20 --name run" in err
     assert "Traceback" not in out + err

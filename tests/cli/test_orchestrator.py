@@ -106,8 +106,8 @@ def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, numb
         family += psutil.Process(process.pid).children(recursive=True)
         assert sum("ramify env-server @" in " ".join(one.cmdline()) for one in family) >= 2
         process.send_signal(number)
-        assert process.wait(30) == code
-        until(lambda: all_exited(family), seconds=15)
+        assert process.wait(60) == code
+        until(lambda: all_exited(family))
 
 
 LINES = """
@@ -154,7 +154,7 @@ def test_status_address_is_recorded_without_a_supervisor(home, capsys):
             assert main(["why", str(home / "outputs" / "run")]) == 0
             assert "a trainer" in capsys.readouterr().out
             process.terminate()
-            assert process.wait(30) == 75
+            assert process.wait(60) == 75
 
 
 def test_sink_without_its_library_is_refused_before_start(home, capsys, monkeypatch):

@@ -176,7 +176,7 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
     process = start_stubbed(tmp_path, RUNS_FOREVER)
     until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert alive(tmp_path) == []
     resume_command = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"

@@ -46,7 +46,7 @@ async def serving(
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=secure)
     scheme = "https" if secure else "http"
     address = f"{scheme}://localhost:{listener.sockets[0].getsockname()[1]}/v1"
-    client = HttpClient(address, connect_timeout=5.0, max_connections=connections)
+    client = HttpClient(address, connect_timeout=30.0, max_connections=connections)
     try:
         yield client
     finally:
@@ -64,7 +64,7 @@ async def start_request(server: Server, client: HttpClient) -> "asyncio.Task[byt
 
 def run(test: Awaitable[None]) -> None:
     async def with_timeout() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await test
 
     asyncio.run(with_timeout())
@@ -207,7 +207,7 @@ def test_closing_fails_requests_in_flight():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
 def test_an_unreachable_server_raises_connect_failed(url):
     async def test():
-        client = HttpClient(url, connect_timeout=5.0, max_connections=1)
+        client = HttpClient(url, connect_timeout=30.0, max_connections=1)
         with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
             await send_request(client, "GET", "/health")
 

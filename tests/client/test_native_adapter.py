@@ -53,7 +53,7 @@ def run(servers, published):
                     await client.resume()
                     await client.update_weights(published[FIRST], FIRST)
 
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), 60))
 
     return runner
 

@@ -16,5 +16,5 @@ def make_context(task: Task | None = None, *replies: str, **more: Any) -> Rollou
     return RolloutContext(task=task or Task(prompt="question"), trace=trace, **more)
 
 
-def run(test: Coroutine[Any, Any, Any], *, seconds: float = 20) -> Any:
+def run(test: Coroutine[Any, Any, Any], *, seconds: float = 60) -> Any:
     return asyncio.run(asyncio.wait_for(test, seconds))

@@ -12,7 +12,7 @@ from ramify.env.hook_threads import MAX_THREADS, run_in_hook_thread
 
 def run(work):
     async def within():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await work
 
     return asyncio.run(within())
@@ -22,7 +22,7 @@ def test_jobs_that_wait_for_each_other_all_run():
     barrier = threading.Barrier(MAX_THREADS)
 
     async def test():
-        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 60}) for _ in range(MAX_THREADS)))
 
     run(test())
 
@@ -38,7 +38,7 @@ def test_threads_exit_when_no_job_is_queued():
     barrier, before = threading.Barrier(8), threading.active_count()
 
     async def test():
-        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(8)))
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 60}) for _ in range(8)))
         while await run_in_hook_thread(threading.active_count, {}) > before + 1:
             await asyncio.sleep(0)
 
@@ -92,7 +92,7 @@ def test_job_cancelled_before_it_started_never_starts():
     release, started = threading.Event(), []
 
     async def test():
-        first = asyncio.create_task(run_in_hook_thread(release.wait, {"timeout": 10}))
+        first = asyncio.create_task(run_in_hook_thread(release.wait, {"timeout": 60}))
         second = asyncio.create_task(run_in_hook_thread(lambda: started.append(1), {}))
         await asyncio.sleep(0)
         second.cancel()
@@ -110,17 +110,17 @@ def test_event_loop_closes_while_a_job_still_blocks():
 
     def blocks():
         started.set()
-        release.wait(10)
+        release.wait(60)
         finished.set()
 
     async def test():
         waiting = asyncio.create_task(run_in_hook_thread(blocks, {}))
-        await run_in_hook_thread(started.wait, {"timeout": 10})
+        await run_in_hook_thread(started.wait, {"timeout": 60})
         waiting.cancel()
 
     run(test())
     release.set()
-    assert finished.wait(10)
+    assert finished.wait(60)
 
 
 def test_jobs_that_never_return_do_not_use_up_the_threads():
@@ -130,9 +130,9 @@ def test_jobs_that_never_return_do_not_use_up_the_threads():
         for _ in range(MAX_THREADS + 1):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await run_in_hook_thread(release.wait, {"timeout": 20})
+                    await run_in_hook_thread(release.wait, {"timeout": 60})
         barrier = threading.Barrier(MAX_THREADS)
-        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 60}) for _ in range(MAX_THREADS)))
 
     try:
         run(test())
@@ -146,7 +146,7 @@ def test_thread_of_a_cancelled_job_exits_when_the_job_returns():
     async def test():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.02):
-                await run_in_hook_thread(release.wait, {"timeout": 20})
+                await run_in_hook_thread(release.wait, {"timeout": 60})
         assert await run_in_hook_thread(lambda: 7, {}) == 7
         release.set()
         while threading.active_count() > before + 1:

@@ -58,7 +58,7 @@ class Scenario:
         return self.servers.anthropic.with_options(**self._address(options))
 
     def _address(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"base_url": self.endpoint.base_url, "api_key": self.endpoint.api_key, "timeout": 20, **options}
+        return {"base_url": self.endpoint.base_url, "api_key": self.endpoint.api_key, "timeout": 60, **options}
 
     async def chat(self, *texts: str, **options: Any):
         """Send a conversation of alternating user and assistant texts with the openai SDK."""
@@ -66,7 +66,7 @@ class Scenario:
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
         return await self.openai(max_retries=0).chat.completions.create(model="any", messages=messages, **options)
 
-    async def post(self, path: str, body: Any, *, timeout: float = 20, **headers: str) -> httpx.Response:
+    async def post(self, path: str, body: Any, *, timeout: float = 60, **headers: str) -> httpx.Response:
         """Send a body unchanged, without an SDK."""
         bearer = {"authorization": f"Bearer {self.endpoint.api_key}"} | headers
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -88,7 +88,7 @@ async def _open_servers() -> AsyncIterator[SharedServers]:
         Gateway(keepalive_interval=0.02) as quick_keepalive,
         openai.AsyncOpenAI(api_key="none") as openai_client,
         anthropic.AsyncAnthropic(api_key="none") as anthropic_client,
-        httpx.AsyncClient(timeout=20) as http,
+        httpx.AsyncClient(timeout=60) as http,
     ):
         yield SharedServers(engine, client, gateway, quick_keepalive, openai_client, anthropic_client, http)
 
@@ -121,7 +121,7 @@ class ScenarioRunner:
             gateway = servers.quick_keepalive if quick_keepalive else servers.gateway
             endpoint = gateway.register(session)
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     await check(Scenario(servers, policy, trace, session, gateway, endpoint))
             finally:
                 gateway.unregister(session)

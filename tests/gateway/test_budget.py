@@ -114,7 +114,7 @@ def test_a_call_without_max_tokens_does_not_starve_concurrent_calls():
 
 def test_a_failed_call_releases_its_budget():
     async def main():
-        session, token_client = make_session(["one"] * 2, limits={"max_turns": 1}, call_timeout=5)
+        session, token_client = make_session(["one"] * 2, limits={"max_turns": 1}, call_timeout=60)
         token_client.gate.clear()
         first = asyncio.create_task(session.generate(user_request("a")))
         await asyncio.sleep(0)

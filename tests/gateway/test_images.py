@@ -247,7 +247,7 @@ class SlowFamily:
     def process(self, media: Media) -> ProcessedImage:
         if media.hash == self._slow.hash:
             self.started.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         return self._family.process(media)
 
 
@@ -268,7 +268,7 @@ def test_a_call_does_not_wait_for_the_images_of_others(run_scenario, slow_vision
         await converse_with_chat(scenario, [[RED]])
         await converse_with_chat(scenario, [[GREEN]])  # drops the arrays of RED
         blue = asyncio.create_task(converse_with_chat(scenario, [[BLUE]]))
-        assert await asyncio.to_thread(family.started.wait, 10)
+        assert await asyncio.to_thread(family.started.wait, 60)
         assert await converse_with_chat(scenario, [[RED]]) == ["ABC"]  # its layout is known, the engine has the arrays
         assert not blue.done()
         family.gate.set()

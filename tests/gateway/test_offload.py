@@ -35,7 +35,7 @@ class LoopCounter:
 
 
 class SlowRenderer:
-    """The renderer of tiny, which waits up to two seconds for iterations of the event loop before it parses."""
+    """The renderer of tiny, which waits for iterations of the event loop before it parses."""
 
     def __init__(self, counter: LoopCounter) -> None:
         self.counter, self.waits = counter, True
@@ -46,7 +46,7 @@ class SlowRenderer:
     def parse(self, *args: Any) -> ParsedReply:
         self.counter.reset()
         if self.waits:
-            self.counter.has_run.wait(2)
+            self.counter.has_run.wait(20)
         self.iterations = self.counter.iterations
         return TINY.parse(*args)
 

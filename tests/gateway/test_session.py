@@ -375,6 +375,7 @@ def test_calls_time_out_and_cancelled_calls_release_their_budget():
         token_client.gate.clear()
         with pytest.raises(DeadlineExceeded, match=r"0\.02"):
             await session.generate(user_request("a"))
+        session.call_timeout = 60.0
         task = asyncio.create_task(session.generate(user_request("a")))
         await asyncio.sleep(0)
         task.cancel()

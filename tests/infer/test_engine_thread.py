@@ -50,7 +50,7 @@ def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(en
                 output = await stream.result()
         assert (output.token_ids, output.finish_reason) == ([7], "length")
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypatch):

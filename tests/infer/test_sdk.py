@@ -46,7 +46,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield _wait_for_address(process, log)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
 
 

@@ -1,18 +1,9 @@
-import random
-import socket
-
 import pytest
 
-PORTS = range(10_000, 20_000)  # below those that the system gives to others, and those that a run reserves
+from tests.free_ports import find_free_port
 
 
 @pytest.fixture
 def free_port() -> int:
     """A port on which nothing listens."""
-    for port in random.sample(PORTS, 100):
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no port is free")
+    return find_free_port()

@@ -18,7 +18,7 @@ from ramify.trace import Episode, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from tests.orchestrate.rollouts import rollout
 
-QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=0.4, session_timeout=5.0)
+QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=1.0, session_timeout=5.0)
 
 
 class StubEnvServer:

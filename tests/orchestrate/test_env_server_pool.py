@@ -27,7 +27,7 @@ def bounded(test):
 
     @functools.wraps(test)
     def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 20))
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -37,7 +37,7 @@ async def until(condition) -> None:
         await asyncio.sleep(0.01)
 
 
-def make_pool(*addresses: str, start_timeout: float = 5.0, **options) -> EnvServerPool:
+def make_pool(*addresses: str, start_timeout: float = 30.0, **options) -> EnvServerPool:
     return EnvServerPool("it", addresses, start_timeout=start_timeout, settings=QUICK, **options)
 
 
@@ -59,7 +59,7 @@ async def restart_at(address: str, name: str) -> StubEnvServer:
 
 async def run_one(pool: EnvServerPool, id: str) -> str:
     """Run one attempt, and return the name of the server whose result counts."""
-    return (await pool.run(TASK, id=id, timeout=10.0)).worker_id
+    return (await pool.run(TASK, id=id, timeout=30.0)).worker_id
 
 
 @bounded

@@ -22,7 +22,7 @@ from tests.envserver.helpers import make_config, task, wait_until
 from tests.orchestrate.test_core import World, open_core
 from tests.wire.proxy import Proxy
 
-QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=1.0)
+QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=3.0)
 GROUP_REWARDS = frozenset({"rank"})
 NUM_ATTEMPTS = 4
 

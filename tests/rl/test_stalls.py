@@ -37,6 +37,7 @@ from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
+from tests.free_ports import find_free_port
 from tests.rl import environments
 from tests.source_lines import line_number
 
@@ -135,11 +136,6 @@ def stage(tmp_path_factory):
         yield Stage(runner, engine, server, gate, home)
         runner.run(server.close())
         runner.run(engine.__aexit__())
-
-
-def find_closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_engine_that_never_answers(stage):
@@ -274,7 +270,7 @@ def test_tasks_run_out_before_the_first_batch(stage):
 
 
 def test_inference_server_is_down(stage):
-    url = f"http://127.0.0.1:{find_closed_port()}"
+    url = f"http://127.0.0.1:{find_free_port()}"
     with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
         stage.run("url", url=url)
 
@@ -287,7 +283,7 @@ def test_inference_server_is_silent(stage):
 
 
 def test_env_server_is_down(stage):
-    address = f"tcp://127.0.0.1:{find_closed_port()}"
+    address = f"tcp://127.0.0.1:{find_free_port()}"
     with pytest.raises(PeerLost, match=rf"the env server of source plain was not reachable within 2 s: {address}"):
         stage.run("address", address=address)
 

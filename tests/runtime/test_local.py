@@ -35,7 +35,7 @@ def with_runtime(test, task: Task | None = None, **settings):
         finally:
             await runtime.stop()
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def running_pids(pids: str) -> list[int]:
@@ -142,7 +142,7 @@ def test_timeout_kills_all_processes_and_keeps_the_output():
 
 def test_cancelling_a_run_kills_all_processes():
     async def test(runtime):
-        run_task = asyncio.create_task(runtime.run(f"{PROCESS_TREE} touch ready; sleep 1000", timeout=25.0))
+        run_task = asyncio.create_task(runtime.run(f"{PROCESS_TREE} touch ready; sleep 1000", timeout=55.0))
         await wait_for_file(runtime.workdir / "ready")
         run_task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -155,7 +155,7 @@ def test_cancelling_a_run_kills_all_processes():
 def test_cancelling_a_run_during_its_start_kills_all_processes():
     async def test(runtime):
         ready, earlier = runtime.workdir / "ready", set(psutil.Process().children())
-        run_task = asyncio.create_task(runtime.run(f"{PROCESS_TREE} touch ready; sleep 1000", timeout=25.0))
+        run_task = asyncio.create_task(runtime.run(f"{PROCESS_TREE} touch ready; sleep 1000", timeout=55.0))
         while set(psutil.Process().children()) <= earlier:
             await asyncio.sleep(0)
         while not ready.exists():

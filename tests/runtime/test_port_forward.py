@@ -21,7 +21,7 @@ def run_with_forward(test, target_port: int):
         finally:
             await forward.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_connection_is_closed_if_the_forward_ends_while_it_connects():
@@ -37,7 +37,7 @@ def test_connection_is_closed_if_the_forward_ends_while_it_connects():
             while not forward._tasks:
                 await asyncio.sleep(0)
             await forward.close()
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
 
         run_with_forward(test, address[1])
@@ -55,7 +55,7 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
     async def ask(reader, writer) -> bytes:
         with contextlib.suppress(ConnectionError):
             writer.write(b"hello\n")
-            return await asyncio.wait_for(reader.readline(), 5)
+            return await asyncio.wait_for(reader.readline(), 60)
         return b""
 
     async def run():
@@ -77,4 +77,4 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
         await forward.close()
         server.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 60))

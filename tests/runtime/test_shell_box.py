@@ -44,7 +44,7 @@ def test_complete_line_is_passed_on_at_once():
 )
 def test_shell_reports_how_a_program_started_and_ended(cwd, argv, record, status):
     command = ["sh", "-c", SPAWN_SCRIPT, "sh", MARKER, cwd, "yes", *argv]
-    result = subprocess.run(command, input="never read", capture_output=True, text=True, timeout=10)
+    result = subprocess.run(command, input="never read", capture_output=True, text=True, timeout=60)
     assert result.returncode == status
     assert result.stderr.endswith(f"\x1e{MARKER} {record}\n")
 
@@ -53,6 +53,6 @@ def test_shell_changes_no_variable_of_the_program():
     names = ("marker", "cwd", "program", "file", "directory", "status", "line", "round")
     command = ["sh", "-c", SPAWN_SCRIPT, "sh", MARKER, "/", "", "env"]
     env = {"PATH": "/usr/bin:/bin", **dict.fromkeys(names, "mine")}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=10)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert {f"{name}=mine" for name in names} <= set(result.stdout.splitlines())
     assert "PATH=/usr/bin:/bin" in result.stdout.splitlines()

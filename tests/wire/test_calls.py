@@ -66,7 +66,7 @@ def with_server_and_client(test):
                 WireServer(handlers, settings=FAST) as server,
                 WireClient(server.address, settings=FAST) as client,
             ):
-                await asyncio.wait_for(test(server, client, handler), 20)
+                await asyncio.wait_for(test(server, client, handler), 60)
 
         asyncio.run(main())
 

@@ -75,7 +75,7 @@ def test_connection_is_open_again_soon_after_a_silent_network_works_again():
             with pytest.raises(PeerLost):
                 await client.call("answer", timeout=5)
             proxy.silent = False
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         await client.call("answer", timeout=5)
@@ -138,7 +138,7 @@ def test_session_of_a_silent_client_is_closed_and_its_requests_cancelled():
             proxy.silent = True
             with pytest.raises(PeerLost, match=r"no message for 0\.3 s"):
                 await call
-            await asyncio.wait_for(ended.wait(), 10)
+            await asyncio.wait_for(ended.wait(), 60)
             assert server.num_clients == 0
 
     asyncio.run(main())
@@ -168,11 +168,11 @@ def test_blocked_event_loop_keeps_the_connection_and_reports_its_stack():
         try:
             async with WireClient(await address.get(), settings=brief) as client:
                 call = asyncio.create_task(client.call("block", timeout=20))
-                while not client.last_heartbeat.stack:
+                while not (heartbeat := client.last_heartbeat).stack:
                     await asyncio.sleep(0.01)
-                assert client.last_heartbeat.lag > 1.0
-                assert "block_the_loop" in client.last_heartbeat.stack
-                assert client.last_heartbeat.task == "block 1"
+                assert heartbeat.lag > 1.0
+                assert "block_the_loop" in heartbeat.stack
+                assert heartbeat.task == "block 1"
                 assert (await call).decode(str) == "done"
                 while client.last_heartbeat.lag > 0.5:
                     await asyncio.sleep(0.01)

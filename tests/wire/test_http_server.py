@@ -66,7 +66,7 @@ def test_signals_are_left_to_the_process():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, received.set)
         async with HttpServer(APP, "127.0.0.1", name="a page") as server:
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(received.wait(), 10)
+            await asyncio.wait_for(received.wait(), 60)
             assert (await get(server)).endswith(b"hello")
 
     asyncio.run(main())
