@@ -146,6 +146,7 @@ def test_rollouts_are_sorted_filtered_and_paged(queries):
 def test_rollouts_of_an_eval_are_filtered_by_error(queries):
     assert list_ids(queries, "eval", RolloutFilter(error="MalformedCall")) == ["task-0.0"]
     assert list_ids(queries, "eval", RolloutFilter(error="any")) == ["task-0.0"]
+    assert list_ids(queries, "eval", RolloutFilter(error="M_lformedCal%")) == []  # a name, not a pattern
     assert queries.list_rollouts("eval")["facets"]["errors"] == {"MalformedCall": 1}
 
 

@@ -38,13 +38,12 @@ def build_condition(rollout_filter: RolloutFilter) -> tuple[str, list[Any]]:
     if rollout_filter.error == "any":
         conditions.append(("errors != ?", ""))
     elif rollout_filter.error:
-        conditions.append(("' ' || errors || ' ' LIKE ?", f"% {rollout_filter.error} %"))
+        conditions.append(("instr(' ' || errors || ' ', ?)", f" {rollout_filter.error} "))
     return " AND ".join(sql for sql, _ in conditions) or "1", [value for _, value in conditions]
 
 
 def _build_match(text: str | None) -> str | None:
     """Return a full-text query for all words of a text; the last one may be the beginning of a word."""
-    words = [
-        word.replace('"', '""') for word in (text or "").replace("\0", " ").split()
-    ]  # SQLite would end the text there
+    text = (text or "").replace("\0", " ")  # where SQLite would end the text
+    words = [word.replace('"', '""') for word in text.split()]
     return " ".join(f'"{word}"' for word in words) + "*" if words else None
