@@ -4,8 +4,15 @@ import asyncio
 
 import pytest
 
-from ramify.errors import ConfigInvalid
-from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, AddressBook, get_env_key, get_model_key, write_addresses
+from ramify.errors import ConfigInvalid, StorageFailed
+from ramify.orchestrate.address_book import (
+    ADDRESS_BOOK_FILE,
+    AddressBook,
+    get_env_key,
+    get_model_key,
+    read_addresses,
+    write_addresses,
+)
 
 
 def test_subscribers_get_the_addresses_of_their_key_when_they_change(tmp_path):
@@ -48,3 +55,9 @@ def test_malformed_book_fails_with_the_path_and_the_expected_form(tmp_path):
 
     with pytest.raises(ConfigInvalid, match=r"addresses.json is not an address book: .*expected lists of addresses"):
         asyncio.run(main())
+
+
+def test_book_that_cannot_be_read_is_a_failure_of_the_storage(tmp_path):
+    (tmp_path / ADDRESS_BOOK_FILE).mkdir()
+    with pytest.raises(StorageFailed, match=r"addresses\.json cannot be used"):
+        read_addresses(tmp_path)

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 
 from ramify.async_calls import cancel_all
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, StorageFailed
 from ramify.files import write_atomically
 from ramify.wire.lifecycle import AsyncService
 
@@ -42,12 +42,17 @@ def write_addresses(run_directory: Path, addresses: Mapping[str, Sequence[str]])
 
 
 def read_addresses(run_directory: Path) -> dict[str, list[str]] | None:
-    """Return the addresses by key; None if the run has no address book. Raises ConfigInvalid if it is malformed."""
+    """Return the addresses by key; None if the run has no address book.
+
+    Raises ConfigInvalid if it is malformed, and StorageFailed if it cannot be read.
+    """
     path = run_directory / ADDRESS_BOOK_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageFailed(f"{path} cannot be used: {error}") from error
     except msgspec.MsgspecError as error:
         expected = 'expected lists of addresses by key, {"inference": ["http://HOST:PORT"]}'
         raise ConfigInvalid(f"{path} is not an address book: {error}; {expected}") from error
@@ -66,7 +71,7 @@ class AddressBook(AsyncService):
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
-        """Read the file, and start to poll it. Raises ConfigInvalid if the file is malformed."""
+        """Read the file, and start to poll it. Raises what `read_addresses` raises."""
         self._refresh()
         self._polling = asyncio.create_task(self._poll(), name="address book")
         return self
