@@ -32,10 +32,11 @@ SHARED_FIXTURES = "tests/rl/"  # a directory whose modules share the run of a pa
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `full`, and start the slowest tests first: the others fill the time of the second worker."""
+    """Skip what is marked `full`, and start the slowest directory first: the other workers run the rest meanwhile."""
     for item in items:
         if (mark := item.get_closest_marker("full")) and not os.environ.get("RAMIFY_FULL"):
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+            reason = mark.args[0] if mark.args else "runs with RAMIFY_FULL=1"
+            item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED_FIXTURES))
 
 
