@@ -96,6 +96,17 @@ def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):
     assert [report["RAMIFY_GANG_TOKEN"] for report in read_reports(tmp_path)] == ["2.0", "2.0"]
 
 
+def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_none(tmp_path):
+    path = "DIR + '/trainer.token'"
+    code = f"open({path}, 'w').write(os.environ['RAMIFY_GANG_TOKEN'])\n{RUNS_FOREVER}"
+    trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=Placement())
+    waits = f"import time\nwhile not os.path.exists({path}) or not os.path.getsize({path}): time.sleep(0.01)\n"
+    leader = waits + "sys.exit('RAMIFY_GANG_TOKEN' in os.environ)"
+    specs = [trainer, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
+    assert supervise(specs, restarts=0, epoch=1) is RunOutcome.FINISHED
+    assert (tmp_path / "trainer.token").read_text() == "1.0"
+
+
 @pytest.mark.parametrize(("duration", "replacement_delay"), [(1.0, None), (60.0, 1.4)])
 def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path, duration, replacement_delay):
     """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.

@@ -2,6 +2,11 @@
 
 import asyncio
 
+import pytest
+
+from ramify.errors import ProcessReplaced
+from ramify.fencing.token import FencingToken
+from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
@@ -15,28 +20,34 @@ from tests.orchestrate.test_core import World, open_core
 from tests.orchestrate.test_weight_updates import FakeEngines
 
 
-async def register(address: str) -> RegisterReply:
+async def register(address: str, gang: FencingToken | None = None) -> RegisterReply:
     """Send the hello of a new trainer."""
-    request = RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec(), incarnation=None)
+    number = gang.number if gang is not None else None
+    request = RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec(), incarnation=None, gang=number)
     async with WireClient(address) as client:
         reply = await client.call("hello", WireMessage.encode(request), timeout=10)
         return reply.decode(RegisterReply)
+
+
+async def open_service(ledger: Ledger, on_trainer_replaced) -> tuple[OrchestratorCore, TrainerService]:
+    core = await open_core(ledger, World())
+    service = TrainerService(
+        core,
+        WeightUpdater(FakeEngines(), lambda version, seconds: None),  # type: ignore[arg-type]
+        RunProgress(RunLog(ledger.store)),
+        policy="p",
+        run="run-id",
+        max_steps=4,
+        on_trainer_replaced=on_trainer_replaced,
+    )
+    return core, service
 
 
 def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
     replaced: list[bool] = []
 
     async def main(ledger: Ledger) -> None:
-        core = await open_core(ledger, World())
-        service = TrainerService(
-            core,
-            WeightUpdater(FakeEngines(), lambda version, seconds: None),  # type: ignore[arg-type]
-            RunProgress(RunLog(ledger.store)),
-            policy="p",
-            run="run-id",
-            max_steps=4,
-            on_trainer_replaced=lambda: replaced.append(True),
-        )
+        core, service = await open_service(ledger, lambda: replaced.append(True))
         async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
             replies = await asyncio.gather(*(register(server.address) for _ in range(3)), return_exceptions=True)
         incarnations = [reply.incarnation for reply in replies if isinstance(reply, RegisterReply)]
@@ -45,6 +56,26 @@ def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
         assert len(incarnations) == len(set(incarnations))
         assert max(incarnations) == core.ledger_progress.incarnation == ledger.progress().incarnation == 2
         assert set(failures) <= {"ProcessReplaced"}
+        assert len(replaced) == 2
+
+    with RunStore.open(tmp_path) as store:
+        asyncio.run(main(Ledger.open(store)))
+
+
+def test_rank_of_an_older_gang_does_not_displace_a_newer_one(tmp_path):
+    replaced: list[bool] = []
+
+    async def main(ledger: Ledger) -> None:
+        core, service = await open_service(ledger, lambda: replaced.append(True))
+        async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
+            first = await register(server.address, FencingToken(1, 0))
+            second = await register(server.address, FencingToken(1, 1))
+            for stale in (FencingToken(1, 0), FencingToken(0, 7)):
+                with pytest.raises(ProcessReplaced, match=rf"gang {stale} may not act, because the newest is gang 1.1"):
+                    await register(server.address, stale)
+            again = await register(server.address, FencingToken(1, 1))  # the reply to its hello was lost
+        assert (first.incarnation, second.incarnation, again.incarnation) == (0, 1, 2)
+        assert core.ledger_progress.incarnation == 2
         assert len(replaced) == 2
 
     with RunStore.open(tmp_path) as store:

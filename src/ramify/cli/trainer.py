@@ -70,6 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | None, flat: bool) -> None:
     """Train until the batch source or a signal ends it."""
+    from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
     from ramify.train.batch_source import BatchRecording, ReplayBatchSource
     from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
     from ramify.train.process import TrainerProcess
@@ -90,6 +91,7 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
                 timeout=config.orchestrator_timeout,
                 recording=BatchRecording(record) if record is not None else None,
                 should_stop=lambda: bool(received_signals),
+                gang=FencingToken.parse(token) if (token := os.environ.get(GANG_TOKEN_VARIABLE)) else None,
             )
         try:
             last_step = TrainerProcess(

@@ -22,7 +22,7 @@ from pathlib import Path
 from ramify.async_calls import cancel_all
 from ramify.errors import DeadlineExceeded
 from ramify.fencing.lease import RoleLeases, read_lease_clock
-from ramify.fencing.token import FencingToken
+from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
@@ -188,6 +188,8 @@ class SupervisedProcess:
     async def start(self) -> None:
         """Start all ranks. Raises StorageFull or StorageFailed if a log cannot be written."""
         variables = build_gang_variables(self.slots, self._token)
+        if self.spec.role is ProcessRole.FOLLOWER and self.spec.placement is not None:
+            variables[0][GANG_TOKEN_VARIABLE] = str(self._token)  # also for the only rank: it registers with its token
         starts = [replace(start, env={**start.env, **more}) for start, more in zip(self._starts, variables)]
         if self._pending_signal is not None:
             self.send_signal(self._pending_signal)

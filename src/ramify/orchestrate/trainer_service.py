@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ramify.errors import PeerLost
-from ramify.fencing.token import FencingToken, check_token
+from ramify.fencing.token import FencingToken, TokenGate, check_token
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
@@ -61,6 +61,7 @@ class TrainerService:
         self._policy, self._run, self._max_steps = policy, run, max_steps
         self._on_trainer_replaced = on_trainer_replaced
         self._pack_spec, self._num_ranks, self.has_trainer = PackSpec(), 1, False
+        self._gang_gate = TokenGate("gang")
         self._encoded_shares: dict[int, list[bytes]] = {}
         self._served_at: dict[int, float] = {}  # monotonic time at which a batch was served, by step
         self._state_changed = asyncio.Condition()  # notified when a batch was formed or the run ends
@@ -93,9 +94,14 @@ class TrainerService:
             self._state_changed.notify_all()
 
     async def handle_hello(self, message: IncomingRequest) -> WireMessage:
-        """Register a trainer. A new one starts a new incarnation, unless it is the first of the run."""
+        """Register a trainer. A new one starts a new incarnation, unless it is the first of the run.
+
+        Raises ProcessReplaced for a rank of an earlier gang: it must not replace the newer one.
+        """
         request = message.decode(RegisterRequest)
         incarnation = request.incarnation
+        if request.gang is not None:
+            self._gang_gate.check(FencingToken.from_number(request.gang))
         if incarnation is None:
             registration = await self._core.register_trainer()
             incarnation = registration.incarnation

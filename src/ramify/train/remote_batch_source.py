@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
+from ramify.fencing.token import FencingToken
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.batch_codec import decode_batch
@@ -41,7 +42,8 @@ class RemoteBatchSource(BatchSource):
     """A `BatchSource` that calls the orchestrator at `address`.
 
     A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true; a batch
-    is not waited for any longer then. If there is a `recording`, every received batch is written to it.
+    is not waited for any longer then. If there is a `recording`, every received batch is written to it. `gang` is the
+    token of the gang that this trainer is, if a launcher has started it on a node.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class RemoteBatchSource(BatchSource):
         timeout: float = 3600.0,
         recording: BatchRecording | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        gang: FencingToken | None = None,
     ) -> None:
         self.address, self.timeout, self.recording, self.should_stop = address, timeout, recording, should_stop
-        self._secret = secret
+        self._secret, self._gang = secret, gang
         self._registration: RegisterRequest | None = None
         self._last_published: PublishedRequest | None = None
         self._client: WireClient | None = None
@@ -65,7 +68,13 @@ class RemoteBatchSource(BatchSource):
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
         """Register the rank at the orchestrator and return its reply."""
-        request = RegisterRequest(rank=rank, world_size=world_size, pack_spec=pack_spec, incarnation=incarnation)
+        request = RegisterRequest(
+            rank=rank,
+            world_size=world_size,
+            pack_spec=pack_spec,
+            incarnation=incarnation,
+            gang=self._gang.number if self._gang is not None else None,
+        )
         reply = self._call_with_retries("hello", request).decode(RegisterReply)
         self._registration = msgspec.structs.replace(request, incarnation=reply.incarnation)
         return reply
