@@ -92,7 +92,8 @@ def test_the_head_starts_first_and_the_others_in_growing_waves(job):
     assert finish(start(job)) == 0
     started = [line.removeprefix("start ") for line in calls(job) if line.startswith("start")]
     assert started[:2] == ["a", "b"] and sorted(started[2:4]) == ["c", "d"] and started[4] == "e"
-    assert calls(job)[-1] == "ramify rl @ my run.toml RAY_ADDRESS=127.0.0.1:14000 GREETING=hello"
+    command = "ramify rl --launch.grace_period 270 @ my run.toml"
+    assert calls(job)[-1] == f"{command} RAY_ADDRESS=127.0.0.1:14000 GREETING=hello"
 
 
 def test_the_job_asks_for_the_nodes_of_the_configuration(job):
@@ -159,7 +160,7 @@ def test_the_command_writes_and_submits_the_script(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert main(["slurm", "@", "run.toml"]) == 0
     script = tmp_path / "outputs" / "run.slurm" / "job.sh"
-    assert "ramify rl @ run.toml --cluster ray &" in script.read_text()
+    assert "ramify rl --launch.grace_period 270 @ run.toml --cluster ray &" in script.read_text()
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     programs = tmp_path / "bin"
     programs.mkdir()

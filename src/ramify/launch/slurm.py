@@ -13,6 +13,7 @@ from pathlib import Path
 from ramify.config import raise_config_invalid
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 
+STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
 
 START_RAY = r"""
@@ -140,7 +141,8 @@ def build_batch_script(
     lines += ["#SBATCH --requeue", *(f"#SBATCH {argument}" for argument in slurm.extra_args)]
     values = {"cores": node.cores, "gpus": node.gpus, "start_timeout": START_TIMEOUT, "job": job_directory}
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
-    command = shlex.join(["ramify", "rl", *arguments])
+    grace_period = ["--launch.grace_period", str(slurm.stop_seconds - STOP_MARGIN)]
+    command = shlex.join(["ramify", "rl", *grace_period, *arguments])  # of two values of a key the last one counts
     return "\n".join(
         [
             "#!/bin/bash",
