@@ -12,11 +12,12 @@ from ramify.fencing.directory_store import DirectoryStore
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.store import RunStore, open_run
 from ramify.store.head_replication import HeadReplicator
 from ramify.store.ledger import Ledger
 from tests.store.test_head_replication import commit_step
-from tests.store.test_ledger import run_all
+from tests.store.test_ledger import issue_and_score, run_all
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -179,6 +180,19 @@ def test_finished_run_is_finished_on_every_head(tmp_path):
     mark_finished(first)
     prepare_head(second)
     assert get_finished_steps(second) == 1
+
+
+def test_last_entry_of_a_finished_run_has_the_files_of_its_groups(tmp_path):
+    first, second = (make_config(tmp_path, head, max_steps=1) for head in ("a", "b"))
+    train_step(first)
+    file = get_top_logprobs_path(first.path, 1)
+    with RunStore.open(first.path) as store:
+        issue_and_score(Ledger.open(store), 1)  # changed after the last commit
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"likeliest tokens")
+    mark_finished(first)
+    prepare_head(second)
+    assert get_top_logprobs_path(second.path, 1).read_bytes() == b"likeliest tokens"
 
 
 def test_run_with_a_shared_directory_is_not_continued_without_it(tmp_path):

@@ -1,12 +1,14 @@
 """The finished marker of a run: its directory records when all steps are done, or all that its tasks allow."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ramify.config import to_old_keys
 from ramify.errors import ConfigInvalid
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, open_run
 from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
@@ -62,7 +64,8 @@ def mark_finished(config: RunConfig) -> int:
             store.set_fact(EXHAUSTED_KEY, _dump_curricula(config))
         store.set_fact(FINISHED_KEY, num_steps)
         if config.shared_path is not None:
-            HeadReplicator(store, DirectoryStore(config.shared_path)).replicate_blocking()
+            shared, find_group_file = DirectoryStore(config.shared_path), partial(get_top_logprobs_path, config.path)
+            HeadReplicator(store, shared, find_group_file).replicate_blocking()
     return num_steps
 
 
