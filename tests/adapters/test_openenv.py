@@ -40,7 +40,7 @@ async def rollout(env: Environment, gateway: Gateway, replies: list[str], number
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
 def test_observations_are_messages_and_replies_are_actions():
@@ -107,7 +107,7 @@ def test_one_server_must_be_named():
 
 def test_local_server_is_started_again_after_it_was_killed():
     async def check():
-        server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=20)
+        server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=60)
         try:
             first = await server.get_base_url()
             first_pid = server.pid
@@ -123,7 +123,7 @@ def test_local_server_is_started_again_after_it_was_killed():
 
 def test_server_that_exits_is_named():
     async def check():
-        await LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=20).get_base_url()
+        await LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=60).get_base_url()
 
     with pytest.raises(EnvironmentFault, match="exited with 3 while it started"):
         run(check())

@@ -61,7 +61,7 @@ def run_agent(client: FakeTokenClient, taskset: type[rf.Taskset] = Printing, **s
         (trace,) = (await run_attempt(load_env(taskset, **source), TASK, policy=policy, id="r1")).traces
         return trace
 
-    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(run(), 20))))
+    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(run(), 60))))
 
 
 def branch_messages(trace: Trace, leaf: int) -> list[tuple[str, str]]:

@@ -272,10 +272,10 @@ def test_a_policy_that_ends_its_repl_too_often_ends_the_rollout():
 
 def test_code_that_runs_too_long_is_interrupted_and_variables_are_kept(runtime):
     code = "x = 1\nimport time\ntime.sleep(60)"
-    trace = run_rlm([python(code), python("print(x)"), "ok"], harness={"run_timeout": 0.5}, runtime=runtime)
+    trace = run_rlm([python(code), python("print(x)"), "ok"], harness={"run_timeout": 3}, runtime=runtime)
     slow, kept = outputs(trace)
     assert "KeyboardInterrupt" in slow
-    assert slow.endswith("error: interrupted after 0.5 s")
+    assert slow.endswith("error: interrupted after 3 s")
     assert kept == "1\n"
 
 
@@ -288,7 +288,7 @@ def test_answer_that_is_too_long_is_refused():
 
 def test_code_that_ignores_the_interrupt_loses_its_repl():
     code = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
-    trace = run_rlm([python(code), "ok"], harness={"run_timeout": 0.3})
+    trace = run_rlm([python(code), "ok"], harness={"run_timeout": 3})
     assert "ignored an interrupt" in outputs(trace)[0]
     assert trace.stop == "done"
 

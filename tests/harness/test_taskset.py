@@ -29,7 +29,7 @@ def rollout(taskset: type[rf.Taskset], script: list[str], **source) -> rf.Trace:
         async with Gateway() as gateway:
             return await run_one_async(load_env(taskset, **source), script, gateway=gateway)
 
-    return asyncio.run(asyncio.wait_for(run(), 20))
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_hook_runs_the_agent_and_its_calls_are_the_trace():

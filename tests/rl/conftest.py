@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.rl.run_helpers import run_command, write_config
+from tests.rl.run_helpers import FULL, run_command, write_config
+
+RUN_TIMEOUT = 600  # seconds for a test with a run of several processes, on a machine that is busy with other tests
+
+
+def pytest_collection_modifyitems(items):
+    """Give the tests with runs more time than others; with full counts, all have more."""
+    for item in items:
+        if not FULL and "tests/rl" in str(item.path) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(RUN_TIMEOUT))
 
 
 @pytest.fixture(scope="package")

@@ -37,7 +37,7 @@ def play(taskset: type[rf.Taskset]) -> tuple[rf.Trace, ...]:
             episode = await run_attempt(load_env(taskset), TASK, policy=policy, gateway=gateway, id="r1")
             return episode.traces
 
-    return asyncio.run(asyncio.wait_for(run(), 20))
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_each_agent_has_a_trace_and_a_reward_of_its_own():

@@ -95,7 +95,7 @@ def test_concurrent_attempts_start_in_separate_loop_iterations():
 
     async def run_all() -> None:
         counter_task = asyncio.create_task(count_iterations())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(run_one_async(env, ["42"], on_progress=on_progress) for _ in range(8)))
         counter_task.cancel()
 
@@ -191,7 +191,7 @@ def test_reward_that_hangs_times_out_and_stays_none():
             await asyncio.sleep(60)
             return 1.0
 
-    trace = run_one(load_env(Hanging, timeouts={"scoring": 0.05}), ["42"])
+    trace = run_one(load_env(Hanging, timeouts={"scoring": 2.0}), ["42"])
     assert error_names(trace) == ["DeadlineExceeded"]
     assert trace.rewards == {"right": (1.0, 0.5), "never": None}
 
@@ -362,7 +362,7 @@ def test_cancelled_attempt_cleans_up():
         spawned.clear()
         async with Gateway() as gateway:
             attempt_task = asyncio.create_task(run_one_async(load_env(Sleeping), [tool_call("sleep")], gateway=gateway))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await tool_called.wait()
             assert gateway._sessions
             attempt_task.cancel()
@@ -374,7 +374,7 @@ def test_cancelled_attempt_cleans_up():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
-    asyncio.run(asyncio.wait_for(check(), 20))
+    asyncio.run(asyncio.wait_for(check(), 60))
 
 
 def test_repeatedly_cancelled_attempt_still_stops_its_runtime(monkeypatch):
@@ -446,7 +446,7 @@ def test_tool_may_call_the_policy_through_the_endpoint():
         assert len(trace.branches) == 2
         assert len(trace.sampled_nodes) == 3
 
-    asyncio.run(asyncio.wait_for(check(), 20))
+    asyncio.run(asyncio.wait_for(check(), 60))
 
 
 def test_endpoint_without_a_gateway_is_refused():

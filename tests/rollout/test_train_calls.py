@@ -70,7 +70,7 @@ def rollout(taskset: type[rf.Taskset], script: list[str], **source: Any) -> Trac
         async with Gateway() as gateway:
             return await run_one_async(load_env(taskset, **source), script, gateway=gateway)
 
-    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(main(), 20))))
+    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(main(), 60))))
 
 
 def trained_texts(trace: Trace) -> list[str]:

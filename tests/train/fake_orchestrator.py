@@ -46,7 +46,7 @@ class FakeOrchestrator:
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
         self._thread.start()
-        assert started.wait(30)
+        assert started.wait(60)
         return self
 
     def __exit__(self, *_):
@@ -60,7 +60,7 @@ class FakeOrchestrator:
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         server = WireServer({name: self._handler(name) for name in REQUEST_TYPES}, self.address)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await server.start()

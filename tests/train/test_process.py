@@ -217,7 +217,7 @@ def test_a_schedule_that_needs_the_number_of_steps_is_refused_before_the_first_s
 def test_calls_may_be_repeated_and_a_replaced_trainer_is_refused():
     with FakeOrchestrator(random_batches(2)) as orchestrator:
         stopped = threading.Event()
-        old, new = (RemoteBatchSource(orchestrator.address, timeout=5.0, should_stop=stopped.is_set) for _ in range(2))
+        old, new = (RemoteBatchSource(orchestrator.address, timeout=60.0, should_stop=stopped.is_set) for _ in range(2))
         try:
             assert old.register(0, 1, PackSpec(pack_tokens=128), None).incarnation == 0
             first, repeated = (old.get_batch(0) for _ in range(2))
