@@ -112,7 +112,7 @@ time.sleep(60)
 
 @with_timeout
 async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, monkeypatch, tmp_path):
-    monkeypatch.setattr(liveness, "CONTACT_INTERVAL", 0.05)
+    monkeypatch.setattr(liveness, "REACHABILITY_INTERVAL", 0.05)
     lines, states = [], []
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)"
 

@@ -16,7 +16,7 @@ MAX_PROBE_INTERVAL = 5.0  # seconds between requests, and the timeout of each
 # Unanswered requests after which a process counts as silent. More than one, because a supervisor that was stopped
 # itself finds an old request unanswered when it is continued.
 MAX_UNANSWERED = 3
-CONTACT_INTERVAL = 1.0  # seconds between two looks at whether the nodes of a process can be reached
+REACHABILITY_INTERVAL = 1.0  # seconds between two looks at whether the nodes of a process can be reached
 
 
 async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], None]) -> float:
@@ -47,13 +47,13 @@ async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], N
             return silent_seconds
 
 
-async def watch_contact(process: SupervisedProcess, on_change: Callable[[], None]) -> None:
+async def watch_reachability(process: SupervisedProcess, on_change: Callable[[], None]) -> None:
     """Set the state of a process to SILENT while a node of it cannot be reached. Runs until it is cancelled.
 
     `on_change` is called whenever the state changes. The process is not killed: its node does that when the lease ends.
     """
     while True:
-        await asyncio.sleep(CONTACT_INTERVAL)
+        await asyncio.sleep(REACHABILITY_INTERVAL)
         state = ProcessState.SILENT if process.unreachable_node else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.set_state(state)

@@ -68,7 +68,7 @@ class ProcessSpec:
     ready_timeout: float = 600.0
     """Seconds until it must answer."""
     hang_timeout: float | None = None
-    """Seconds without an answer after which it is killed and restarted. None: never."""
+    """Seconds without an answer after which a process on the head is killed and restarted. None: never."""
     last_state: Callable[[], str] | None = None
     """Returns its last known state, for the log, when it does not answer."""
     prepare: Callable[[], None] | None = None

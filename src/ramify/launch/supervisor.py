@@ -6,7 +6,7 @@ are stopped at once; none outlives the supervisor.
 
 - An exit by signal, or with an unknown exception, is a crash: the process is restarted, within its budget. The same
   exception several times in a row is a bug, and ends the run before the budget does.
-- A process that has not answered for its `hang_timeout` is killed and handled like a crash.
+- A process on the head that has not answered for its `hang_timeout` is killed and handled like a crash.
 - A Ramify failure that is not retryable, and any Ramify failure of the leader, ends the run with that failure.
 - SIGTERM and SIGUSR1 are passed to the leader, which saves a checkpoint and exits with EXIT_RESUMABLE within
   `grace_period` seconds.
@@ -27,7 +27,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyEr
 from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Launcher
-from ramify.launch.liveness import get_process_state, wait_for_silence, watch_contact
+from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
@@ -229,23 +229,28 @@ class Supervisor:
             await asyncio.sleep(seconds)
 
     async def _watch(self, process: SupervisedProcess) -> None:
-        """Wait until a process is ready, and kill it if it stops answering. Raises DeadlineExceeded if it never is."""
+        """Wait until a process is ready, then watch it. Raises DeadlineExceeded if it never is.
+
+        A process on the head is killed if it stops answering; for one on a node, a silent node is reported.
+        """
         await process.wait_until_ready()
         self._notify_changed()
+        if process.spec.placement is not None:
+            await watch_reachability(process, lambda: self._report_reachability(process))
+        elif process.spec.hang_timeout is not None:
+            process.silent_seconds = await wait_for_silence(process, self._notify_changed)
+            await self._kill_silent(process)
+
+    async def _kill_silent(self, process: SupervisedProcess) -> None:
+        """Print what is known about a process on the head that no longer answers, and kill it."""
         spec = process.spec
-        if spec.placement is not None:
-            await watch_contact(process, lambda: self._report_contact(process))
-        if spec.hang_timeout is None:
-            return
-        process.silent_seconds = await wait_for_silence(process, self._notify_changed)
-        where = f"on {process.node}" if process.node else get_process_state(process.pid)
-        label = f"{spec.name} (process {process.pid}, {where})"
+        label = f"{spec.name} (process {process.pid}, {get_process_state(process.pid)})"
         self._print_line(f"{label} has not answered at {process.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
             self._print_line(spec.last_state())
         await process.kill()
 
-    def _report_contact(self, process: SupervisedProcess) -> None:
+    def _report_reachability(self, process: SupervisedProcess) -> None:
         """Print that a node cannot be reached, or can be again, and report the new state of its process."""
         name, node = process.spec.name, process.unreachable_node
         if node:
