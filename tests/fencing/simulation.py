@@ -22,7 +22,7 @@ from ramify.fencing.lease import LeaseHolder, LeaseTerms, RoleLeases
 from ramify.fencing.token import FencingToken, TokenGate, check_token
 
 TERMS = LeaseTerms(duration=10.0, max_drift=0.01, slack=3.0)
-KILL_DELAY = 2.0  # seconds in which a watchdog kills a process tree; with the clocks' drift less than the slack
+KILL_DELAY = 2.0  # seconds in which a watcher kills a process tree; with the clocks' drift less than the slack
 HORIZON = 240.0
 NUM_RANKS = 2
 KEPT_CHECKPOINTS = 1
@@ -168,7 +168,7 @@ class Simulation:
                 lifetime.process.paused_until = until
         elif fault.kind == "kill_process":
             for lifetime in running:
-                lifetime.watchdog.kill()
+                lifetime.watcher.kill()
         elif fault.kind == "restart_head":
             self.heads[-1].restart()
         elif fault.kind == "new_head" and len(self.heads) < 4:
@@ -239,20 +239,20 @@ class Head:
     def start_trainer(self) -> None:
         simulation, token = self.simulation, self.leases.token
         for rank, machine in enumerate(simulation.random.sample(simulation.workers, NUM_RANKS)):
-            watchdog = Watchdog(simulation, self, machine, token, rank)
-            simulation.send(self.process.machine, watchdog.process, watchdog.renew)
+            watcher = ProcessWatcher(simulation, self, machine, token, rank)
+            simulation.send(self.process.machine, watcher.process, watcher.renew)
 
-    def handle_renewal(self, watchdog: "Watchdog", number: int) -> None:
+    def handle_renewal(self, watcher: "ProcessWatcher", number: int) -> None:
         try:
-            self.leases.grant(watchdog.token, watchdog.rank, self.clock())
+            self.leases.grant(watcher.token, watcher.rank, self.clock())
         except ProcessReplaced:
-            self.simulation.send(self.process.machine, watchdog.process, watchdog.kill)
+            self.simulation.send(self.process.machine, watcher.process, watcher.kill)
         else:
-            reply = lambda: watchdog.handle_grant(number)  # noqa: E731
-            self.simulation.send(self.process.machine, watchdog.process, reply)
+            reply = lambda: watcher.handle_grant(number)  # noqa: E731
+            self.simulation.send(self.process.machine, watcher.process, reply)
 
-    def handle_exit(self, watchdog: "Watchdog") -> None:
-        self.leases.record_exit(watchdog.token, watchdog.rank)
+    def handle_exit(self, watcher: "ProcessWatcher") -> None:
+        self.leases.record_exit(watcher.token, watcher.rank)
 
     def handle_hello(self, trainer: "Trainer") -> None:
         if self.is_allowed(trainer):
@@ -310,8 +310,8 @@ class Head:
         return not self.is_replaced
 
 
-class Watchdog:
-    """The watchdog of one rank on its machine. It starts the rank after the first grant, and kills it at the end."""
+class ProcessWatcher:
+    """The watcher of one rank on its machine. It starts the rank after the first grant, and kills it at the end."""
 
     def __init__(self, simulation: Simulation, head: Head, machine: Machine, token: FencingToken, rank: int) -> None:
         self.simulation, self.head, self.token, self.rank = simulation, head, token, rank
@@ -369,7 +369,7 @@ class Lifetime:
 
     token: FencingToken
     process: Process
-    watchdog: Watchdog
+    watcher: ProcessWatcher
     started_at: float
     ended_at: float = float("inf")
     pauses: list[tuple[float, float]] = field(default_factory=list)

@@ -1,10 +1,10 @@
 """Leases: how long two copies of a process can overlap.
 
-    watchdog --renewal n, sent at s--> head: granted at g        the lease ends at s + L on the watchdog's clock
+    watcher --renewal n, sent at s--> head: granted at g        the lease ends at s + L on the watcher's clock
     head: no grant since g  ->  a replacement may start at g + L(1 + 2 drift) + slack on the head's clock
 
 The lease is counted from when its holder *sent* the renewal, because the holder cannot know how long the grant was on
-its way. The holder is a watchdog on the process's node, not the process: it kills the process tree when the lease ends,
+its way. The holder is a watcher on the process's node, not the process: it kills the process tree when the lease ends,
 also while the process is stopped. All times come from a clock that runs while the machine is suspended
 (`read_lease_clock`), and are only compared with times of the same machine.
 """
@@ -25,7 +25,7 @@ class LeaseTerms:
     max_drift: float = 0.001
     """How far the rate of a clock may be from 1."""
     slack: float = 10.0
-    """Time for the watchdog to kill the process tree after the lease has ended."""
+    """Time for the watcher to kill the process tree after the lease has ended."""
 
     def __post_init__(self) -> None:
         second_order = self.duration * 2 * self.max_drift**2 / (1 - self.max_drift)
@@ -44,7 +44,7 @@ def read_lease_clock() -> float:
 
 
 class LeaseHolder:
-    """The lease as the watchdog of one process sees it. The process may run only while it is not expired.
+    """The lease as the watcher of one process sees it. The process may run only while it is not expired.
 
     The process is started after the first grant: a command to start it that was delayed on its way then has no effect.
     """
@@ -92,7 +92,7 @@ class RoleLeases:
     def grant(self, token: FencingToken, rank: int, now: float) -> None:
         """Record that the renewal of a rank is granted. Raises ProcessReplaced for a copy that is or will be replaced.
 
-        A rank whose lease has ended is never revived: its watchdog may have killed it already.
+        A rank whose lease has ended is never revived: its watcher may have killed it already.
         """
         check_token(self.role, token, self.token)
         self.end_if_lapsed(now)
@@ -101,7 +101,7 @@ class RoleLeases:
         self._granted_at[rank] = now
 
     def record_exit(self, token: FencingToken, rank: int) -> None:
-        """Record that the process tree of a rank is empty, and that its watchdog starts none again under this token."""
+        """Record that the process tree of a rank is empty, and that its watcher starts none again under this token."""
         if token == self.token:
             self._granted_at.pop(rank, None)
             self.is_ending = True
