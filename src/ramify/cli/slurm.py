@@ -17,9 +17,9 @@ USAGE = """usage: ramify slurm @ FILE [--submit] [--key value]
 
   --submit      submit the script with sbatch; otherwise it is only written
 
-The script is `job.sh` in RUN.slurm, beside the run directory. It allocates `cluster.num_nodes` nodes, each with what
-`[cluster.node]` says, starts Ray on them, and runs `ramify rl` with the arguments of this command. FILE, the working
-directory and this installation must be on all nodes. The job is requeued until the run is finished.
+The script is `job.sh` in RUN.slurm, beside the run directory. It allocates `cluster.num_nodes` nodes, each with the
+cores, GPUs and memory of `[cluster.node]`, starts Ray on them, and runs `ramify rl` with the arguments of this command.
+FILE, the working directory and this installation must be on all nodes. The job is requeued until the run is finished.
 
 All keys are those of `ramify rl`:
 """

@@ -69,10 +69,10 @@ class SlurmConfig(Config):
     partition: str | None = None
     account: str | None = None
     time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
-    """Wall time of one allocation, as `--time` of sbatch takes it; the job is requeued until the run is finished."""
+    """Wall time of one allocation, in the format of `sbatch --time`; the job is requeued until the run is finished."""
     stop_seconds: int = Field(default=300, ge=60)
-    """How many seconds before the end of the allocation the run is asked to stop: it saves a checkpoint within all but
-    30 of them, which replace `launch.grace_period`."""
+    """Seconds before the end of the allocation at which the run is asked to stop. It then has 30 seconds less than
+    this to save a checkpoint; that time replaces `launch.grace_period`."""
     setup: list[str] = []
     """Shell commands that the script runs first, such as `source /shared/venv/bin/activate`. Variables that they export
     reach all nodes."""
