@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ramify.train.checkpoint_manifest import list_checkpoints
+
 PAGE = 4096  # bytes of a page of a disk, and of SQLite
 FLIPPED = 16  # bytes that are inverted
 TRIES = 20  # to damage a database in a way that changes what it says
@@ -120,5 +122,5 @@ def _files(run: Path, target: str) -> list[Path]:
         return [run / "run.sqlite"]
     if target == SEGMENT:
         return sorted(path for path in (run / "traces").iterdir() if path.is_file())
-    newest = max((path for path in (run / "checkpoints").glob("step_*") if path.name[5:].isdigit()), default=None)
-    return [] if newest is None else sorted(path for path in newest.rglob("*") if path.is_file())
+    newest = list_checkpoints(run / "checkpoints")[-1:]
+    return sorted(path for checkpoint in newest for path in checkpoint.rglob("*") if path.is_file())

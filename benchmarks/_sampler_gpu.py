@@ -7,6 +7,7 @@ decode steps are those between the first token of the last request and the last 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ WAVES = {  # name: groups, requests in each, tokens of the prompt, new tokens, t
 LONG = "8 x 16 behind 8,192 tokens"
 ENGINE = {"max_running_requests": 256, "max_num_batched_tokens": 8192, "kv_cache_tokens": 400_000}
 TOKENS_PER_SECOND, SHARING_FACTOR, HTTP_SHARE = 45_000, 5.0, 0.85
-ROUNDS = 3
+KEEP_MILLISECONDS, RECOMPUTE_MILLISECONDS = 10.0, 150.0
+ROUNDS, ORDINARY_STEPS = 3, 16
 
 
 def build_prompts(groups: int, size: int, length: int, seed: int) -> list[list[int]]:
@@ -76,6 +78,7 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
         if not speed:
             speed = max(tokens for _, tokens in rounds)
             rows.append(Row(f"{name}: with prefill", speed, None, "tok/s", TOKENS_PER_SECOND, at_least=True))
+    rows += measure_swaps(core, *next(iter(WAVES.values()))[:4])
     del core
     plain = EngineCore(loaded, EngineConfig(**settings, share_prefixes=False), PolicyVersion("bench"))
     shape = WAVES[LONG][:4]
@@ -84,3 +87,56 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
     rows.append(Row(f"{LONG}: without sharing", alone, None, "ms"))
     rows.append(Row(f"{LONG}: faster by sharing", alone / step_ms[LONG], None, "x", SHARING_FACTOR, at_least=True))
     return rows, speed
+
+
+def measure_swaps(core: Any, groups: int, size: int, length: int, new_tokens: int) -> list[Row]:
+    """Return how long a weight swap in the middle of a wave keeps its requests from their next token.
+
+    The new weights are on the device already, as a trainer on the same GPU hands them over.
+    """
+    from ramify.infer.request import SamplingParams
+    from ramify.model.weights import StagedWeights, get_untied_tensors
+    from ramify.trace.version import PolicyVersion
+
+    pauses: dict[str, list[float]] = {"keep": [], "recompute": []}
+    computed = unique = 0
+    for number, kv_mode in enumerate(["keep", "recompute"] * (1 + ROUNDS)):
+        tensors = {name: tensor.clone() for name, tensor in get_untied_tensors(core.model.module).items()}
+        staged = StagedWeights(PolicyVersion("bench", 0, number + 1), tensors)
+        prompts = build_prompts(groups, size, length, seed=100 + number)
+        requests = [
+            core.create_request(prompt, SamplingParams(max_tokens=new_tokens, seed=index))
+            for index, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            core.enqueue(request)
+        _wait_for_tokens(core, requests, new_tokens // 2)
+        started = time.perf_counter()
+        _wait_for_tokens(core, requests, ORDINARY_STEPS)
+        ordinary = (time.perf_counter() - started) / ORDINARY_STEPS
+        computed_before = core.counters.computed_tokens
+        started = time.perf_counter()
+        core.swap_weights(staged, kv_mode)  # waits for the step that is under way
+        _wait_for_tokens(core, requests, 1)
+        pauses[kv_mode].append(1e3 * (time.perf_counter() - started - 2 * ordinary))
+        if kv_mode == "recompute":
+            computed = core.counters.computed_tokens - computed_before
+            unique = groups * length + sum(len(request.logprobs) for request in requests)
+        while core.has_unfinished_requests:
+            core.step()
+    keep, recompute = (statistics.median(pauses[kv_mode][1:]) for kv_mode in ("keep", "recompute"))
+    return [
+        Row(f"{len(requests)} requests: pause for a swap that keeps keys", keep, None, "ms", KEEP_MILLISECONDS),
+        Row("  that recomputes them, to the last next token", recompute, None, "ms", RECOMPUTE_MILLISECONDS),
+        Row("  tokens it computes over distinct ones", computed / unique, None, "x", 1.1),
+    ]
+
+
+def _wait_for_tokens(core: Any, requests: list[Any], count: int) -> None:
+    """Step until each request has this many more tokens, or is finished."""
+    wanted = [len(request.logprobs) + count for request in requests]
+    while any(
+        len(request.logprobs) < number and request.finish_reason is None
+        for request, number in zip(requests, wanted, strict=True)
+    ):
+        core.step()

@@ -10,12 +10,14 @@ Two runs of the same configuration: one undisturbed, one with a fault whenever a
   segment may be overlooked by the run itself, which has no use for the rollouts of steps that are trained; there
   `ramify why RUN --audit` must notice.
 
+With `--swaps`, only the engine and the trainer are killed, each time while new weights are handed over. With
+`--device cuda` the two share a GPU. Torn weights would show in the trainer's logprobs, which differ from the engine's.
+
 What has to hold in the end: every damage was noticed, the audit finds nothing, and the held-out eval is within 0.05 of
 the undisturbed run.
 """
 
 import contextlib
-import json
 import random
 import re
 import signal
@@ -32,6 +34,10 @@ import psutil
 from _check import Row, finish, parser
 from _damage import SEGMENT, TARGETS, Damage, damage
 
+from ramify.errors import ProviderError
+from ramify.launch.run_queries import connect_if_running, read_metrics
+from ramify.train.checkpoint_manifest import list_saved_steps
+
 DEADLINE = 3600.0  # seconds for one run
 REFUSAL_DEADLINE = 300.0  # seconds for a start to refuse a damaged file, or to make a checkpoint in spite of it
 STOP_SECONDS = (2.0, 15.0)  # for how long a process stands still
@@ -44,6 +50,8 @@ ROLES = {
     "trainer": "ramify trainer",
     "orchestrator": "ramify orchestrator",
 }
+SWAPPING = ("engine", "trainer")  # who takes part in a weight swap
+SWAP_SECONDS = 0.1  # within which a kill after a step falls into the handing over of its weights
 FAILURE = re.compile(r"^([A-Z][A-Za-z]+): ", re.MULTILINE)
 CONFIG = """
 name = "run"
@@ -56,14 +64,14 @@ group_size = 8
 max_staleness = 2
 patience = "None"  # the task is solved before the last fault, and most groups earn equal rewards from then on
 
-[trainer.optim]
-lr = 1e-4
-
 [checkpoint]
 interval = 2
 
 [launch]
 max_restarts = 100
+{placement}
+[trainer.optim]
+lr = 1e-4
 
 [[train]]
 taskset = {{ id = "reverse-text", num_tasks = 64 }}
@@ -80,6 +88,21 @@ max_turns = 1
 """
 
 
+ON_A_GPU = """gpu_placement = "colocated"
+
+[inference]
+device = "cuda"
+kv_memory_fraction = 0.2
+
+[trainer]
+device = "cuda"
+"""
+OVER_MEMORY = """
+[weights]
+transport = "ipc"
+"""
+
+
 def ramify(*words: str) -> list[str]:
     return [sys.executable, "-m", "ramify", *words]
 
@@ -87,11 +110,11 @@ def ramify(*words: str) -> list[str]:
 class Run:
     """`ramify rl` in a folder of its own; the same command is given again after the whole tree was killed."""
 
-    def __init__(self, home: Path, steps: int) -> None:
+    def __init__(self, home: Path, steps: int, placement: str = "") -> None:
         self.home, self.path = home, home / "outputs" / "run"
         self.log = home / "output.txt"
         home.mkdir()
-        (home / "rl.toml").write_text(CONFIG.format(steps=steps))
+        (home / "rl.toml").write_text(CONFIG.format(steps=steps, placement=placement))
         self.start()
 
     def start(self) -> None:
@@ -101,10 +124,17 @@ class Run:
             self.process = subprocess.Popen(command, cwd=self.home, stdout=log, stderr=log)
 
     @property
+    def trained(self) -> int:
+        """The number of trained steps; 0 while the orchestrator does not answer."""
+        client = connect_if_running(self.path)
+        with contextlib.suppress(ProviderError):
+            return client.get("/status")["step"] if client else 0
+        return 0
+
+    @property
     def committed(self) -> int:
         """The step of the last checkpoint."""
-        steps = [int(path.name[5:]) for path in (self.path / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
-        return max(steps, default=0)
+        return max(list_saved_steps(self.path / "checkpoints"), default=0)
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -131,9 +161,10 @@ class Run:
 
     def final_eval(self) -> float:
         """Return the last value of the held-out eval."""
-        command = ramify("metrics", str(self.path), "--name", "eval/held-out/avg", "--json")
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        return json.loads(result.stdout)[-1]["value"]
+        return self.read_metric("eval/held-out/avg")[-1]
+
+    def read_metric(self, name: str) -> list[float]:
+        return [metric.value for metric in read_metrics(self.path) if metric.name == name]
 
     def audit(self) -> tuple[int, str]:
         command = ramify("why", str(self.path), "--audit")
@@ -155,6 +186,8 @@ class Faults:
     kills: int = 0
     stops: int = 0
     damages: int = 0
+    during_swaps: bool = False
+    """Whether only engine and trainer are killed, right after a step."""
     done: Counter[str] = field(default_factory=Counter[str])
     overlooked: list[str] = field(default_factory=list[str])
     """Damages that nobody noticed."""
@@ -169,6 +202,7 @@ class Faults:
             return False
         kind = self.rng.choice(kinds)
         victims = TARGETS if kind == "damage" else (*ROLES, TREE) if kind == "kill" else tuple(ROLES)
+        victims = SWAPPING if self.during_swaps else victims
         bag = self._bags.setdefault(kind, [])
         if not bag:
             bag += self.rng.sample(victims, len(victims))
@@ -272,7 +306,11 @@ def train(run: Run, faults: Faults) -> None:
             time.sleep(0.05)
             faults.resume_stopped()
             if run.committed > last:
-                time.sleep(faults.rng.uniform(0.0, 1.0))  # not always right behind a checkpoint
+                if faults.during_swaps:
+                    _wait_for_step(run)
+                    time.sleep(faults.rng.uniform(0.0, SWAP_SECONDS))
+                else:
+                    time.sleep(faults.rng.uniform(0.0, 1.0))  # not always right behind a checkpoint
                 if run.is_alive() and faults.inflict(run):
                     last = run.committed
         if run.process.returncode:
@@ -283,34 +321,50 @@ def train(run: Run, faults: Faults) -> None:
     faults.repair_all()
 
 
+def _wait_for_step(run: Run) -> None:
+    """Wait until a step ends, whose weights are then handed over."""
+    before, end = run.trained, time.monotonic() + REFUSAL_DEADLINE
+    while run.is_alive() and run.trained <= before:
+        if time.monotonic() > end:
+            raise TimeoutError(f"no step in {REFUSAL_DEADLINE:g} s:\n{run.output()}")
+        time.sleep(0.005)
+
+
 def main() -> int:
     flags = parser("Kill, stop and damage, again and again; nothing may be lost, nothing may count twice")
     flags.add_argument("--kills", type=int, default=20)
     flags.add_argument("--stops", type=int, default=5)
     flags.add_argument("--damages", type=int, default=6)
+    flags.add_argument("--swaps", action="store_true", help="kill only engine and trainer, while weights are swapped")
+    flags.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     flags.add_argument("--seed", type=int, default=0, help="of the choice of victims")
     flags.add_argument("--keep", type=Path, help="leave the runs in this folder")
     args = flags.parse_args()
+    if args.swaps:
+        args.stops = args.damages = 0
+    placement = (ON_A_GPU if args.device == "cuda" else "") + (OVER_MEMORY if args.swaps else "")
     total = args.kills + args.stops + args.damages
     with _folder(args.keep) as home:
         seconds: list[float] = []
         runs: dict[str, Run] = {}
-        disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages)
+        disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages, args.swaps)
         for name, faults in (("disturbed", disturbed), ("undisturbed", Faults(random.Random(args.seed)))):
             begun = time.monotonic()
-            runs[name] = Run(home / name, 3 * total)
+            runs[name] = Run(home / name, 3 * total, placement)
             train(runs[name], faults)
             seconds.append(time.monotonic() - begun)
         print(", ".join(f"{count} x {fault}" for fault, count in sorted(disturbed.done.items())))
         code, report = runs["disturbed"].audit()
         print(report.strip())
         reference, value = runs["undisturbed"].final_eval(), runs["disturbed"].final_eval()
+        largest = [max(runs[name].read_metric("mismatch_kl")) for name in ("disturbed", "undisturbed")]
     rows = [
         Row("faults", disturbed.done.total(), None, "", total, at_least=True),
         Row("damages that nobody noticed", len(disturbed.overlooked), None, "", 0),
         Row("exit code of why --audit", code, None, "", 0),
         Row("final eval", value, reference, ""),
         Row("difference of the final evals", abs(value - reference), None, "", APART),
+        Row("largest mismatch KL of a step", *largest, ""),
         Row("seconds", *seconds, "s"),
     ]
     return finish(

@@ -8,6 +8,9 @@ The run `speed` measures a whole step of the random model of 0.48 B parameters (
 prompts of 368 tokens, 256 new tokens. With `--trl-python` TRL takes the same step, with transformers' `generate`, at
 its best of several micro-batch sizes.
 
+The run `tail` has replies whose lengths are log-normal, the 99th percentile 8 times the median: once with
+`max_staleness` 4, once in turns, in which a step waits for its longest reply.
+
 The run `mismatch` samples and trains in turns, so that every token is trained by the weights that sampled it,
 and shows how far the logprobs of trainer and engine are apart in bfloat16.
 """
@@ -113,16 +116,16 @@ max_turns = 1
 """
 
 SPEED = """
-name = "speed-{off_policy}"
+name = "{name}"
 max_steps = {steps}
-seq_len = 1024
+seq_len = {seq_len}
 
 [model]
 name = "{model}"
 
 [inference]
-device = "cuda"
-max_running_requests = 256
+device = "{device}"
+max_running_requests = {running}
 max_num_batched_tokens = 8192
 kv_memory_fraction = 0.3
 
@@ -132,7 +135,7 @@ group_size = 16
 max_staleness = {off_policy}
 
 [trainer]
-device = "cuda"
+device = "{device}"
 pack_tokens = 36864
 
 [weights]
@@ -144,10 +147,12 @@ interval = 1000
 [[train]]
 name = "long"
 taskset = {{ id = "{taskset}" }}
-sampling = {{ temperature = 1.0, max_tokens = 256 }}
+sampling = {{ temperature = 1.0, max_tokens = {max_tokens} }}
 max_turns = 1
+{harness}
 """
 SPEED_STEP, SPEED_MFU, SPEED_OVER_TRL = 1.5, 0.42, 7.0
+TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
@@ -307,8 +312,19 @@ def speed(home: Path, args: Any) -> list[Row]:
     trl_step = measure_trl(args.trl_python, "grpo", model, TRL_MICRO_BATCHES) if args.trl_python else None
     rows: list[Row] = []
     for off_policy in (1, 0) if args.staleness is None else (args.staleness,):
-        config = SPEED.format(model=model, steps=args.speed_steps, off_policy=off_policy, taskset=taskset)
         name = f"speed-{off_policy}"
+        config = SPEED.format(
+            name=name,
+            model=model,
+            device="cuda",
+            steps=args.speed_steps,
+            off_policy=off_policy,
+            taskset=taskset,
+            seq_len=1024,
+            running=256,
+            max_tokens=256,
+            harness="",
+        )
         with gpu_load() as load:
             observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
         step_rows = [*_step_rows(observation), *_gpu_rows(load, observation)]
@@ -321,6 +337,38 @@ def speed(home: Path, args: Any) -> list[Row]:
             if off_policy and reference:
                 rows.append(Row(f"{name}, over TRL", reference / row.ours, None, "x", SPEED_OVER_TRL, at_least=True))
     return rows
+
+
+def tail(home: Path, args: Any) -> list[Row]:
+    """Return the seconds of a step whose replies have long-tailed lengths, asynchronous and in turns."""
+    from _random_qwen import write_random_qwen
+
+    model = args.name or write_random_qwen(home / "random-qwen")
+    here = Path(__file__).parent
+    steps: dict[int, float] = {}
+    rows: list[Row] = []
+    for max_staleness in (TAIL_STALENESS, 0):
+        name = f"tail-{max_staleness}"
+        config = SPEED.format(
+            name=name,
+            model=model,
+            device=args.device,
+            steps=args.tail_steps,
+            off_policy=max_staleness,
+            taskset=here / "_long_prompts.py",
+            seq_len=512 + args.tail_longest,
+            running=640,
+            max_tokens=args.tail_longest,
+            harness=f'harness = {{ id = "{here / "_long_tail.py"}", most_tokens = {args.tail_longest} }}',
+        )
+        observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        step_rows = _step_rows(observation)
+        steps[max_staleness] = step_rows[0].ours
+        rows += [Row(f"max_staleness {max_staleness}: {row.name}", row.ours, None, row.unit) for row in step_rows]
+        stalest = max(observation.metrics.get("staleness/max", [0.0]))
+        rows.append(Row(f"max_staleness {max_staleness}: largest staleness", stalest, None, "steps", max_staleness))
+    speedup = steps[0] / steps[TAIL_STALENESS]
+    return [*rows, Row("faster than in turns", speedup, None, "x", TAIL_SPEEDUP, at_least=True)]
 
 
 def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
@@ -346,9 +394,11 @@ def main() -> int:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    flags.add_argument("--only", choices=["learn", "mismatch", "speed"], help="one of the runs")
+    flags.add_argument("--only", choices=["learn", "mismatch", "speed", "tail"], help="one of the runs")
     flags.add_argument("--staleness", type=int, choices=[0, 1], help="of `speed`; both if not given")
     flags.add_argument("--speed-steps", type=int, default=16)
+    flags.add_argument("--tail-steps", type=int, default=24)
+    flags.add_argument("--tail-longest", type=int, default=TAIL_LONGEST, help="tokens of the longest reply")
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--steps", type=int, default=STEPS)
@@ -361,7 +411,7 @@ def main() -> int:
     flags.add_argument("--mismatch-batch", type=int, default=512)
     args: Any = flags.parse_args()
     args.name = args.model or args.smollm2
-    if args.name is None and args.only != "speed":
+    if args.name is None and args.only not in ("speed", "tail"):
         print("SmolLM2 (--smollm2) or another --model is needed", file=sys.stderr)
         return NO_COMPETITOR if args.check else 0
     if args.name and Path(args.name).is_dir():
@@ -371,7 +421,8 @@ def main() -> int:
         home.mkdir(parents=True, exist_ok=True)
         home = home.resolve()
         rows: list[Row] = speed(home, args) if args.only in (None, "speed") else []
-        if args.only == "speed":
+        rows += tail(home, args) if args.only in (None, "tail") else []
+        if args.only in ("speed", "tail"):
             return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
         model, seconds = warm(home.resolve(), args)
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
