@@ -18,6 +18,8 @@ COLUMNS = (
     "overlap",
     "bound",
 )
+ENGINE_LEASE_FACTOR = 2
+KILL_TIME = 2.0  # seconds for the watcher to kill a process tree
 HEAD_ROLES = (SUPERVISOR, ORCHESTRATOR)  # they have no lease
 
 
@@ -62,6 +64,16 @@ class FaultReport:
             else:
                 self.overlap = seconds if self.overlap is None else max(self.overlap, seconds)
 
+    def get_bound(self, lease: float) -> float:
+        """Return for how many seconds two copies of a leased process may live: a new head does not wait for leases."""
+        return ENGINE_LEASE_FACTOR * lease + KILL_TIME if self.fault.startswith("lose") else 0.0
+
+    def list_problems(self, lease: float) -> list[str]:
+        """Return a line if two copies overlapped for too long."""
+        if self.overlap is None or self.overlap <= self.get_bound(lease):
+            return []
+        return [f"{self.fault}: two copies lived for {self.overlap:.1f} s, the bound is {self.get_bound(lease):g} s"]
+
 
 def format_table(reports: Sequence[FaultReport], lease: float) -> str:
     """Return the table in Markdown."""
@@ -70,7 +82,6 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
         f"|{'---|' * len(COLUMNS)}",
     ]
     for number, report in enumerate(reports, 1):
-        bound = f"{2 * lease:g} s" if report.fault.startswith("lose") else "0"
         cells = [
             str(number),
             report.fault,
@@ -81,7 +92,7 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
             str(report.num_repeated_steps),
             ", ".join(report.replaced),
             _format_overlap(report.overlap),
-            bound,
+            f"{report.get_bound(lease):g} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -87,8 +87,8 @@ class FaultInjector:
         last_version = self.events.commits[-1][1]
         self.run.start(max_steps=last_version + LAST_STEPS)
         self.run.finish()
-        logs = self.cluster.hosts.directory.glob(f"disk-of-*/{self.run.name}*/logs/trainer.log")
-        return check_run(self.run.path, self.run.shared / self.run.name, [path.read_text() for path in logs])
+        runs = list(self.cluster.hosts.directory.glob(f"disk-of-*/{self.run.name}*/"))  # of all heads
+        return check_run(self.run.path, self.run.shared / self.run.name, runs)
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -183,14 +183,15 @@ def main() -> int:
             injector.start()
             for fault in args.faults.split(","):
                 injector.inject(fault)
-            problems = injector.finish()
+            problems += injector.finish()
         except AssertionError as error:
-            problems = [str(error)]
+            problems.append(str(error))
         finally:
             print(format_table(injector.reports, LEASE), flush=True)
             if args.keep is not None:
                 for path in [*hosts.directory.glob("disk-of-*"), injector.run.shared]:
                     shutil.copytree(path, args.keep / path.name, symlinks=True, dirs_exist_ok=True)
+    problems += [problem for report in injector.reports for problem in report.list_problems(LEASE)]
     for problem in problems:
         print(problem)
     print(f"{len(injector.reports)} faults, {len(problems)} problems")

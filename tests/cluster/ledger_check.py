@@ -193,11 +193,19 @@ def check_heads(shared: Path, commits: Sequence[tuple[int, str, str, str]]) -> I
         yield f"commits of unknown epochs {unknown}"
 
 
-def check_run(run: Path, shared: Path, trainer_logs: Sequence[str]) -> list[str]:
-    """Return all contradictions in what a finished run has left: `trainer_logs` are those of all its directories."""
-    commits, logs = read_commits(run / "run.sqlite"), read_trainer_logs(trainer_logs)
-    num_trainers = len({token for _, token, _, _ in commits})
-    print(f"{len(commits)} commits by {num_trainers} trainers; {len(logs)} trainers were started")
+def _read_logs(runs: Sequence[Path], pattern: str) -> list[str]:
+    return [path.read_text(errors="replace") for run in runs for path in sorted((run / "logs").glob(pattern))]
+
+
+def check_run(run: Path, shared: Path, head_directories: Sequence[Path]) -> list[str]:
+    """Return all contradictions in what a finished run has left in the run directories of all its heads."""
+    commits = read_commits(run / "run.sqlite")
+    logs = read_trainer_logs(_read_logs(head_directories, "trainer.log"))
+    print(f"{len(commits)} commits by {len({token for _, token, _, _ in commits})} trainers; {len(logs)} were started")
+    ended = Counter(
+        re.findall(r"rollout ended id=(\d+\.\d+) ", "\n".join(_read_logs(head_directories, "env-train-*.log")))
+    )
+    print(f"{len(ended)} rollouts ended, {sum(count > 1 for count in ended.values())} of them more than once")
     return [
         *check_ledger(run / "run.sqlite"),
         *check_trainer_logs(logs, commits),
