@@ -39,12 +39,13 @@ class FaultReport:
     """Until the next step was trained."""
     num_repeated_steps: int = 0
     """Steps that were trained again, because they were not committed."""
-    replaced: list[str] = field(default_factory=list)
-    """Roles of which another copy was started."""
-    overlap: float | None = None
-    """Longest time for which two copies of a leased process lived; negative: the time between the two."""
-    head_overlap: float | None = None
-    """The same for supervisor and orchestrator."""
+    overlaps: dict[str, float] = field(default_factory=dict)
+    """For each role of which another copy was started, how long two copies lived; negative: the time between them."""
+
+    @property
+    def overlap(self) -> float | None:
+        """The longest overlap of two copies of a leased process; None if none was replaced."""
+        return max((seconds for role, seconds in self.overlaps.items() if role not in HEAD_ROLES), default=None)
 
     def record_events(self, events: RunEvents, after: float) -> None:
         """Record what the logs say; a line that arrived before `after` may be older than the fault."""
@@ -58,11 +59,7 @@ class FaultReport:
         for copy, _, seconds in overlaps:
             if copy.started_at < self.started_at:
                 continue
-            self.replaced = sorted({*self.replaced, copy.role})
-            if copy.role in HEAD_ROLES:
-                self.head_overlap = seconds if self.head_overlap is None else max(self.head_overlap, seconds)
-            else:
-                self.overlap = seconds if self.overlap is None else max(self.overlap, seconds)
+            self.overlaps[copy.role] = max(seconds, self.overlaps.get(copy.role, seconds))
 
     def get_bound(self, lease: float) -> float:
         """Return for how many seconds two copies of a leased process may live: a new head does not wait for leases."""
@@ -90,8 +87,8 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
             _format_seconds(report.repeated),
             _format_seconds(report.resumed),
             str(report.num_repeated_steps),
-            ", ".join(report.replaced),
-            _format_overlap(report.overlap),
+            ", ".join(sorted(report.overlaps)),
+            ", ".join([_format_overlap(report.overlap), *_format_head_overlaps(report)]),
             f"{report.get_bound(lease):g} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -100,6 +97,10 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
 
 def _format_seconds(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds:.0f} s"
+
+
+def _format_head_overlaps(report: FaultReport) -> list[str]:
+    return [f"{role} {report.overlaps[role]:.1f} s" for role in HEAD_ROLES if report.overlaps.get(role, 0.0) > 0]
 
 
 def _format_overlap(seconds: float | None) -> str:

@@ -45,10 +45,10 @@ class RunEvents:
             self.poll()
 
     def follow(self, run: Path) -> None:
-        """Follow the logs in this run directory, and no others."""
-        paths = [run / "logs" / f"{name}.log" for name in LOGS]
+        """Follow the logs in this run directory, and no others. What they say already is not new."""
+        self.poll()
         with self._lock:
-            self._files = {path: self._files.get(path, (0, "")) for path in paths}
+            self._files = {path: _read_complete_lines(path) for path in (run / "logs" / f"{name}.log" for name in LOGS)}
 
     def poll(self) -> None:
         """Read the new lines."""
@@ -56,12 +56,8 @@ class RunEvents:
             self._read_lines(read_clock())
 
     def _read_lines(self, now: float) -> None:
-        for path, (inode, text) in self._files.items():
-            if not path.exists():
-                continue
-            new_inode, new_text = path.stat().st_ino, path.read_text(errors="replace")
-            new_text = new_text[: new_text.rfind("\n") + 1]
-            self._files[path] = (new_inode, new_text)
+        for path, (inode, text) in list(self._files.items()):
+            new_inode, new_text = self._files[path] = _read_complete_lines(path)
             for line in new_text[len(text) if new_inode == inode else 0 :].splitlines():
                 self._record(now, line)
 
@@ -89,3 +85,12 @@ class RunEvents:
         """Return how many steps were trained after a time that had been trained before it."""
         last = max((step for at, step in self.steps if at <= after), default=-1)
         return sum(at > after and step <= last for at, step in self.steps)
+
+
+def _read_complete_lines(path: Path) -> tuple[int, str]:
+    """Return the inode of a file and its complete lines; 0 and no text if there is none."""
+    try:
+        inode, text = path.stat().st_ino, path.read_text(errors="replace")
+    except FileNotFoundError:
+        return 0, ""
+    return inode, text[: text.rfind("\n") + 1]

@@ -126,3 +126,17 @@ def test_lines_of_a_log_get_the_time_at_which_they_are_read(tmp_path):
     assert [step for _, step in events.steps] == [0, 1, 1]
     assert events.find_commit(first_at) is not None
     assert events.count_repeated_steps(events.steps[1][0] - 1e-9) == 0
+
+
+def test_lines_from_before_a_run_directory_is_followed_are_not_new(tmp_path):
+    log = tmp_path / "logs" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text("step=0 loss=1\n")
+    events = RunEvents()
+    events.follow(tmp_path)
+    events.poll()
+    assert events.steps == []
+    log.rename(log.with_suffix(".old"))
+    log.write_text("step=3 loss=1\n")
+    events.poll()
+    assert [step for _, step in events.steps] == [3]
