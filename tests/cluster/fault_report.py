@@ -15,6 +15,7 @@ COLUMNS = (
     "next step",
     "steps again",
     "replaced",
+    "old copies lived on",
     "overlap",
     "bound",
 )
@@ -41,6 +42,8 @@ class FaultReport:
     """Steps that were trained again, because they were not committed."""
     overlaps: dict[str, float] = field(default_factory=dict)
     """For each role of which another copy was started, how long two copies lived; negative: the time between them."""
+    lived_on: float | None = None
+    """Until the last leased process that was replaced had ended; None if none was replaced."""
 
     @property
     def overlap(self) -> float | None:
@@ -56,9 +59,11 @@ class FaultReport:
 
     def record_overlaps(self, overlaps: Iterable[tuple[Copy, Copy, float]]) -> None:
         """Record how long the copies that were started since the fault lived beside those before them."""
-        for copy, _, seconds in overlaps:
+        for copy, older, seconds in overlaps:
             if copy.started_at < self.started_at:
                 continue
+            if copy.role not in HEAD_ROLES and older.ended_at is not None:
+                self.lived_on = max(self.lived_on or 0.0, older.ended_at - self.started_at)
             self.overlaps[copy.role] = max(seconds, self.overlaps.get(copy.role, seconds))
 
     def get_bound(self, lease: float) -> float:
@@ -88,6 +93,7 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
             _format_seconds(report.resumed),
             str(report.num_repeated_steps),
             ", ".join(sorted(report.overlaps)),
+            "–" if report.lived_on is None else f"{report.lived_on:.1f} s",
             ", ".join([_format_overlap(report.overlap), *_format_head_overlaps(report)]),
             f"{report.get_bound(lease):g} s",
         ]
