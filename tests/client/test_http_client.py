@@ -20,11 +20,13 @@ class Server:
     def __init__(self, *parts: bytes, close: bool = False) -> None:
         self.parts, self.close = parts, close
         self.connections, self.requests = 0, []
+        self.writers: list[asyncio.StreamWriter] = []
         self.client_gone = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self.writer = writer
+        self.writers.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -37,6 +39,12 @@ class Server:
                     break
         self.client_gone.set()
         writer.close()
+
+    async def close_connections(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):  # what the connection ended with
+                await writer.wait_closed()
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +60,7 @@ async def serving(
     finally:
         await client.aclose()
         listener.close()
+        await server.close_connections()
 
 
 async def start_request(server: Server, client: HttpClient) -> "asyncio.Task[bytes]":
@@ -207,9 +216,9 @@ def test_closing_fails_requests_in_flight():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
 def test_an_unreachable_server_raises_connect_failed(url):
     async def test():
-        client = HttpClient(url, connect_timeout=30.0, max_connections=1)
-        with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
-            await send_request(client, "GET", "/health")
+        async with HttpClient(url, connect_timeout=30.0, max_connections=1) as client:
+            with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
+                await send_request(client, "GET", "/health")
 
     run(test())
 
