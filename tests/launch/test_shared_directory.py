@@ -10,8 +10,9 @@ from ramify.display import Display
 from ramify.errors import ConfigInvalid, RunDamaged
 from ramify.infer.config import ServeConfig
 from ramify.launch.execution import execute_plan
+from ramify.launch.head import prepare_head
 from ramify.launch.plan import build_plan
-from ramify.launch.published_weights import get_served_directory, save_final_weights
+from ramify.launch.published_weights import get_served_directory, hold_weights_directory, save_final_weights
 from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
@@ -63,10 +64,19 @@ def test_restarted_engine_loads_the_newest_shared_weights(tmp_path):
     assert Manifest.read(Path(name)).version.step == 3
 
 
-def test_heads_do_not_remove_the_weights_that_engines_of_another_head_load(tmp_path):
-    first, second = (get_served_directory(make_config(tmp_path, head)) for head in ("a", "b"))
-    assert first != second
-    assert first.parent == second.parent
+def test_head_removes_the_weights_of_engines_of_earlier_heads_only(tmp_path):
+    first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
+    for config in (first, second):
+        prepare_head(config)
+        get_served_directory(config).mkdir()
+    assert get_served_directory(first) != get_served_directory(second)
+    with hold_weights_directory(first):  # it is replaced, and does not know it yet
+        assert get_served_directory(second).is_dir()
+    get_served_directory(first).mkdir()  # the first head was lost
+    with hold_weights_directory(second):
+        assert not get_served_directory(first).exists()
+        assert get_served_directory(second).is_dir()
+    assert not get_served_directory(second).exists()
 
 
 def test_final_weights_in_memory_are_saved_to_the_shared_directory(tmp_path, monkeypatch):

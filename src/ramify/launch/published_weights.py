@@ -1,14 +1,13 @@
 """The newest published weights of a run: a restarted engine serves them, and a finished run saves them."""
 
 import contextlib
-import hashlib
 import os
-import platform
 import shutil
 from collections.abc import Generator
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
+from ramify.launch.head import read_local_state
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
@@ -52,18 +51,30 @@ def link_newest_weights(config: RunConfig, engine: str = "") -> Path | None:
 def get_served_directory(config: RunConfig) -> Path:
     """Return the directory of the weights that engines are started with.
 
-    In a shared directory it is a different one for each head: a head that was replaced may still use its own.
+    In a shared directory it is named by the epoch of the head: a head that was replaced may still use its own.
     """
     if config.shared_path is None:
         return config.weights_directory / SERVED_DIR
-    head = hashlib.sha256(f"{platform.node()} {config.path.absolute()}".encode()).hexdigest()[:16]
-    return config.weights_directory / f"{SERVED_DIR}-{head}"
+    return config.weights_directory / f"{SERVED_DIR}-{_read_epoch(config)}"
+
+
+def _read_epoch(config: RunConfig) -> int:
+    state = read_local_state(config.path)
+    return state.epoch if state is not None else 0
+
+
+def _remove_served_by_earlier_heads(config: RunConfig) -> None:
+    """Remove the weights that engines of earlier heads were started with; a lost head could not do so."""
+    for epoch in range(_read_epoch(config)):
+        shutil.rmtree(config.weights_directory / f"{SERVED_DIR}-{epoch}", ignore_errors=True)
 
 
 @contextlib.contextmanager
 def hold_weights_directory(config: RunConfig) -> Generator[None]:
     """Hold the weights directory of a run; one in shared memory is removed afterwards."""
     remove_stale_directories()
+    if config.shared_path is not None:
+        _remove_served_by_earlier_heads(config)
     try:
         with lock_directory(config.weights_directory):
             yield
