@@ -8,7 +8,7 @@ import pytest
 
 from ramify.errors import StorageFailed
 from ramify.fencing.lease import LeaseTerms, read_lease_clock
-from ramify.launch import liveness, remote_slot
+from ramify.launch import liveness, node_process, remote_slot
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
 from ramify.launch.process import ProcessRole, ProcessState
@@ -204,4 +204,25 @@ async def test_output_that_cannot_be_read_is_a_storage_failure():
     (Path(process.get_address().directory) / "output.log").unlink()
     with pytest.raises(StorageFailed, match=r"output.log"):
         await process.exchange(ExchangeRequest())
+    await process.close()
+
+
+@with_timeout
+async def test_output_that_the_head_has_takes_no_space_on_the_node(monkeypatch):
+    monkeypatch.setattr(node_process, "RELEASE_BYTES", 4096)
+    process = NodeProcess(TERMS, node="node", host="127.0.0.1")
+    log = Path(process.get_address().directory) / "output.log"
+    output = bytes(range(1, 251)) * 200  # 50,000 bytes
+    log.write_bytes(output)
+    if not ProcessLog(log).release_space(0x1000):
+        pytest.skip("the file system of temporary files cannot release the space of a part of a file")
+    log.write_bytes(output)
+    received = b""
+    while len(received) < len(output):
+        reply = await process.exchange(ExchangeRequest(log_offset=len(received)))
+        received += reply.output[:10_000]  # as if replies were small
+    await process.exchange(ExchangeRequest(log_offset=len(received)))
+    assert received == output
+    assert reply.log_size == len(output)
+    assert log.stat().st_blocks * 512 <= 8192
     await process.close()

@@ -23,6 +23,7 @@ from ramify.processes.log import ProcessLog
 from ramify.store import wrap_storage_errors
 
 MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects
+RELEASE_BYTES = 1024 * 1024  # of output that the head has, before their space on the node's disk is released
 NODE_PYTHON = "{python}"  # stands for the Python interpreter of the node in a command
 
 
@@ -79,6 +80,7 @@ class NodeProcess:
         self._is_started = False
         self._exit_code: int | None = None  # of a process that could not be started
         self._num_signals = 0
+        self._num_released = 0  # bytes of the output whose space is released
 
     def get_address(self) -> SlotAddress:
         """Return where this slot is."""
@@ -129,6 +131,10 @@ class NodeProcess:
                 log.write(f"{type(error).__name__}: {error.message}\n")
 
     def _read_output(self, offset: int) -> tuple[bytes, int]:
+        """Return the output from `offset` on, and its size; what is before has arrived and is not needed any more."""
+        if offset - self._num_released >= RELEASE_BYTES:
+            self._log.release_space(offset)
+            self._num_released = offset
         with wrap_storage_errors(self._log.path), self._log.path.open("rb") as log:
             size = log.seek(0, 2)
             log.seek(offset)
