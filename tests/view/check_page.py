@@ -206,6 +206,25 @@ def test_runs_are_compared_with_their_configurations(browser, folder):
         assert "smoothing=0.5" in page.url
 
 
+def test_equal_configurations_are_said_to_be_equal(browser, folder):
+    with open_view(browser, folder, "#/compare?run=run&run=run") as page:
+        page.get_by_text("The configurations are equal.").wait_for()
+        assert page.locator("table.difference").is_hidden()
+
+
+def test_the_header_is_as_wide_as_the_page(browser, folder):
+    with open_view(browser, folder) as page:
+        assert page.evaluate("document.querySelector('.top').offsetWidth === document.documentElement.offsetWidth")
+        assert page.evaluate("getComputedStyle(document.documentElement).scrollbarGutter") == "auto"
+
+
+def test_negative_numbers_have_one_kind_of_minus_sign(browser, folder):
+    for view in ("#/run/run/rollouts", "#/run/run/rollout/1.2?tab=tokens", "#/run/run/group/1"):
+        with open_view(browser, folder, view) as page:
+            page.get_by_text(re.compile(r"-0\.50?")).first.wait_for()
+            assert "\u2212" not in page.inner_text("main")
+
+
 def test_everything_is_reached_with_the_keyboard(browser, folder):
     with open_view(browser, folder) as page:
         page.keyboard.press("Tab")
@@ -329,7 +348,9 @@ def test_an_exported_file_shows_the_same_and_is_as_safe(browser, hostile_folder,
             page.goto(file.as_uri())
             page.get_by_role("link", name=run, exact=True).click()
             page.wait_for_selector(".stats")
+            assert page.get_by_role("link", name=re.compile("Worst|errors|dropped|WorkerDied")).count() == 0
             page.get_by_role("link", name="Rollouts", exact=True).click()
+            assert re.search(r"\d+ of \d+ rollouts are in this file", page.inner_text(".table-head"))
             page.get_by_role("link", name=rollout, exact=True).click()
             page.get_by_role("tab", name="Tokens").click()
             page.wait_for_selector(".token[data-at]")

@@ -35,6 +35,7 @@ def test_a_file_has_curves_and_the_worst_and_best_rollouts(path, tmp_path, capsy
     answers = read_answers(file.read_text())
     ids = [row["id"] for row in answers[make_key("rollouts", {"run": "run"})]["rows"]]
     assert ids == ["0.2", "1.2", "2.2", "3.2", "0.1", "1.1", "0.0", "1.0"]
+    assert answers[make_key("rollouts", {"run": "run"})]["run_total"] == 12
     assert answers[make_key("metrics", {"run": "run"})]["points"]["reward/all/mean"] == [[0, 0.5], [1, 0.6], [2, 0.7]]
     for id in ids:
         assert make_key("rollout", {"run": "run", "id": id}) in answers
@@ -61,6 +62,14 @@ def test_rollouts_can_be_chosen(path, tmp_path):
     rows = read_answers(file.read_text())[make_key("rollouts", {"run": "run"})]["rows"]
     assert [row["id"] for row in rows] == ["1.1"]
     assert main(["view", str(path), "--export", str(file), "--rollout", "9.9"]) == 2
+
+
+def test_the_rollouts_of_a_file_are_listed_from_the_worst_to_the_best(path, tmp_path):
+    file = tmp_path / "run.html"
+    chosen = [argument for id in ("0.0", "1.2", "2.1", "1.1") for argument in ("--rollout", id)]
+    assert main(["view", str(path), "--export", str(file), *chosen]) == 0
+    rows = read_answers(file.read_text())[make_key("rollouts", {"run": "run"})]["rows"]
+    assert [row["id"] for row in rows] == ["1.2", "1.1", "2.1", "0.0"]
 
 
 def test_a_folder_of_several_runs_is_refused(path, tmp_path, capsys):

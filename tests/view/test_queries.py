@@ -352,6 +352,17 @@ def test_a_rollout_is_exported_as_markdown_and_json(queries):
     assert json.loads(queries.export_rollout("run", "1.0", "json"))["traces"][0]["reward"] == 1.0
 
 
+def test_an_exported_rollout_says_where_it_was_trained(queries):
+    text = queries.export_rollout("run", "1.2", "md")
+    for line in ("- source: `reverse`", "- task: `1`", "- group: 1, trained in step 1", "- advantage: -0.5"):
+        assert line in text.splitlines()
+    assert "- group: 3, dropped: filtered (`zero_advantage`)" in queries.export_rollout("run", "3.2", "md")
+    assert "group:" not in queries.export_rollout("eval", "task-0.0", "md")
+    data = json.loads(queries.export_rollout("run", "1.2", "json"))
+    assert (data["group"]["number"], data["group"]["step"], data["advantage"]) == (1, 1, -0.5)
+    assert json.loads(queries.export_rollout("eval", "task-0.0", "json"))["group"] is None
+
+
 def test_nothing_that_a_model_wrote_changes_the_markdown(tmp_path):
     trace = make_trace("0.0", 0, [50, 2], 1.0, text="`" * 300_000)
     call = ToolCall("c", "x`\n# A heading\n![](http://evil.example/)", "{}")

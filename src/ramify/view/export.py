@@ -103,10 +103,11 @@ def _record_answers(queries: RunQueries, run: str, ids: Sequence[str]) -> Iterat
     summaries: list[dict[str, Any]] = [{**entry, "waits": []} for entry in queries.list_runs() if entry["name"] == run]
     live_state: dict[str, Any] = {"status": {}, "wait_list": [], "waits": [], "processes": []}
     names: list[str] = queries.get_metrics(run)["all_names"]
+    description = {**queries.get_run(run), **live_state}
     groups: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     yield make_key("runs", {}), summaries
-    yield make_key("run", {"run": run}), {**queries.get_run(run), **live_state}
+    yield make_key("run", {"run": run}), description
     yield make_key("metrics", {"run": run}), queries.get_metrics(run, [name for name in names if "/age_" not in name])
     for id in ids:
         rollout = queries.get_rollout(run, id)
@@ -120,8 +121,9 @@ def _record_answers(queries: RunQueries, run: str, ids: Sequence[str]) -> Iterat
         arguments = (key.get("group"), key.get("source", ""), key.get("task", ""))
         yield make_key("group", {"run": run, **key}), queries.get_group(run, *arguments)
         yield make_key("forest", {"run": run, **key}), queries.get_forest(run, *arguments)
+    rows.sort(key=lambda row: (row["reward"] is None, row["reward"], row["id"]))
     table: dict[str, Any] = {"total": len(rows), "rows": rows, "indexed": 1.0, "page_size": len(rows), "facets": {}}
-    yield make_key("rollouts", {"run": run}), table
+    yield make_key("rollouts", {"run": run}), {**table, "run_total": description["rollouts"]}
     yield make_key("excerpts", {"run": run, "id": list(ids)}), queries.get_excerpts(run, ids)
 
 

@@ -249,10 +249,17 @@ class RunQueries:
     def export_rollout(self, run: str, id: str, format: str) -> str:
         """Return a rollout as JSON or Markdown text."""
         with open_last_commit(self.folder.find_run(run)) as store:
-            record, traces, _ = read_rollout(store, id)
+            record, traces, training = read_rollout(store, id)
         if format == "md":
-            return format_markdown(record, traces)
-        fields = {"id": record.id, "source": record.source, "task": record.task, "reward": record.reward}
+            return format_markdown(record, traces, training)
+        fields = {
+            "id": record.id,
+            "source": record.source,
+            "task": record.task,
+            "group": None if training is None else training.to_dict(),
+            "reward": record.reward,
+            "advantage": None if training is None else training.get_advantage(traces[0].attempt),
+        }
         text = msgspec.json.encode({**fields, "traces": [elide_data_urls(to_dict(trace)) for trace in traces]})
         return msgspec.json.format(text, indent=2).decode()
 

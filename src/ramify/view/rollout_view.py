@@ -44,9 +44,9 @@ def read_message_text(trace: Trace, node: int, start: int, count: int) -> dict[s
     return {"text": text[start:stop], "start": start, "stop": stop, "chars": len(text)}
 
 
-def format_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> str:
+def format_markdown(record: RolloutRecord, traces: Sequence[Trace], training: GroupTraining | None) -> str:
     """Return a rollout as Markdown. What models and tasks wrote is in code, so that it cannot change the document."""
-    return "\n".join(_iter_markdown(record, traces)) + "\n"
+    return "\n".join(_iter_markdown(record, traces, training)) + "\n"
 
 
 def _describe_trace(measures: TokenMeasures, texts: TokenTexts) -> dict[str, Any]:
@@ -124,13 +124,20 @@ def _clip(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 
 
-def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[str]:
+def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace], training: GroupTraining | None) -> Iterator[str]:
     yield f"# Rollout {_quote(record.id)}\n"
+    if record.source:
+        yield f"- source: {_quote(record.source)}"
+    yield f"- task: {_quote(record.task)}"
+    if training is not None:
+        yield f"- group: {training.group.number}, {_describe_group_state(training)}"
     yield f"- reward: {'missing' if record.reward is None else f'{record.reward:.4g}'}"
+    if training is not None and (advantage := training.get_advantage(traces[0].attempt)) is not None:
+        yield f"- advantage: {advantage:.4g}"
     yield f"- stop: {_quote(record.failure or str(record.summary.get('stop', '')))}"
     for trace in traces:
         for name, entry in trace.rewards.items():
-            yield f"- {_quote(name)}: {'missing' if entry is None else f'{entry[0]:.4g} × {entry[1]:g}'}"
+            yield f"- {_quote(name)}: {'missing' if entry is None else f'{entry[0]:.4g}, weight {entry[1]:g}'}"
         labels = label_images(trace)
         yield f"\n## {_quote(trace.agent) if trace.agent else 'Messages'}\n"
         for node in trace.nodes:
@@ -142,6 +149,13 @@ def _iter_markdown(record: RolloutRecord, traces: Sequence[Trace]) -> Iterator[s
                 yield f"{_fence(text)}\n"
             for call in node.message.tool_calls:
                 yield f"Call of {_quote(call.name)}:\n\n{_fence(call.arguments, 'json')}\n"
+
+
+def _describe_group_state(training: GroupTraining) -> str:
+    group = training.group
+    if group.reason is not None:
+        return f"dropped: {group.reason.value}" + (f" ({_quote(group.detail)})" if group.detail else "")
+    return group.state.value if group.step is None else f"{group.state.value} in step {group.step}"
 
 
 def _fence(text: str, language: str = "") -> str:

@@ -1,5 +1,6 @@
 // Small diagrams of a run: its processes and who waits for whom, and the way of groups through the ledger.
 
+import { isExport } from "./api.js";
 import { formatCount, h, svg } from "./dom.js";
 import { href } from "./routes.js";
 
@@ -73,7 +74,7 @@ export function drawFlow(run, description) {
   const { flow, drops } = description;
   const total = Object.values(flow).reduce((sum, count) => sum + count, 0) || 1;
   const dropped = flow.dropped ?? 0;
-  const link = (state, content) => h("a", { href: href(["run", run, "rollouts"], { state }) }, content);
+  const link = (state, content) => isExport ? h("span", {}, content) : h("a", { href: href(["run", run, "rollouts"], { state }) }, content);
   const bar = h("div", { class: "flow-bar", "aria-hidden": "true" }, [...FLOW_STATES].reverse().concat("dropped").map((state) => h("span", { class: `flow-${state}`, style: { "flex-grow": String(flow[state] ?? 0) } })));
   const boxes = FLOW_STATES.flatMap((state, at) => [
     at ? h("span", { class: "flow-arrow", "aria-hidden": "true" }, "→") : null,

@@ -126,7 +126,7 @@ export function formatReward(value, digits = 3) {
 
 export function formatSigned(value, digits = 2) {
   if (value === null || value === undefined) return "–";
-  return `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(digits)}`;
+  return `${value > 0 ? "+" : ""}${value.toFixed(digits)}`;
 }
 
 export function formatSeconds(seconds) {

@@ -60,7 +60,7 @@ export async function showRollouts(run, params) {
 
   function draw() {
     const progress = answer.indexed < 1 ? ` · ${settings.text ? "reading messages" : "indexing"}: ${Math.floor(answer.indexed * 100)} %` : "";
-    count.textContent = `${plural(answer.total, "rollout")}${progress}`;
+    count.textContent = isExport ? `${formatCount(answer.total)} of ${plural(answer.run_total, "rollout")} are in this file` : `${plural(answer.total, "rollout")}${progress}`;
     fill(heads, COLUMNS.map(([name, sort]) => drawHead(name, sort)));
     fill(body, answer.rows.map((row) => drawRow(run, row)));
     if (!answer.rows.length) fill(body, h("tr", {}, h("td", { colspan: COLUMNS.length, class: "muted empty" }, answer.indexed < 1 ? "Still indexing…" : "No rollout matches.")));

@@ -123,7 +123,7 @@ function makeRunParts(run, data) {
 
   function update() {
     const { description } = data;
-    fill(head, h("h1", {}, run), statePill(description.state), h("span", { class: "muted" }, [description.kind, description.model, description.sources.join(", ")].filter(Boolean).join(" · ")), h("div", { class: "spacer" }), description.rollouts > 0 && [worstLink(run, description), h("a", { class: "button", href: href(["run", run, "rollouts"], { error: "any" }) }, "Rollouts with errors")]);
+    fill(head, h("h1", {}, run), statePill(description.state), h("span", { class: "muted" }, [description.kind, description.model, description.sources.join(", ")].filter(Boolean).join(" · ")), h("div", { class: "spacer" }), description.rollouts > 0 && !isExport && [worstLink(run, description), h("a", { class: "button", href: href(["run", run, "rollouts"], { error: "any" }) }, "Rollouts with errors")]);
     if (!hasFiles(description)) {
       const text = description.state === "damaged" ? [description.problem, "ramify why RUN --audit checks every file of a run."] : ["The run has a configuration, but it was not started."];
       fill(node, head, tabs, notice(description.state === "damaged" ? "This run cannot be read" : "Not started", ...text));
@@ -228,12 +228,12 @@ function showFailures(run, failures) {
       "tr",
       {},
       h("td", { class: "number" }, formatCount(failure.count)),
-      h("th", { scope: "row" }, link),
+      h("th", { scope: "row" }, isExport ? failure.name : link),
       h("td", {}, h("span", { class: `blame blame-${failure.blame}` }, failure.blame)),
       h("td", {}, failure.origin),
       h("td", { class: "failure-message", title: failure.message }, failure.message),
     );
-    return linkRow(row, link);
+    return isExport ? row : linkRow(row, link);
   });
   return h("div", { class: "panel" }, h("h2", {}, "Failures"), h("div", { class: "table-box" }, h("table", { class: "failures" }, h("thead", {}, h("tr", {}, ["Count", "Name", "Blame", "Where", "Last message"].map((name, at) => h("th", { scope: "col", class: at ? null : "number" }, name)))), h("tbody", {}, rows))));
 }

@@ -190,6 +190,7 @@ async function showDifference(runs) {
   const body = h("tbody", {});
   const heads = h("tr", {});
   const summary = h("p", { class: "muted" });
+  const table = h("div", { class: "table-box" }, h("table", { class: "difference" }, h("thead", {}, heads), body));
 
   async function draw() {
     for (const run of pair) if (!configs.has(run)) configs.set(run, (await get("config", { run })).values);
@@ -197,6 +198,7 @@ async function showDifference(runs) {
     const keys = [...new Set([...Object.keys(left), ...Object.keys(right)])];
     const changed = keys.filter((key) => JSON.stringify(left[key]) !== JSON.stringify(right[key]));
     setText(summary, changed.length ? `${changed.length} of ${keys.length} keys differ` : "The configurations are equal.");
+    table.hidden = !changed.length;
     fill(heads, h("th", { scope: "col" }, "Key"), pair.map((run) => h("th", { scope: "col" }, run)));
     fill(body, changed.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), [left, right].map((config) => h("td", { class: "mono" }, key in config ? showValue(config[key]) : h("span", { class: "muted" }, "not set"))))));
   }
@@ -207,7 +209,7 @@ async function showDifference(runs) {
     "div",
     { class: "panel" },
     h("div", { class: "controls" }, h("h2", {}, "Difference of configurations"), runs.length > 2 ? choosers : null, summary),
-    h("div", { class: "table-box" }, h("table", { class: "difference" }, h("thead", {}, heads), body)),
+    table,
   );
 }
 
