@@ -366,3 +366,48 @@ def test_a_rollout_is_saved_as_a_file(browser, folder):
         with page.expect_download() as download:
             page.get_by_role("link", name="Markdown").click()
         assert download.value.suggested_filename == "rollout-1.2.md"
+
+
+def test_words_of_the_domain_are_explained_where_they_stand(browser, folder):
+    with open_view(browser, folder, "#/run/run") as page:
+        explanations = {word.inner_text(): word.get_attribute("title") for word in page.locator("abbr").all()}
+        assert set(explanations) == {"committed", "incarnation", "zero_advantage"}
+        assert "the same reward" in explanations["zero_advantage"]
+        assert page.locator(".stat", has_text="Steps").locator(".stat-detail").inner_text() == "checkpoint at step 3"
+        assert page.get_by_role("button", name="Switch between light and dark").get_attribute("title")
+        show(page, "#/run/run/group/3")
+        page.locator("abbr", has_text="zero_advantage").wait_for()
+
+
+def test_the_weight_of_a_reward_is_named_if_it_is_not_1(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollout/1.0") as page:
+        assert page.locator(".fact", has_text="Reward").locator("small").inner_text() == "similarity 1"
+        show(page, "#/run/eval/rollout/task-0.0")
+        rewards = page.locator(".fact", has_text="Reward").locator("small").inner_text()
+        assert rewards == "tests 0.250 with weight 2, style 0.500 with weight 0.500"
+
+
+def test_untrained_tokens_have_a_key_only_where_there_are_some(browser, tmp_path):
+    with RunStore.open(tmp_path / "run") as store:
+        for id, untrained in (("all", []), ("none", [{"node": 1, "reason": "a summary"}])):
+            trace = make_trace(id, 0, [50, 2], 0.5)
+            trace.info["untrained"] = untrained
+            run_coroutine(store.add_rollout(make_record(id, id, 0, "", [trace]), [trace]))
+    with open_view(browser, tmp_path, "#/run/run/rollout/none?tab=tokens") as page:
+        page.wait_for_selector(".tokens .token-masked")
+        assert "sampled, but not trained" in page.inner_text(".token-bar")
+        show(page, "#/run/run/rollout/all?tab=tokens")
+        page.wait_for_selector(".token[data-at]")
+        assert "not trained" not in page.inner_text(".token-bar")
+
+
+def test_metrics_by_staleness_are_named_as_such(browser, tmp_path):
+    path = write_rl_run(tmp_path / "run")
+    with RunStore.open(path) as store:
+        RunLog(store).log_metrics(0, {"entropy/reverse/age_1": 0.5, "masked": 0.0, "trainable": 1.0})
+    with open_view(browser, tmp_path, "#/compare?run=run&run=run") as page:
+        options = page.get_by_label("Metric").locator("option").all_inner_texts()
+        assert "entropy/reverse/age_1 (staleness 1)" in options
+        show(page, "#/run/run")
+        page.get_by_role("heading", name="Fraction of trained tokens that the loss masks").wait_for()
+        page.get_by_role("heading", name="Fraction of groups that can be trained").wait_for()

@@ -16,7 +16,10 @@ DIGITS = 4  # of values sent to the page
 NUM_EXTREMES = 6  # tokens of a measure that are named
 
 MEASURES: Mapping[str, str] = {
-    "reward_change": "change of the mean reward of the attempts that share all tokens up to this one",
+    "reward_change": (
+        "mean reward of the attempts with the same tokens up to and including this one, minus the mean reward of those "
+        "with the same tokens before it"
+    ),
     "advantage": "how much better the rollout was than its group; the policy gradient is weighted with it",
     "logprob": "log probability that the sampler gave the token",
     "entropy": "entropy of the distribution of the trainer at the token, in nats",

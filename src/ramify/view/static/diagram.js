@@ -3,6 +3,7 @@
 import { isExport } from "./api.js";
 import { formatCount, h, svg } from "./dom.js";
 import { href } from "./routes.js";
+import { term } from "./terms.js";
 
 const BOX = { width: 132, height: 46 };
 const PLACES = { envs: [16, 20], orchestrator: [214, 20], trainer: [412, 20], engine: [214, 124] };
@@ -80,7 +81,7 @@ export function drawFlow(run, description) {
     at ? h("span", { class: "flow-arrow", "aria-hidden": "true" }, "→") : null,
     h("div", { class: `flow-box flow-box-${state}` }, link(state, [h("b", {}, formatCount(flow[state] ?? 0)), h("span", {}, state)])),
   ]);
-  const reasons = drops.map((drop) => h("li", {}, h("b", {}, formatCount(drop.groups)), ` ${drop.reason ?? "?"}`, drop.detail ? h("span", { class: "muted" }, ` ${drop.detail}`) : null));
+  const reasons = drops.map((drop) => h("li", {}, h("b", {}, formatCount(drop.groups)), ` ${drop.reason ?? "?"}`, drop.detail ? h("span", { class: "muted" }, " ", term(drop.detail)) : null));
   return h(
     "div",
     { class: "flow" },

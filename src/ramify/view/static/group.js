@@ -6,6 +6,7 @@ import { describeForest, drawForest } from "./forest.js";
 import { renderText } from "./highlight.js";
 import { advantageText, rewardBar } from "./rollouts.js";
 import { href } from "./routes.js";
+import { describeGroupState } from "./terms.js";
 
 export async function showGroup(run, number, params) {
   const key = number === "task" ? { source: params.get("source") ?? "", task: params.get("task") } : { group: number };
@@ -16,7 +17,7 @@ export async function showGroup(run, number, params) {
   const node = h(
     "section",
     {},
-    h("div", { class: "title-row" }, h("h1", {}, group ? `Group ${group.number}` : `Attempts at ${data.task}`), group && h("span", { class: "pill" }, describeState(group)), h("span", { class: "muted" }, data.source)),
+    h("div", { class: "title-row" }, h("h1", {}, group ? `Group ${group.number}` : `Attempts at ${data.task}`), group && h("span", { class: "pill" }, describeGroupState(group)), h("span", { class: "muted" }, data.source)),
     h(
       "div",
       { class: "panel" },
@@ -32,11 +33,6 @@ export async function showGroup(run, number, params) {
   const draw = () => forestPlace.clientWidth && forestPlace.replaceChildren(drawForest(run, forest, { width: forestPlace.clientWidth, selected: params.get("rollout") }));
   const observer = new ResizeObserver(draw);
   return { node, title: group ? `Group ${group.number}` : "Attempts", onShow: () => observer.observe(forestPlace), close: () => observer.disconnect() };
-}
-
-function describeState(group) {
-  if (group.state === "dropped") return `dropped: ${group.reason}${group.detail ? ` (${group.detail})` : ""}`;
-  return group.step === null ? group.state : `${group.state} in step ${group.step}`;
 }
 
 export function forestKey(group) {

@@ -125,7 +125,7 @@ document.body.append(
     trail,
     h("div", { class: "spacer" }),
     isExport ? h("span", { class: "muted" }, "exported") : h("button", { type: "button", class: "quiet", onclick: copyLink }, "Copy link"),
-    h("button", { type: "button", class: "quiet", onclick: toggleTheme, "aria-label": "Switch between light and dark" }, "◐"),
+    h("button", { type: "button", class: "quiet", onclick: toggleTheme, title: "Switch between light and dark", "aria-label": "Switch between light and dark" }, "◐"),
   ),
   status,
   content,

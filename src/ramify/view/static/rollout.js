@@ -5,6 +5,7 @@ import { PartList, code, fill, formatCount, formatNumber, formatReward, formatSe
 import { codeBlock, prettyJson, renderText } from "./highlight.js";
 import { href, replaceParams } from "./routes.js";
 import { advantageText } from "./rollouts.js";
+import { describeGroupState } from "./terms.js";
 import { TokenPane } from "./tokens.js";
 
 const PHASES = [["boot", 8], ["setup", 3], ["model", 1], ["harness", 4], ["finalize", 6], ["scoring", 2], ["stalled", 5]];
@@ -101,7 +102,7 @@ function drawHeader(run, rollout) {
   const groupLink = group ? href(["run", run, "group", group.number], { rollout: rollout.id }) : href(["run", run, "group", "task"], { source: rollout.source, task: rollout.task, rollout: rollout.id });
   const facts = [
     ["Reward", formatReward(rollout.reward), listRewards(trace)],
-    group && ["Advantage", advantageText(rollout.advantage), group.step === null ? describeGroupState(group) : `${group.state} in step ${group.step}`],
+    group && ["Advantage", advantageText(rollout.advantage), describeGroupState(group)],
     ["End", rollout.failure ?? (rollout.stop || "–")],
     ["Tokens", formatCount(sum(rollout.traces, "tokens")), `${formatCount(sum(rollout.traces, "sampled"))} sampled`],
     ["Branches", formatCount(sum(rollout.traces, "branches")), rollout.traces.length > 1 ? `${rollout.traces.length} agents` : ""],
@@ -131,17 +132,14 @@ function drawHeader(run, rollout) {
   );
 }
 
-function describeGroupState(group) {
-  return group.state === "dropped" ? `dropped: ${group.reason}${group.detail ? ` (${group.detail})` : ""}` : group.state;
-}
-
 function keyValues(title, entries) {
   if (!entries.length) return null;
   return h("details", { class: "more" }, h("summary", {}, title), h("dl", { class: "key-values" }, entries.map(([name, value]) => [h("dt", {}, name), h("dd", { dir: "auto" }, String(value))])));
 }
 
 function listRewards(trace) {
-  return Object.entries(trace.rewards).map(([name, entry]) => (entry ? `${name} ${formatNumber(entry[0])} × ${formatNumber(entry[1])}` : `${name} missing`)).join(", ");
+  const describe = ([value, weight]) => `${formatNumber(value)}${weight === 1 ? "" : ` with weight ${formatNumber(weight)}`}`;
+  return Object.entries(trace.rewards).map(([name, entry]) => `${name} ${entry ? describe(entry) : "missing"}`).join(", ");
 }
 
 function sum(traces, name) {

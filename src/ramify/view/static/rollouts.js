@@ -110,9 +110,9 @@ export async function showRollouts(run, params) {
       answer.has_groups && list("state", "Group"),
       list("stop", "Stop"),
       list("error", "Error"),
-      answer.has_groups && field("step", "Step", "number", "74px"),
-      field("min_reward", "Reward from", "number", "74px"),
-      field("max_reward", "to", "number", "74px"),
+      answer.has_groups && field("step", "Step", "number", "60px"),
+      field("min_reward", "Reward from", "number", "60px"),
+      field("max_reward", "to", "number", "60px"),
     );
   }
 

@@ -6,26 +6,27 @@ import { drawFlow, drawProcesses } from "./diagram.js";
 import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, linkRow, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
 import { AXIS_METRICS, X_AXES, chooser, placePoints } from "./runs.js";
+import { term } from "./terms.js";
 
 const TICKS_WHEN_IDLE = 2; // updates of a run that is not running are this many times rarer
 const SMALL_CHARTS = [
   ["entropy", "Entropy of the policy"],
   ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
-  ["masked", "Masked entries"],
+  ["masked", "Fraction of trained tokens that the loss masks"],
   ["staleness/mean", "Staleness in steps, mean and maximum"],
   ["train/loss", "Loss"],
   ["train/grad_norm", "Gradient norm"],
   ["train/lr", "Learning rate"],
   ["reference_kl", "KL to teacher or reference"],
-  ["trainable", "Trainable groups"],
-  ["truncated", "Truncated rollouts"],
+  ["trainable", "Fraction of groups that can be trained"],
+  ["truncated", "Fraction of rollouts with a truncated reply"],
   ["tokens/sampled", "Sampled tokens per rollout"],
   ["turns/mean", "Model calls per rollout"],
   ["tokens_per_s", "Sampled tokens per second"],
   ["train/tokens_per_second", "Trained tokens per second"],
   ["train/mfu", "Model FLOPs utilization"],
-  ["utilization", "Least possible time over time of a step"],
-  ["forest/token_ratio", "Flat tokens per forest token"],
+  ["utilization", "Least possible time of a step over its time"],
+  ["forest/token_ratio", "Tokens of all rollouts per forest token"],
   ["time/train", "Seconds of a training step"],
   ["time/swap", "Seconds of a weight update"],
 ];
@@ -191,12 +192,12 @@ function listStats(data) {
     ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],
     ["Tokens per second", formatNumber(status.tokens_per_s || lastValue(data, "tokens_per_s"), 0), "sampled"],
     ["Staleness", formatNumber(lastValue(data, "staleness/mean"), 2), `at most ${formatNumber(lastValue(data, "staleness/max"), 0)}`],
-    ["Shared prefixes", lastValue(data, "forest/token_ratio") === null ? "–" : `${formatNumber(lastValue(data, "forest/token_ratio"), 2)} ×`, "flat / forest tokens"],
+    ["Shared prefixes", lastValue(data, "forest/token_ratio") === null ? "–" : `${formatNumber(lastValue(data, "forest/token_ratio"), 2)} ×`, "tokens per forest token"],
   ].filter(Boolean);
 }
 
 function countSteps({ status, progress, step, max_steps }) {
-  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : progress ? `${formatCount(progress.committed)} committed` : "";
+  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : progress?.committed ? `checkpoint at step ${formatCount(progress.committed)}` : "";
   return ["Steps", `${formatCount(step)}${max_steps ? ` / ${formatCount(max_steps)}` : ""}`, left];
 }
 
@@ -240,7 +241,8 @@ function showFailures(run, failures) {
 
 function showEvents(events) {
   if (!events.length) return null;
-  const rows = [...events].reverse().map((event) => h("li", {}, h("time", { class: "muted" }, formatTime(event.time)), " ", h("b", {}, event.kind.replaceAll("_", " ")), " ", Object.entries(event.fields).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")));
+  const showField = ([name, value], at) => [at ? ", " : "", term(name), ` ${typeof value === "object" ? JSON.stringify(value) : value}`];
+  const rows = [...events].reverse().map((event) => h("li", {}, h("time", { class: "muted" }, formatTime(event.time)), " ", h("b", {}, event.kind.replaceAll("_", " ")), " ", Object.entries(event.fields).map(showField)));
   return h("div", { class: "panel" }, h("h2", {}, "Events"), h("ul", { class: "events" }, rows));
 }
 

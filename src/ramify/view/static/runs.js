@@ -131,6 +131,7 @@ export async function showCompare(params) {
 
   const answers = await load();
   const names = [...new Set(answers.flatMap((answer) => answer.all_names))].sort();
+  const labels = Object.fromEntries(names.map((name) => [name, name.replace(/\/age_(\d+)$/, "$& (staleness $1)")]));
   const controls = h(
     "div",
     { class: "controls" },
@@ -138,7 +139,7 @@ export async function showCompare(params) {
       settings.name = value;
       await load();
       draw();
-    }),
+    }, labels),
     chooser("Horizontal axis", Object.keys(X_AXES), settings.x, (value) => ((settings.x = value), draw()), X_AXES),
     h("label", {}, "Smoothing ", h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.smoothing, oninput: (event) => ((settings.smoothing = Number(event.target.value)), draw()) })),
     h("label", {}, h("input", { type: "checkbox", checked: settings.log, onchange: (event) => ((settings.log = event.target.checked), draw()) }), " Log axis"),
@@ -154,8 +155,8 @@ export async function showCompare(params) {
   return { node, title: "Compare", onShow: draw };
 }
 
-export function chooser(label, values, selected, onchange, names = {}) {
-  const options = values.map((value) => h("option", { value, selected: value === selected }, names[value] ?? value));
+export function chooser(label, values, selected, onchange, labels = {}) {
+  const options = values.map((value) => h("option", { value, selected: value === selected }, labels[value] ?? value));
   return h("label", {}, `${label} `, h("select", { onchange: (event) => onchange(event.target.value) }, options));
 }
 

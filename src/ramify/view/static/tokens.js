@@ -18,6 +18,7 @@ export class TokenPane {
     this.selected = null; // the element of a token
     this.onMeasure = onMeasure;
     this.measures = rollout.traces[trace].measures;
+    this.hasUntrained = rollout.traces[trace].nodes.some((node) => node.untrained) || this.measures.some(({ name, min }) => name === "weight" && min === 0);
     this.measure = this.measures.find((entry) => entry.name === measure) ?? this.measures.find((entry) => entry.min !== entry.max) ?? this.measures[0];
     this.tokens = new Map(); // node -> tokens
     this.queue = new Set();
@@ -85,7 +86,7 @@ export class TokenPane {
       this.bar,
       h("label", {}, "Colour by ", h("select", { onchange }, options)),
       h("span", { class: "scale" }, h("span", { class: "muted" }, formatNumber(scale.ends[0], 2)), h("span", { class: `scale-bar scale-${scale.isDiverging ? "diverging" : "sequential"}`, "aria-hidden": "true" }), h("span", { class: "muted" }, formatNumber(scale.ends[1], 2))),
-      h("span", { class: "muted" }, h("span", { class: "token token-masked" }, "struck out"), ": not trained"),
+      this.hasUntrained && h("span", { class: "muted" }, h("span", { class: "token token-masked" }, "abc"), " sampled, but not trained"),
       h("p", { class: "muted" }, `${MEASURE_NAMES[this.measure.name] ?? this.measure.name}: ${this.measure.description}`),
       extremes.length ? h("div", { class: "extremes" }, h("span", { class: "muted" }, "stands out:"), extremes.map((entry) => h("button", { type: "button", class: "mono", style: { background: scale.color(entry.value) }, onclick: () => this.goTo(entry, { focus: true }) }, `${showToken(entry.text)} ${formatNumber(entry.value, 2)}`))) : null,
     );
