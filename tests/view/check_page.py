@@ -377,6 +377,7 @@ def test_words_of_the_domain_are_explained_where_they_stand(browser, folder):
         assert page.get_by_role("button", name="Switch between light and dark").get_attribute("title")
         show(page, "#/run/run/group/3")
         page.locator("abbr", has_text="zero_advantage").wait_for()
+        assert page.locator(".pill").inner_text() == "dropped: filtered (zero_advantage)"
 
 
 def test_the_weight_of_a_reward_is_named_if_it_is_not_1(browser, folder):

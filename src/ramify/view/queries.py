@@ -289,7 +289,7 @@ class RunQueries:
         prompts = [attempt.pop("prompt")[:MAX_REPLY_CHARS] for attempt in attempts]
         return {
             "group": None if training is None else training.to_dict(),
-            "dropped_attempts": [] if training is None else training.list_dropped(),
+            "dropped_attempts": [] if training is None else training.list_dropped_attempts(),
             "source": source or (training.group.source if training else ""),
             "task": task or (records[0].task if records else ""),
             "prompt": prompts[0] if prompts else "",

@@ -1,4 +1,4 @@
-"""Checks that what was trained is what was sampled: the first promise of a run, token by token."""
+"""Checks, token by token, that what was trained is what was sampled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ def find_differing_calls(forest: Forest, traces: Mapping[str, Trace]) -> list[st
     targets = forest.targets
     depths = _compute_depths(forest)[targets.token_index]
     is_on_policy = (targets.rl != 0) | (targets.ref_kl != 0) | (targets.kl != 0)  # others have only a cross entropy
-    is_laid_out = forest.token_ids[targets.token_index] == targets.token
+    has_forest_token = forest.token_ids[targets.token_index] == targets.token
     bounds = np.searchsorted(targets.call, np.arange(len(forest.calls) + 1))
     for call, start, stop in zip(forest.calls, bounds, bounds[1:]):
         node = traces[forest.traces[call["trace"]]].nodes[int(call["node"])]
@@ -58,10 +58,10 @@ def find_differing_calls(forest: Forest, traces: Mapping[str, Trace]) -> list[st
         positions = depths[entries] - node.trace.graph.depth(node.index)
         on_policy = is_on_policy[entries]
         is_sampled = (
-            is_laid_out[entries].all()
+            has_forest_token[entries].all()
             and (np.diff(positions) > 0).all()
-            and _are_values_at(node.token_ids, positions, targets.token[entries])
-            and _are_values_at(
+            and _has_values_at(node.token_ids, positions, targets.token[entries])
+            and _has_values_at(
                 node.logprobs, positions[on_policy] - node.sampled_span[0], targets.logprob[entries][on_policy]
             )
         )
@@ -71,12 +71,12 @@ def find_differing_calls(forest: Forest, traces: Mapping[str, Trace]) -> list[st
 
 
 def _compute_depths(forest: Forest) -> npt.NDArray[np.int64]:
-    """Return for each token of the layout the number of tokens before it on its path."""
+    """Return for each token of the forest the number of tokens before it on its path."""
     segments = forest.segments
     return np.arange(forest.num_tokens) + np.repeat(segments["depth"] - segments["start"], segments["length"])
 
 
-def _are_values_at(column: npt.NDArray[Any], positions: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> bool:
+def _has_values_at(column: npt.NDArray[Any], positions: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> bool:
     """Return whether the column has these values at these positions; NaN equals nothing."""
     is_inside = (positions >= 0) & (positions < len(column))
     return bool(is_inside.all()) and np.array_equal(column[positions], values)

@@ -1,4 +1,4 @@
-"""The tokens of a rollout with what is known of each: logprobs of several models, entropies, versions, advantages."""
+"""The tokens of a rollout with the measures of each: logprobs, entropies, policy versions, advantages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ class TokenMeasures:
         """Return the measures that the trace has, with their range and the tokens that stand out most."""
         columns: dict[str, list[tuple[int, FloatArray]]] = {}
         for index in self.trace.sampled_nodes:
-            for name, values in self.compute(self.trace.nodes[index]).items():
+            for name, values in self.compute_values(self.trace.nodes[index]).items():
                 columns.setdefault(name, []).append((index, values))
         return [
             {"name": name, "description": MEASURES[name], **self._summarize(name, columns[name], texts)}
@@ -63,18 +63,18 @@ class TokenMeasures:
         """Return the tokens of some nodes: texts, the sampled span, and a list of values for each measure."""
         return [self._describe_node(self.trace.nodes[index], texts) for index in nodes]
 
-    def compute(self, node: Node) -> dict[str, FloatArray]:
+    def compute_values(self, node: Node) -> dict[str, FloatArray]:
         """Return the values of a node by measure, one per token; NaN where a token has none."""
         start, stop = node.sampled_span
         count = len(node.token_ids)
         measures: dict[str, FloatArray] = {}
         if stop > start:
-            measures["logprob"] = _spread(count, start, stop, node.logprobs)
+            measures["logprob"] = _fill_span(count, start, stop, node.logprobs)
             steps = [run.step for run in node.versions for _ in range(run.count)]
             if len(steps) == stop - start:
-                measures["version"] = _spread(count, start, stop, steps)
+                measures["version"] = _fill_span(count, start, stop, steps)
             if (changes := self._reward_changes.get(node.index)) is not None:
-                measures["reward_change"] = _spread(count, start, stop, changes[start:stop])
+                measures["reward_change"] = _fill_span(count, start, stop, changes[start:stop])
             if self._token_stats is not None:
                 logprobs, entropies = self._token_stats.select_node(self.trace, node.index)
                 measures["entropy"] = entropies.astype(np.float64)
@@ -86,7 +86,7 @@ class TokenMeasures:
             _add_annotation(measures, annotation, node)
         advantage = self._training.get_advantage(self.trace.attempt)
         if not annotations and stop > start and advantage is not None:
-            measures["advantage"] = _spread(count, start, stop, advantage)
+            measures["advantage"] = _fill_span(count, start, stop, advantage)
         return measures
 
     def explain_untrained(self, node: Node, excluded: Mapping[int, str]) -> str:
@@ -121,21 +121,21 @@ class TokenMeasures:
         extremes: list[dict[str, Any]] = []
         if finite.min() < finite.max():
             nodes = np.concatenate([np.full(len(column), node) for node, column in columns])
-            places = np.concatenate([np.arange(len(column)) for _, column in columns])
-            extremes = list(self._iter_extremes(name, values, nodes, places, texts))
+            positions = np.concatenate([np.arange(len(column)) for _, column in columns])
+            extremes = list(self._iter_extremes(name, values, nodes, positions, texts))
         return {"min": _round(finite.min()), "max": _round(finite.max()), "extremes": extremes}
 
     def _iter_extremes(
-        self, name: str, values: FloatArray, nodes: npt.NDArray[Any], places: npt.NDArray[Any], texts: TokenTexts
+        self, name: str, values: FloatArray, nodes: npt.NDArray[Any], positions: npt.NDArray[Any], texts: TokenTexts
     ) -> Iterator[dict[str, Any]]:
-        """Yield the lowest values of a measure of which low is bad; of others, those farthest from zero."""
-        keys = values if name in ("logprob", "reward_change", "advantage") else -np.abs(values)
-        for at in np.argsort(np.where(np.isfinite(keys), keys, np.inf), kind="stable")[:NUM_EXTREMES]:
+        """Yield the tokens with the lowest values if low values are bad, else those with values farthest from zero."""
+        sort_keys = values if name in ("logprob", "reward_change", "advantage") else -np.abs(values)
+        for at in np.argsort(np.where(np.isfinite(sort_keys), sort_keys, np.inf), kind="stable")[:NUM_EXTREMES]:
             if not np.isfinite(values[at]) or (name == "reward_change" and values[at] >= 0):
                 return
             token_ids = self.trace.nodes[int(nodes[at])].token_ids.tolist()
-            text = texts.decode(token_ids)[int(places[at])]
-            yield {"node": int(nodes[at]), "token": int(places[at]), "value": _round(values[at]), "text": text}
+            text = texts.decode(token_ids)[int(positions[at])]
+            yield {"node": int(nodes[at]), "token": int(positions[at]), "value": _round(values[at]), "text": text}
 
     def _describe_node(self, node: Node, texts: TokenTexts) -> dict[str, Any]:
         token_ids: list[int] = node.token_ids.tolist()
@@ -144,7 +144,7 @@ class TokenMeasures:
             "ids": token_ids,
             "texts": texts.decode(token_ids),
             "sampled": list(node.sampled_span),
-            "values": {name: [_round(value) for value in values] for name, values in self.compute(node).items()},
+            "values": {name: [_round(value) for value in values] for name, values in self.compute_values(node).items()},
         }
 
 
@@ -159,8 +159,8 @@ def _add_annotation(measures: dict[str, FloatArray], annotation: Annotation, nod
         measures.setdefault(name, np.full(len(node.token_ids), np.nan))[start:stop] = values
 
 
-def _spread(count: int, start: int, stop: int, values: npt.ArrayLike) -> FloatArray:
-    """Return `count` values that are NaN outside of [start, stop)."""
+def _fill_span(count: int, start: int, stop: int, values: npt.ArrayLike) -> FloatArray:
+    """Return `count` values: the given ones in [start, stop), NaN elsewhere."""
     column = np.full(count, np.nan)
     column[start:stop] = values
     return column

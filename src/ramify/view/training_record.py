@@ -15,16 +15,16 @@ from ramify.train.token_stats import TokenStats, list_token_stats, read_token_st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTraining:
-    """A group, its attempts by index, and what of it is in a batch; None if it is in none.
+    """A group, its attempts by index, and its part of a batch; None if it is in no batch.
 
-    `trainer` is the incarnation of the trainer whose training of the batch counts.
+    `trainer_incarnation` is that of the trainer whose training of the batch counts, if several trained it.
     """
 
     group: GroupRecord
     attempts: Mapping[int, AttemptRecord]
     batch_group: BatchGroup | None = None
     seq_len: int | None = None
-    trainer: int | None = None
+    trainer_incarnation: int | None = None
     annotations: Mapping[tuple[str, int], list[Annotation]] = field(
         default_factory=dict[tuple[str, int], list[Annotation]]
     )
@@ -34,7 +34,7 @@ class GroupTraining:
         attempt = self.attempts.get(attempt_index)
         return None if attempt is None else attempt.notes.get("advantage")
 
-    def list_dropped(self) -> list[dict[str, Any]]:
+    def list_dropped_attempts(self) -> list[dict[str, Any]]:
         """Return the attempts that have no rollout, with the reason."""
         return [
             {"attempt": index, "reason": attempt.reason.value if attempt.reason else None, "detail": attempt.detail}
@@ -86,32 +86,32 @@ def read_group_training(store: RunStore, group_number: int) -> GroupTraining:
     annotations: dict[tuple[str, int], list[Annotation]] = {}
     for annotation in batch_group.annotations:
         annotations.setdefault((annotation.trace_id, annotation.node), []).append(annotation)
-    trainer = ledger.get_step_trainer(stored_batch.step)
-    return GroupTraining(group, attempts, batch_group, seq_len, trainer, annotations)
+    incarnation = ledger.get_step_trainer(stored_batch.step)
+    return GroupTraining(group, attempts, batch_group, seq_len, incarnation, annotations)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStatsKey:
-    """Names the trainer's values of one trace. `changed` is when their files were written, in ns of Unix time."""
+    """Identifies the trainer's values of one trace. `modified_ns` is the Unix time of their files' last change."""
 
     run: Path
     step: int
-    trainer: int
+    incarnation: int
     trace_id: str
-    changed: int
+    modified_ns: int
 
     def read(self) -> TokenStats:
         """Return the values. Raises BatchCorrupt if they cannot be read."""
-        return read_token_stats(self.run, self.step, self.trainer).select_trace(self.trace_id)
+        return read_token_stats(self.run, self.step, self.incarnation).select_trace(self.trace_id)
 
 
 def find_token_stats(run: Path, training: GroupTraining, trace_id: str) -> TokenStatsKey | None:
     """Return the key of the trainer's values of a trace; None if the trainer recorded none for the group."""
-    step, trainer = training.group.step, training.trainer
-    if step is None or trainer is None:
+    step, incarnation = training.group.step, training.trainer_incarnation
+    if step is None or incarnation is None:
         return None
     try:
-        times = [path.stat().st_mtime_ns for path in list_token_stats(run, step, trainer)]
+        times = [path.stat().st_mtime_ns for path in list_token_stats(run, step, incarnation)]
     except FileNotFoundError:  # a later trainer repeated the step and removed them
         return None
-    return TokenStatsKey(run, step, trainer, trace_id, max(times)) if times else None
+    return TokenStatsKey(run, step, incarnation, trace_id, max(times)) if times else None

@@ -16,11 +16,9 @@ export class RequestError extends Error {
 
 export async function get(path, params = {}) {
   if (answers) return findAnswer(path, params);
-  const entries = listParams(params);
-  const query = new URLSearchParams(entries).toString();
   let response;
   try {
-    response = await fetch(`/api/${path}${query ? `?${query}` : ""}`);
+    response = await fetch(buildUrl(path, params));
   } catch {
     throw new RequestError("No answer", "ramify view does not answer; it was stopped, or its machine cannot be reached.");
   }
@@ -30,7 +28,7 @@ export async function get(path, params = {}) {
   return body;
 }
 
-// A file has one answer with all metrics, and one for the tokens of each message.
+// An exported file has one answer with all metrics, and one for the tokens of each message.
 function findAnswer(path, params) {
   if (path === "tokens" && params.node.length > 1) return params.node.flatMap((node) => findAnswer(path, { ...params, node: [node] }));
   const entries = listParams(path === "metrics" ? { run: params.run } : params);
@@ -39,8 +37,9 @@ function findAnswer(path, params) {
   return answer;
 }
 
-export function fileAddress(path, params) {
-  return `/api/${path}?${new URLSearchParams(listParams(params))}`;
+export function buildUrl(path, params) {
+  const query = new URLSearchParams(listParams(params)).toString();
+  return `/api/${path}${query ? `?${query}` : ""}`;
 }
 
 function listParams(params) {

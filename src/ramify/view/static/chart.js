@@ -32,7 +32,7 @@ export class LineChart {
     this.plot = svg("svg", { class: "chart", height, role: "img", tabindex: "0" });
     this.readout = h("div", { class: "readout", "aria-live": "polite" });
     this.node = h("div", { class: "chart-box" }, this.plot, this.readout);
-    this.plot.addEventListener("pointermove", (event) => this.moveTo(event.offsetX));
+    this.plot.addEventListener("pointermove", (event) => this.moveCursorTo(event.offsetX));
     this.plot.addEventListener("pointerleave", () => this.setCursor(null));
     this.plot.addEventListener("blur", () => this.setCursor(null));
     this.plot.addEventListener("keydown", (event) => this.onKey(event));
@@ -47,7 +47,7 @@ export class LineChart {
     this.draw();
   }
 
-  get shown() {
+  get drawnSeries() {
     return this.series.filter((entry) => entry.points.length);
   }
 
@@ -57,21 +57,21 @@ export class LineChart {
     const { height, title } = this.options;
     this.plot.setAttribute("width", width);
     this.plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const last = this.shown.map((entry) => `${entry.label} ${formatNumber(entry.points.at(-1)[1])}`).join(", ");
+    const last = this.drawnSeries.map((entry) => `${entry.label} ${formatNumber(entry.points.at(-1)[1])}`).join(", ");
     this.plot.setAttribute("aria-label", `${title}: ${last || "no points yet"}`);
-    if (!this.shown.length) {
+    if (!this.drawnSeries.length) {
       fill(this.plot, svg("text", { class: "chart-empty", x: width / 2, y: height / 2, "text-anchor": "middle" }, "no points yet"));
       return;
     }
     this.setScales(width, height);
     this.overlay = svg("g", {});
-    fill(this.plot, this.drawAxes(width, height), this.shown.map((entry) => this.drawSeries(entry)), this.overlay);
+    fill(this.plot, this.drawAxes(width, height), this.drawnSeries.map((entry) => this.drawSeries(entry)), this.overlay);
     this.drawCursor();
   }
 
   setScales(width, height) {
-    const xs = this.shown.flatMap((entry) => [entry.points[0][0], entry.points.at(-1)[0]]);
-    let ys = this.shown.flatMap((entry) => entry.points.flatMap(([x, y]) => (entry.errors?.has(x) ? [y - entry.errors.get(x), y + entry.errors.get(x)] : [y])));
+    const xs = this.drawnSeries.flatMap((entry) => [entry.points[0][0], entry.points.at(-1)[0]]);
+    let ys = this.drawnSeries.flatMap((entry) => entry.points.flatMap(([x, y]) => (entry.errors?.has(x) ? [y - entry.errors.get(x), y + entry.errors.get(x)] : [y])));
     if (this.isLog) ys = ys.filter((y) => y > 0);
     let [low, high] = findRange(ys);
     if (!ys.length) [low, high] = [0.1, 1];
@@ -123,23 +123,23 @@ export class LineChart {
     return points.map(([x, y], at) => `${at ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
   }
 
-  moveTo(pixel) {
-    const xs = this.listX();
+  moveCursorTo(pixelX) {
+    const xs = this.listXValues();
     if (!xs.length || !this.x) return;
-    this.setCursor(xs.reduce((best, x) => (Math.abs(this.x(x) - pixel) < Math.abs(this.x(best) - pixel) ? x : best)));
+    this.setCursor(xs.reduce((best, x) => (Math.abs(this.x(x) - pixelX) < Math.abs(this.x(best) - pixelX) ? x : best)));
   }
 
   onKey(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    const xs = this.listX();
+    const xs = this.listXValues();
     if (!step || !xs.length) return;
     event.preventDefault();
     const at = this.cursor === null ? (step > 0 ? -1 : xs.length) : xs.indexOf(this.cursor);
     this.setCursor(xs[Math.max(0, Math.min(xs.length - 1, at + step))]);
   }
 
-  listX() {
-    return [...new Set(this.shown.flatMap((entry) => entry.points.map(([x]) => x)))].sort((a, b) => a - b);
+  listXValues() {
+    return [...new Set(this.drawnSeries.flatMap((entry) => entry.points.map(([x]) => x)))].sort((a, b) => a - b);
   }
 
   setCursor(x) {
@@ -149,7 +149,7 @@ export class LineChart {
 
   drawCursor() {
     if (!this.overlay) return;
-    const values = this.cursor === null ? [] : this.shown.map((entry) => [entry, entry.points.find(([x]) => x === this.cursor)]).filter(([, point]) => point);
+    const values = this.cursor === null ? [] : this.drawnSeries.map((entry) => [entry, entry.points.find(([x]) => x === this.cursor)]).filter(([, point]) => point);
     if (!values.length) {
       fill(this.overlay);
       fill(this.readout);

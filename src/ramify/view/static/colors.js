@@ -2,10 +2,10 @@
 
 const MAX_TINT = 0.62;
 
-// Blue above zero, orange below; `size` is the value of the full colour.
-export function divergingColor(value, size) {
-  if (value === null || value === undefined || !size) return "";
-  const tint = Math.min(1, Math.abs(value) / size) * MAX_TINT;
+// Blue above zero, orange below; `limit` is the absolute value that has the full colour.
+export function divergingColor(value, limit) {
+  if (value === null || value === undefined || !limit) return "";
+  const tint = Math.min(1, Math.abs(value) / limit) * MAX_TINT;
   return `color-mix(in srgb, var(${value < 0 ? "--low" : "--high"}) ${(100 * tint).toFixed(1)}%, transparent)`;
 }
 
@@ -16,11 +16,12 @@ export function sequentialColor(value, low, high) {
   return `color-mix(in srgb, var(--sequence) ${(100 * Math.max(0, Math.min(MAX_TINT, tint))).toFixed(1)}%, transparent)`;
 }
 
-export function scaleFor(measure) {
+// The colours of a measure, and the values at both ends of its scale.
+export function makeScale(measure) {
   const { name, min, max } = measure;
   if (["advantage", "reference_kl", "mismatch", "reward_change"].includes(name)) {
-    const size = Math.max(Math.abs(min), Math.abs(max)) || 1;
-    return { color: (value) => divergingColor(value, size), ends: [-size, size], isDiverging: true };
+    const limit = Math.max(Math.abs(min), Math.abs(max)) || 1;
+    return { color: (value) => divergingColor(value, limit), ends: [-limit, limit], isDiverging: true };
   }
   if (name === "logprob") return { color: (value) => sequentialColor(value === null ? null : -value, 0, Math.max(1, -min)), ends: [0, Math.min(-1, min)], isDiverging: false };
   const low = name === "entropy" ? 0 : min;

@@ -1,14 +1,14 @@
-// Small diagrams of a run: its processes and who waits for whom, and the way of groups through the ledger.
+// Small diagrams of a run: its processes and who waits for whom, and how many groups are in each state of the ledger.
 
 import { isExport } from "./api.js";
 import { formatCount, h, svg } from "./dom.js";
 import { href } from "./routes.js";
 import { term } from "./terms.js";
 
-const BOX = { width: 132, height: 46 };
-const PLACES = { envs: [16, 20], orchestrator: [214, 20], trainer: [412, 20], engine: [214, 124] };
-const BOX_NAMES = { envs: "env servers", orchestrator: "orchestrator", trainer: "trainer", engine: "inference" };
-// From whom to whom a component waits, by the `who` of a wait.
+const BOX_SIZE = { width: 132, height: 46 };
+const BOX_POSITIONS = { envs: [16, 20], orchestrator: [214, 20], trainer: [412, 20], engine: [214, 124] };
+const BOX_LABELS = { envs: "env servers", orchestrator: "orchestrator", trainer: "trainer", engine: "inference" };
+// By the `who` of a wait: the box that waits, and the one that it waits for.
 const WAIT_EDGES = {
   sampling: ["orchestrator", "envs"],
   orchestrator: ["orchestrator", "trainer"],
@@ -29,7 +29,7 @@ export function drawProcesses(description) {
     { class: "processes", viewBox: "0 0 560 188", role: "img", "aria-label": text },
     svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" }, svg("path", { d: "M0 0L8 4L0 8Z" }))),
     EDGES.map(([a, b]) => drawEdge(a, b, isWaiting(a, b), isWaiting(b, a))),
-    Object.keys(PLACES).map((box) => drawBox(box, description.processes.filter((process) => belongsTo(process.name, box)))),
+    Object.keys(BOX_POSITIONS).map((box) => drawBox(box, description.processes.filter((process) => belongsTo(process.name, box)))),
   );
 }
 
@@ -40,7 +40,7 @@ function belongsTo(process, box) {
 }
 
 function drawBox(box, processes) {
-  const [x, y] = PLACES[box];
+  const [x, y] = BOX_POSITIONS[box];
   const states = [...new Set(processes.map((process) => process.state))];
   const restarts = processes.reduce((sum, process) => sum + (process.restarts ?? 0), 0);
   const detail = [processes.length > 1 ? `${processes.length} ×` : "", states.join(", ") || "external", restarts ? `↻ ${restarts}` : ""].filter(Boolean).join(" ");
@@ -48,23 +48,23 @@ function drawBox(box, processes) {
   return svg(
     "g",
     { class: `process process-${state}` },
-    svg("rect", { x, y, width: BOX.width, height: BOX.height, rx: 8 }),
-    svg("text", { class: "process-name", x: x + BOX.width / 2, y: y + 20, "text-anchor": "middle" }, BOX_NAMES[box]),
-    svg("text", { class: "process-state", x: x + BOX.width / 2, y: y + 36, "text-anchor": "middle" }, detail),
+    svg("rect", { x, y, width: BOX_SIZE.width, height: BOX_SIZE.height, rx: 8 }),
+    svg("text", { class: "process-name", x: x + BOX_SIZE.width / 2, y: y + 20, "text-anchor": "middle" }, BOX_LABELS[box]),
+    svg("text", { class: "process-state", x: x + BOX_SIZE.width / 2, y: y + 36, "text-anchor": "middle" }, detail),
   );
 }
 
 function drawEdge(a, b, forward, backward) {
-  const [ax, ay] = PLACES[a], [bx, by] = PLACES[b];
-  const from = { x: ax + BOX.width / 2, y: ay + BOX.height / 2 }, to = { x: bx + BOX.width / 2, y: by + BOX.height / 2 };
+  const [ax, ay] = BOX_POSITIONS[a], [bx, by] = BOX_POSITIONS[b];
+  const from = { x: ax + BOX_SIZE.width / 2, y: ay + BOX_SIZE.height / 2 }, to = { x: bx + BOX_SIZE.width / 2, y: by + BOX_SIZE.height / 2 };
   let d;
   if (ay === by) {
     const sign = Math.sign(to.x - from.x);
-    d = `M${from.x + (sign * BOX.width) / 2 + sign * 4} ${from.y}L${to.x - (sign * BOX.width) / 2 - sign * 4} ${to.y}`;
+    d = `M${from.x + (sign * BOX_SIZE.width) / 2 + sign * 4} ${from.y}L${to.x - (sign * BOX_SIZE.width) / 2 - sign * 4} ${to.y}`;
   } else if (ax === bx) {
-    d = `M${from.x} ${ay + BOX.height + 4}L${to.x} ${by - 4}`;
+    d = `M${from.x} ${ay + BOX_SIZE.height + 4}L${to.x} ${by - 4}`;
   } else {
-    d = `M${from.x} ${ay + BOX.height + 4}C${from.x} ${to.y} ${from.x} ${to.y} ${bx - 4} ${to.y}`;
+    d = `M${from.x} ${ay + BOX_SIZE.height + 4}C${from.x} ${to.y} ${from.x} ${to.y} ${bx - 4} ${to.y}`;
   }
   return svg("path", { class: `edge${forward || backward ? " edge-waiting" : ""}`, d, "marker-end": forward ? "url(#arrow)" : null, "marker-start": backward ? "url(#arrow)" : null });
 }

@@ -1,8 +1,8 @@
 // Elements and number formats. All text becomes text nodes with visible characters: nothing that a model wrote is parsed
 // as HTML, and nothing in it can change how the text around it is shown.
 
-const ITEMS_PER_PART = 40;
-const PART_PAUSE = 30; // milliseconds between two parts, for what the reader does meanwhile
+const ITEMS_PER_CHUNK = 40;
+const CHUNK_INTERVAL = 30; // milliseconds between two chunks, in which the page answers the reader
 const TEXT_ATTRIBUTES = /^(title|alt|aria-.*)$/;
 const INVISIBLE = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
 
@@ -47,29 +47,30 @@ export function makeVisible(text) {
     .replace(new RegExp(INVISIBLE, "g"), (character) => `⟦U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟧`);
 }
 
+// Replace the children of an element.
 export function fill(element, ...children) {
   element.replaceChildren();
   appendAll(element, children);
   return element;
 }
 
-// Append the elements that `make` builds for a list, a part of it at once and the rest part by part, so that the first ones
-// are shown early. `appendUntil` appends at least the elements before an index.
-export class PartList {
-  constructor(place, items, make) {
-    Object.assign(this, { place, items, make, count: 0 });
-    this.appendUntil(ITEMS_PER_PART);
+// Append the element that `build` returns for each item: some at once and the others in chunks, so that the first ones are
+// shown early. `appendUntil` appends at least the elements before an index.
+export class IncrementalList {
+  constructor(container, items, build) {
+    Object.assign(this, { container, items, build, count: 0 });
+    this.appendUntil(ITEMS_PER_CHUNK);
     this.schedule();
   }
 
   schedule() {
-    if (this.count < this.items.length) this.timer = setTimeout(() => (this.appendUntil(this.count + ITEMS_PER_PART), this.schedule()), PART_PAUSE);
+    if (this.count < this.items.length) this.timer = setTimeout(() => (this.appendUntil(this.count + ITEMS_PER_CHUNK), this.schedule()), CHUNK_INTERVAL);
   }
 
   appendUntil(index) {
     if (index <= this.count) return;
     const stop = Math.min(index, this.items.length);
-    for (; this.count < stop; this.count++) this.place.append(this.make(this.items[this.count]));
+    for (; this.count < stop; this.count++) this.container.append(this.build(this.items[this.count]));
   }
 
   close() {
@@ -152,7 +153,7 @@ export function plural(count, noun) {
   return `${formatCount(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
-const STATES = {
+const STATE_LABELS = {
   starting: "starting",
   running: "running",
   unresponsive: "no answer",
@@ -164,7 +165,7 @@ const STATES = {
 };
 
 export function statePill(state) {
-  return h("span", { class: `pill pill-${state}` }, h("span", { class: "dot", "aria-hidden": "true" }), STATES[state] ?? state);
+  return h("span", { class: `pill pill-${state}` }, h("span", { class: "dot", "aria-hidden": "true" }), STATE_LABELS[state] ?? state);
 }
 
 export function isLive(state) {

@@ -14,14 +14,14 @@ const CONTEXT_CELL = 3.2; // width of a token that is not trained
 const MAX_DRAWN = 12000; // token cells; more are drawn as bins
 
 export function drawForest(run, forest, { width = 1100, selected = null } = {}) {
-  const layout = placeSegments(forest);
+  const layout = layOutRows(forest);
   const depth = Math.max(1, findRange(forest.segments.map((segment) => segment.depth + segment.length))[1]);
-  const size = Math.max(0.001, findRange(forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))))[1]);
-  const columns = placeColumns(forest, depth, width - LABEL_WIDTH - 16);
+  const maxAdvantage = Math.max(0.001, findRange(forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))))[1]);
+  const columns = layOutColumns(forest, depth, width - LABEL_WIDTH - 16);
   const height = layout.rows.length * ROW + 4;
   const tooltip = h("div", { class: "forest-tip", role: "status" });
   const area = svg("svg", { class: "forest", width: columns.total + 2, height, viewBox: `0 0 ${columns.total + 2} ${height}`, role: "img", "aria-label": describeForest(forest) });
-  forest.segments.forEach((segment, number) => segment.attempts.length && area.append(drawSegment(segment, layout.places[number], columns, size, forest)));
+  forest.segments.forEach((segment, number) => segment.attempts.length && area.append(drawSegment(segment, layout.rowRanges[number], columns, maxAdvantage)));
   const labels = svg("svg", { class: "forest-labels", width: LABEL_WIDTH, height, viewBox: `0 0 ${LABEL_WIDTH} ${height}` }, layout.rows.map((number, row) => drawLabel(run, forest.attempts[number], row, selected)));
   area.addEventListener("pointermove", (event) => showTip(tooltip, event, forest));
   area.addEventListener("pointerleave", () => fill(tooltip));
@@ -35,21 +35,21 @@ export function describeForest(forest) {
 }
 
 // Give every branch of every attempt one row, in depth-first order, and every segment the rows of the paths through it.
-function placeSegments(forest) {
+function layOutRows(forest) {
   const rows = []; // the attempt of each row
   const children = forest.segments.map(() => []);
-  const places = forest.segments.map(() => [0, 0]);
+  const rowRanges = forest.segments.map(() => [0, 0]);
   forest.segments.forEach((segment, number) => segment.parent >= 0 && children[segment.parent].push(number));
   const visit = (number) => {
     const start = rows.length;
-    const below = [...children[number]].sort((a, b) => meanAdvantage(forest, b) - meanAdvantage(forest, a));
-    below.forEach(visit);
-    const going = new Set(below.flatMap((child) => forest.segments[child].attempts));
-    rows.push(...forest.segments[number].attempts.filter((attempt) => !going.has(attempt))); // those that end here
-    places[number] = [start, rows.length];
+    const sortedChildren = [...children[number]].sort((a, b) => meanAdvantage(forest, b) - meanAdvantage(forest, a));
+    sortedChildren.forEach(visit);
+    const continuing = new Set(sortedChildren.flatMap((child) => forest.segments[child].attempts));
+    rows.push(...forest.segments[number].attempts.filter((attempt) => !continuing.has(attempt))); // those that end here
+    rowRanges[number] = [start, rows.length];
   };
   forest.segments.forEach((segment, number) => segment.parent < 0 && visit(number));
-  return { rows, places };
+  return { rows, rowRanges };
 }
 
 function meanAdvantage(forest, number) {
@@ -58,7 +58,7 @@ function meanAdvantage(forest, number) {
 }
 
 // The width of each depth: as wide as its longest text, if everything fits; else all are equal.
-function placeColumns(forest, depth, room) {
+function layOutColumns(forest, depth, availableWidth) {
   const widths = new Array(depth).fill(8);
   let cells = 0;
   for (const segment of forest.segments) {
@@ -70,43 +70,43 @@ function placeColumns(forest, depth, room) {
     });
   }
   const total = widths.reduce((sum, width) => sum + width, 0);
-  const isReadable = forest.segments[0]?.texts && total <= Math.max(room, 2400) && cells <= MAX_DRAWN;
-  const equal = Math.max(MIN_CELL, Math.min(MAX_CELL, room / depth));
-  const scale = isReadable && total < room ? Math.min(1.6, room / total) : 1;
+  const isReadable = forest.segments[0]?.texts && total <= Math.max(availableWidth, 2400) && cells <= MAX_DRAWN;
+  const equal = Math.max(MIN_CELL, Math.min(MAX_CELL, availableWidth / depth));
+  const scale = isReadable && total < availableWidth ? Math.min(1.6, availableWidth / total) : 1;
   const starts = [0];
   for (let at = 0; at < depth; at++) starts.push(starts[at] + (isReadable ? widths[at] * scale : depth * MIN_CELL > 6000 ? 6000 / depth : equal));
   return { starts, total: starts[depth], isReadable };
 }
 
-function drawSegment(segment, [top, bottom], columns, size, forest) {
+function drawSegment(segment, [top, bottom], columns, maxAdvantage) {
   const y = top * ROW + 2, height = (bottom - top) * ROW - 2;
   const group = svg("g", {});
   const count = segment.values.length;
   const perCell = segment.length / count; // tokens per value; more than one for bins
-  const runs = [];
+  const cells = []; // neighbouring tokens that are not trained are one cell
   for (let at = 0; at < count; at++) {
     const from = segment.depth + at * perCell, to = segment.depth + (at + 1) * perCell;
     const value = segment.values[at];
-    const previous = runs.at(-1);
+    const previous = cells.at(-1);
     if (value === null && previous?.value === null) previous.to = to;
-    else runs.push({ from, to, value, text: segment.texts?.[at] });
+    else cells.push({ from, to, value, text: segment.texts?.[at] });
   }
-  for (const run of runs) {
-    const x = interpolate(columns.starts, run.from), width = Math.max(0.6, interpolate(columns.starts, run.to) - x - (columns.isReadable ? 1.5 : 0));
-    const cell = svg("rect", { class: run.value === null ? "cell cell-context" : "cell", x, y, width, height, rx: columns.isReadable ? 3 : 0, style: run.value === null ? {} : { fill: divergingColor(run.value, size) || "transparent" } });
-    cell.tip = { segment, run };
-    group.append(cell);
-    if (run.value !== null && columns.isReadable) group.append(svg("text", { class: "cell-text", x: x + width / 2, y: y + height / 2 + 4.5, "text-anchor": "middle" }, shortToken(run.text)));
-    else if (run.value === null && width > 60) group.append(contextText(segment, run, x, y, width, height));
+  for (const cell of cells) {
+    const x = interpolate(columns.starts, cell.from), width = Math.max(0.6, interpolate(columns.starts, cell.to) - x - (columns.isReadable ? 1.5 : 0));
+    const rect = svg("rect", { class: cell.value === null ? "cell cell-context" : "cell", x, y, width, height, rx: columns.isReadable ? 3 : 0, style: cell.value === null ? {} : { fill: divergingColor(cell.value, maxAdvantage) || "transparent" } });
+    rect.tip = { segment, cell };
+    group.append(rect);
+    if (cell.value !== null && columns.isReadable) group.append(svg("text", { class: "cell-text", x: x + width / 2, y: y + height / 2 + 4.5, "text-anchor": "middle" }, shortToken(cell.text)));
+    else if (cell.value === null && width > 60) group.append(contextText(segment, cell, x, y, width, height));
   }
   return group;
 }
 
-function contextText(segment, run, x, y, width, height) {
-  const texts = segment.texts?.slice(run.from - segment.depth, run.to - segment.depth).join("") ?? "";
-  const room = Math.floor((width - 14) / 6.6), lines = [];
+function contextText(segment, cell, x, y, width, height) {
+  const texts = segment.texts?.slice(cell.from - segment.depth, cell.to - segment.depth).join("") ?? "";
+  const lineChars = Math.floor((width - 14) / 6.6), lines = [];
   const words = makeVisible(texts).replace(/\s+/g, " ").trim();
-  for (let at = 0; at < words.length && lines.length < Math.max(1, Math.floor((height - 26) / 16)); at += room) lines.push(words.slice(at, at + room));
+  for (let at = 0; at < words.length && lines.length < Math.max(1, Math.floor((height - 26) / 16)); at += lineChars) lines.push(words.slice(at, at + lineChars));
   const first = y + height / 2 - (lines.length * 16) / 2 + 12;
   return svg("g", { class: "context-text" }, lines.map((line, number) => svg("text", { x: x + 8, y: first + number * 16 }, line)));
 }
@@ -127,15 +127,15 @@ function drawLabel(run, attempt, row, selected) {
 function showTip(tooltip, event, forest) {
   const tip = event.target.tip;
   if (!tip) return fill(tooltip);
-  const { segment, run } = tip;
+  const { segment, cell } = tip;
   const attempts = segment.attempts.map((number) => forest.attempts[number].id);
   const rewards = segment.attempts.map((number) => forest.attempts[number].reward).filter((reward) => reward !== null);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
   fill(
     tooltip,
-    h("div", {}, run.value === null ? "context, not trained" : [h("b", { class: "mono" }, showToken(run.text ?? "")), ` advantage ${formatSigned(run.value)}`]),
+    h("div", {}, cell.value === null ? "context, not trained" : [h("b", { class: "mono" }, showToken(cell.text ?? "")), ` advantage ${formatSigned(cell.value)}`]),
     h("div", { class: "muted" }, `${attempts.length} of ${forest.attempts.length} attempts, mean reward ${formatNumber(mean)}`),
-    h("div", { class: "muted" }, `tokens ${Math.floor(run.from)} to ${Math.ceil(run.to) - 1}`),
+    h("div", { class: "muted" }, `tokens ${Math.floor(cell.from)} to ${Math.ceil(cell.to) - 1}`),
   );
   const box = tooltip.parentElement.getBoundingClientRect();
   tooltip.style.left = `${Math.min(event.clientX - box.left + 14, box.width - 260)}px`;

@@ -12,17 +12,17 @@ export async function showGroup(run, number, params) {
   const key = number === "task" ? { source: params.get("source") ?? "", task: params.get("task") } : { group: number };
   const [data, forest] = await Promise.all([get("group", { run, ...key }), get("forest", { run, ...key })]);
   const { group } = data;
-  const forestPlace = h("div", {});
+  const forestBox = h("div", {});
   const cards = [...data.attempts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((attempt) => drawCard(run, attempt));
   const node = h(
     "section",
     {},
-    h("div", { class: "title-row" }, h("h1", {}, group ? `Group ${group.number}` : `Attempts at ${data.task}`), group && h("span", { class: "pill" }, describeGroupState(group)), h("span", { class: "muted" }, data.source)),
+    h("div", { class: "title-row" }, h("h1", {}, group ? `Group ${group.number}` : `Attempts at ${data.task}`), group && h("span", { class: "pill" }, h("span", {}, describeGroupState(group))), h("span", { class: "muted" }, data.source)),
     h(
       "div",
       { class: "panel" },
-      h("div", { class: "panel-head" }, h("h2", {}, plural(data.attempts.length, "attempt"), " as one forest"), h("span", { class: "muted" }, describeForest(forest)), h("div", { class: "spacer" }), forestKey(group)),
-      forestPlace,
+      h("div", { class: "panel-head" }, h("h2", {}, plural(data.attempts.length, "attempt"), " as one forest"), h("span", { class: "muted" }, describeForest(forest)), h("div", { class: "spacer" }), forestLegend(group)),
+      forestBox,
       forest.left_out.length ? h("p", { class: "muted" }, `Left out of the batch: ${forest.left_out.map((at) => forest.attempts[at].id).join(", ")}.`) : null,
       forest.overlong ? h("p", { class: "muted" }, `${plural(forest.overlong, "call")} longer than seq_len: not trained.`) : null,
     ),
@@ -30,12 +30,12 @@ export async function showGroup(run, number, params) {
     data.dropped_attempts.length ? h("p", { class: "muted" }, data.dropped_attempts.map((entry) => `Attempt ${entry.attempt} has no rollout: ${entry.reason ?? "not finished"} ${entry.detail}`).join(" ")) : null,
     h("div", { class: "cards" }, cards),
   );
-  const draw = () => forestPlace.clientWidth && forestPlace.replaceChildren(drawForest(run, forest, { width: forestPlace.clientWidth, selected: params.get("rollout") }));
+  const draw = () => forestBox.clientWidth && forestBox.replaceChildren(drawForest(run, forest, { width: forestBox.clientWidth, selected: params.get("rollout") }));
   const observer = new ResizeObserver(draw);
-  return { node, title: group ? `Group ${group.number}` : "Attempts", onShow: () => observer.observe(forestPlace), close: () => observer.disconnect() };
+  return { node, title: group ? `Group ${group.number}` : "Attempts", onShow: () => observer.observe(forestBox), close: () => observer.disconnect() };
 }
 
-export function forestKey(group) {
+export function forestLegend(group) {
   const text = group ? "advantage" : "reward minus mean";
   return h("span", { class: "scale" }, h("span", { class: "muted" }, `low ${text}`), h("span", { class: "scale-bar scale-diverging", "aria-hidden": "true" }), h("span", { class: "muted" }, "high"));
 }

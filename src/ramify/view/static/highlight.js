@@ -4,7 +4,7 @@ import { h, makeVisible } from "./dom.js";
 
 const MAX_HIGHLIGHTED = 40000; // characters of a block; longer ones are shown plain
 const FENCE = /^(```+|~~~+)([^\n`]*)\n([\s\S]*?)(?:\n\1[ \t]*$|$(?![\s\S]))/gm;
-const TOKEN_RULES = [
+const CODE_RULES = [
   ["comment", /(?:#|\/\/)[^\n]*|\/\*[\s\S]*?\*\//y],
   ["string", /"""[\s\S]*?"""|'''[\s\S]*?'''|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`/y],
   ["number", /\b\d[\d_.]*(?:e[+-]?\d+)?\b/iy],
@@ -17,15 +17,15 @@ export function renderText(raw) {
   const parts = [];
   let at = 0;
   for (const match of text.matchAll(FENCE)) {
-    if (match.index > at) parts.push(plain(text.slice(at, match.index)));
+    if (match.index > at) parts.push(renderPlain(text.slice(at, match.index)));
     parts.push(codeBlock(match[3], match[2].trim()));
     at = match.index + match[0].length;
   }
-  if (at < text.length) parts.push(plain(text.slice(at)));
+  if (at < text.length) parts.push(renderPlain(text.slice(at)));
   return parts;
 }
 
-function plain(text) {
+function renderPlain(text) {
   const trimmed = text.trim();
   if (looksLikeDiff(trimmed)) return codeBlock(trimmed, "diff");
   if (/^[[{]/.test(trimmed)) {
@@ -67,7 +67,7 @@ function colorCode(text) {
   const parts = [];
   let at = 0, start = 0;
   while (at < text.length) {
-    const rule = TOKEN_RULES.find(([, pattern]) => ((pattern.lastIndex = at), pattern.test(text)));
+    const rule = CODE_RULES.find(([, pattern]) => ((pattern.lastIndex = at), pattern.test(text)));
     if (!rule) {
       at += 1;
       continue;

@@ -11,9 +11,9 @@ import { showRollouts } from "./rollouts.js";
 
 const POLL_INTERVAL = 2000; // milliseconds between updates of a live view
 const content = h("main", { id: "content", tabindex: "-1" });
-const trail = h("nav", { class: "trail", "aria-label": "You are here" });
-let current = null; // the view that is shown: {node, title, update}
-let generation = 0;
+const breadcrumbs = h("nav", { class: "breadcrumbs", "aria-label": "You are here" });
+let currentView = null; // the view that is shown: {node, title, update}
+let latestNavigation = 0;
 
 function findView({ parts, params }) {
   const [area, run, page, ...rest] = parts;
@@ -28,7 +28,7 @@ function findView({ parts, params }) {
   return null;
 }
 
-function buildTrail({ parts }) {
+function buildBreadcrumbs({ parts }) {
   const [area, run, page, item] = parts;
   const links = [h("a", { href: "#/" }, "Runs")];
   if (area === "compare") links.push(h("span", {}, "Compare"));
@@ -45,9 +45,9 @@ function buildTrail({ parts }) {
 
 async function show() {
   const route = parseRoute(location.hash);
-  const mine = ++generation;
+  const navigation = ++latestNavigation;
   const open = findView(route);
-  fill(trail, buildTrail(route));
+  fill(breadcrumbs, buildBreadcrumbs(route));
   content.setAttribute("aria-busy", "true");
   let view;
   try {
@@ -58,9 +58,9 @@ async function show() {
     if (error instanceof RequestError) view.update = show; // what is missing may come: a run that is being started
     else console.error(error);
   }
-  if (mine !== generation) return; // the reader has gone on meanwhile
-  current?.close?.();
-  current = view;
+  if (navigation !== latestNavigation) return; // the reader has gone on meanwhile
+  currentView?.close?.();
+  currentView = view;
   fill(content, view.node);
   content.removeAttribute("aria-busy");
   document.title = view.title ? `${makeVisible(view.title)} · Ramify` : "Ramify";
@@ -73,13 +73,13 @@ function runsLink() {
 }
 
 async function poll() {
-  const view = current;
+  const view = currentView;
   try {
     if (view?.update && !document.hidden) await view.update();
-    status.hidden = true;
+    offlineBanner.hidden = true;
   } catch (error) {
-    fill(status, error.message);
-    status.hidden = false;
+    fill(offlineBanner, error.message);
+    offlineBanner.hidden = false;
   }
   setTimeout(poll, POLL_INTERVAL);
 }
@@ -115,19 +115,19 @@ function logo() {
   );
 }
 
-const status = h("div", { class: "offline", role: "status", hidden: true });
+const offlineBanner = h("div", { class: "offline", role: "status", hidden: true });
 document.body.append(
   h("a", { class: "skip", href: "#content", onclick: (event) => (event.preventDefault(), content.focus()) }, "Skip to content"),
   h(
     "header",
     { class: "top" },
     h("a", { class: "brand", href: "#/" }, logo(), "ramify"),
-    trail,
+    breadcrumbs,
     h("div", { class: "spacer" }),
     isExport ? h("span", { class: "muted" }, "exported") : h("button", { type: "button", class: "quiet", onclick: copyLink }, "Copy link"),
     h("button", { type: "button", class: "quiet", onclick: toggleTheme, title: "Switch between light and dark", "aria-label": "Switch between light and dark" }, "◐"),
   ),
-  status,
+  offlineBanner,
   content,
 );
 window.addEventListener("hashchange", show);

@@ -1,13 +1,14 @@
 // One rollout as the tree it is: an outline that folds, and the messages or tokens of the branch that is selected.
 
-import { fileAddress, get, isExport } from "./api.js";
-import { PartList, code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
+import { buildUrl, get, isExport } from "./api.js";
+import { IncrementalList, code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
 import { codeBlock, prettyJson, renderText } from "./highlight.js";
-import { href, replaceParams } from "./routes.js";
+import { href, replaceAddress } from "./routes.js";
 import { advantageText } from "./rollouts.js";
 import { describeGroupState } from "./terms.js";
 import { TokenPane } from "./tokens.js";
 
+// The phases of a rollout in their order, each with the number of its colour.
 const PHASES = [["boot", 8], ["setup", 3], ["model", 1], ["harness", 4], ["finalize", 6], ["scoring", 2], ["stalled", 5]];
 
 export async function showRollout(run, id, params) {
@@ -22,8 +23,8 @@ export async function showRollout(run, id, params) {
   const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Messages or tokens" });
   let pane = null;
 
-  function remember() {
-    if (!isExport) replaceParams(["run", run, "rollout", id], { trace: state.trace || "", tab: state.tab === "tokens" ? "tokens" : "", node: state.node ?? "", measure: state.measure });
+  function updateAddress() {
+    if (!isExport) replaceAddress(["run", run, "rollout", id], { trace: state.trace || "", tab: state.tab === "tokens" ? "tokens" : "", node: state.node ?? "", measure: state.measure });
   }
 
   function openTab(name) {
@@ -41,13 +42,13 @@ export async function showRollout(run, id, params) {
     const trace = rollout.traces[state.trace];
     fill(tabs, ["messages", "tokens"].map((name) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name), onclick: () => openTab(name) }, name === "messages" ? "Messages" : "Tokens")), rollout.traces.length > 1 ? agentButtons() : null);
     const tree = makeTree(trace);
-    const place = h("div", { class: "messages" });
+    const messages = h("div", { class: "messages" });
     const outline = h("nav", { class: "outline", "aria-label": "Outline of the rollout" });
     const select = (node, token = null) => {
       state.node = node;
       drawBranch();
-      remember();
-      place.querySelector(`[data-node="${node}"]`)?.scrollIntoView({ block: "start" });
+      updateAddress();
+      messages.querySelector(`[data-node="${node}"]`)?.scrollIntoView({ block: "start" });
       if (token) pane.goTo(token);
     };
     const folded = new Set();
@@ -56,17 +57,17 @@ export async function showRollout(run, id, params) {
       const path = tree.pathThrough(state.node ?? tree.lastNode);
       fill(outline, drawOutline(tree, new Set(path), state.node, select, folded, drawBranch));
       if (state.tab === "tokens") {
-        pane = new TokenPane(run, rollout, state.trace, path.map((index) => trace.nodes[index]), state.measure, (measure) => ((state.measure = measure), remember()), select);
-        fill(place, pane.node);
+        pane = new TokenPane(run, rollout, state.trace, path.map((index) => trace.nodes[index]), state.measure, (measure) => ((state.measure = measure), updateAddress()), select);
+        fill(messages, pane.node);
       } else {
-        fill(place);
-        pane = new PartList(place, path, (index) => drawMessage(run, rollout, state.trace, trace.nodes[index], tree, state.node, select));
+        fill(messages);
+        pane = new IncrementalList(messages, path, (index) => drawMessage(run, rollout, state.trace, trace.nodes[index], tree, state.node, select));
       }
       pane.appendUntil(path.indexOf(state.node) + 1);
     };
     drawBranch();
-    fill(body, h("div", { class: "rollout-columns" }, outline, place));
-    remember();
+    fill(body, h("div", { class: "rollout-columns" }, outline, messages));
+    updateAddress();
   }
 
   function agentButtons() {
@@ -118,7 +119,7 @@ function drawHeader(run, rollout) {
       h("span", { class: "muted" }, rollout.source),
       h("div", { class: "spacer" }),
       h("a", { class: "button", href: groupLink }, group ? `Group ${group.number}: all attempts` : "All attempts"),
-      isExport ? null : [h("a", { class: "button", href: fileAddress("file", { run, id: rollout.id, format: "json" }), download: true }, "JSON"), h("a", { class: "button", href: fileAddress("file", { run, id: rollout.id, format: "md" }), download: true }, "Markdown")],
+      isExport ? null : [h("a", { class: "button", href: buildUrl("file", { run, id: rollout.id, format: "json" }), download: true }, "JSON"), h("a", { class: "button", href: buildUrl("file", { run, id: rollout.id, format: "md" }), download: true }, "Markdown")],
     ),
     h(
       "div",
@@ -166,7 +167,7 @@ function drawOutline(tree, path, selected, select, folded, redraw) {
     const chain = [start];
     while (tree.children[chain.at(-1)].length === 1) chain.push(tree.children[chain.at(-1)][0]);
     const last = chain.at(-1), list = h("div", {});
-    new PartList(list, chain, (index) => outlineRow(tree.nodes[index], path, selected, select));
+    new IncrementalList(list, chain, (index) => outlineRow(tree.nodes[index], path, selected, select));
     return tree.children[last].length ? [list, drawFork(last, tree.children[last])] : list;
   };
   const drawFork = (key, starts) => {
@@ -238,7 +239,7 @@ function drawMessage(run, rollout, trace, node, tree, selected, select) {
 
 // A long message is shown from its beginning; the rest is fetched in parts and shown as plain text. Positions are those of
 // the server, which counts code points: a character of a JavaScript string may be half of one.
-function moreButton(run, rollout, trace, node, place) {
+function moreButton(run, rollout, trace, node, container) {
   let shown = node.shown;
   const button = h("button", { type: "button", onclick: load }, label());
   function label() {
@@ -246,7 +247,7 @@ function moreButton(run, rollout, trace, node, place) {
   }
   async function load() {
     const part = await get("message", { run, id: rollout.id, trace, node: node.index, start: shown });
-    place.append(h("div", { class: "prose", dir: "auto" }, part.text));
+    container.append(h("div", { class: "prose", dir: "auto" }, part.text));
     shown = part.stop;
     button.textContent = label();
     button.hidden = shown >= node.chars;
@@ -257,7 +258,7 @@ function moreButton(run, rollout, trace, node, place) {
 function drawMedia(run, rollout, media) {
   const label = `${media.mime || "media"} ${media.hash.slice(0, 12)}`;
   if (isExport || !media.mime.startsWith("image/")) return h("p", { class: "muted" }, code(label));
-  const image = h("img", { src: fileAddress("media", { run, id: rollout.id, hash: media.hash }), alt: label, loading: "lazy" });
+  const image = h("img", { src: buildUrl("media", { run, id: rollout.id, hash: media.hash }), alt: label, loading: "lazy" });
   image.addEventListener("error", () => image.replaceWith(h("p", { class: "muted" }, code(label), " is not stored with the run.")));
   return image;
 }

@@ -2,7 +2,7 @@
 
 import { get, isExport } from "./api.js";
 import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, linkRow, makeVisible, plural, setText } from "./dom.js";
-import { href, replaceParams } from "./routes.js";
+import { href, replaceAddress } from "./routes.js";
 import { runTabs } from "./run.js";
 
 const COLUMNS = [
@@ -31,20 +31,20 @@ export async function showRollouts(run, params) {
   const count = h("span", { class: "muted", role: "status" });
   const pager = h("div", { class: "pager" });
   const lists = {}; // the lists of the filters, by name
-  let latest = 0, timer = 0, answer = null;
+  let latestRequest = 0, timer = 0, answer = null;
 
   async function load() {
-    const mine = ++latest;
+    const request = ++latestRequest;
     clearTimeout(timer);
     const result = isExport ? await get("rollouts", { run }) : await get("rollouts", { run, ...settings });
-    if (mine !== latest) return;
+    if (request !== latestRequest) return;
     answer = result;
     draw();
-    if (!isExport) replaceParams(["run", run, "rollouts"], settings);
+    if (!isExport) replaceAddress(["run", run, "rollouts"], settings);
     if (result.indexed < 1) timer = setTimeout(reload, RETRY_INDEX);
     const ids = result.rows.map((row) => row.id);
     const excerpts = ids.length ? await get("excerpts", { run, id: ids }) : {};
-    if (mine === latest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = makeVisible(excerpts[cell.dataset.rollout] ?? "");
+    if (request === latestRequest) for (const cell of body.querySelectorAll("[data-rollout]")) cell.textContent = makeVisible(excerpts[cell.dataset.rollout] ?? "");
   }
 
   function reload() {

@@ -24,6 +24,6 @@ function decodePart(part) {
 }
 
 // Change the address without a new entry in the history, and without showing the view again.
-export function replaceParams(parts, params) {
+export function replaceAddress(parts, params) {
   history.replaceState(null, "", href(parts, params));
 }

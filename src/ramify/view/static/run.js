@@ -5,10 +5,10 @@ import { LineChart, SERIES_COLORS, legend } from "./chart.js";
 import { drawFlow, drawProcesses } from "./diagram.js";
 import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, linkRow, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
-import { AXIS_METRICS, X_AXES, chooser, placePoints } from "./runs.js";
+import { AXIS_METRICS, X_AXES, chooser, selectPoints } from "./runs.js";
 import { term } from "./terms.js";
 
-const TICKS_WHEN_IDLE = 2; // updates of a run that is not running are this many times rarer
+const IDLE_POLLS = 2; // a run that is not running is asked once in this many polls
 const SMALL_CHARTS = [
   ["entropy", "Entropy of the policy"],
   ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
@@ -32,8 +32,8 @@ const SMALL_CHARTS = [
 ];
 
 export async function showRun(run) {
-  const data = { description: await get("run", { run }), points: {}, last: 0, names: [], ticks: 0 };
-  const parts = makeRunParts(run, data);
+  const data = { description: await get("run", { run }), points: {}, last: 0, names: [], polls: 0 };
+  const page = makeRunPage(run, data);
 
   async function loadMetrics() {
     const known = new Set(data.names);
@@ -49,19 +49,19 @@ export async function showRun(run) {
   }
 
   async function update() {
-    if (!isLive(data.description.state) && ++data.ticks % TICKS_WHEN_IDLE) return; // it may be started or continued
+    if (!isLive(data.description.state) && ++data.polls % IDLE_POLLS) return; // it may be started or continued
     const before = JSON.stringify(data.description);
     data.description = await get("run", { run });
     if (!isLive(data.description.state) && JSON.stringify(data.description) === before) return;
-    if (hasFiles(data.description)) await loadMetrics();
-    parts.update();
+    if (hasData(data.description)) await loadMetrics();
+    page.update();
   }
 
-  if (hasFiles(data.description)) await loadMetrics();
-  return { node: parts.node, title: run, update: isExport ? null : update, onShow: parts.update };
+  if (hasData(data.description)) await loadMetrics();
+  return { node: page.node, title: run, update: isExport ? null : update, onShow: page.update };
 }
 
-function hasFiles(description) {
+function hasData(description) {
   return description.state !== "damaged" && description.state !== "planned";
 }
 
@@ -80,7 +80,7 @@ export function runTabs(run, current) {
   return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, tabs.map(([name, parts]) => h("a", { href: href(parts), "aria-current": name === current ? "page" : null }, name)));
 }
 
-function makeRunParts(run, data) {
+function makeRunPage(run, data) {
   const settings = { x: "step", smoothing: 0, log: false };
   const head = h("div", { class: "title-row" });
   const stats = h("div", { class: "stats" });
@@ -104,10 +104,10 @@ function makeRunParts(run, data) {
   const rewardPanel = h("div", { class: "panel" }, h("div", { class: "panel-head" }, h("h2", {}, "Reward"), rewardLegend, h("div", { class: "spacer" }), controls), rewardChart.node);
   const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("div", { class: "waits-box", tabindex: "0", role: "group", "aria-label": "Waits" }, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits)));
   const flowPanel = h("div", { class: "panel" }, h("h2", {}, "Groups in the ledger"), flow);
-  const pair = h("div", { class: "columns" });
+  const columns = h("div", { class: "columns" });
   const tabs = runTabs(run, "Overview");
-  const rest = [stats, scores, rewardPanel, pair, failures, grid, events];
-  const node = h("section", {}, head, tabs, rest);
+  const sections = [stats, scores, rewardPanel, columns, failures, grid, events];
+  const node = h("section", {}, head, tabs, sections);
 
   function drawCurves() {
     const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
@@ -116,8 +116,8 @@ function makeRunParts(run, data) {
     rewardChart.update(series, changes);
     fill(rewardLegend, legend(series));
     for (const [name, chart] of smallCharts) {
-      const entries = [{ label: name, color: SERIES_COLORS[0], points: placePoints(data.points, name, settings.x) }];
-      if (name === "staleness/mean") entries.push({ label: "staleness/max", color: SERIES_COLORS[1], points: placePoints(data.points, "staleness/max", settings.x) });
+      const entries = [{ label: name, color: SERIES_COLORS[0], points: selectPoints(data.points, name, settings.x) }];
+      if (name === "staleness/mean") entries.push({ label: "staleness/max", color: SERIES_COLORS[1], points: selectPoints(data.points, "staleness/max", settings.x) });
       chart.update(entries, changes);
     }
   }
@@ -125,13 +125,13 @@ function makeRunParts(run, data) {
   function update() {
     const { description } = data;
     fill(head, h("h1", {}, run), statePill(description.state), h("span", { class: "muted" }, [description.kind, description.model, description.sources.join(", ")].filter(Boolean).join(" · ")), h("div", { class: "spacer" }), description.rollouts > 0 && !isExport && [worstLink(run, description), h("a", { class: "button", href: href(["run", run, "rollouts"], { error: "any" }) }, "Rollouts with errors")]);
-    if (!hasFiles(description)) {
+    if (!hasData(description)) {
       const text = description.state === "damaged" ? [description.problem, "ramify why RUN --audit checks every file of a run."] : ["The run has a configuration, but it was not started."];
       fill(node, head, tabs, notice(description.state === "damaged" ? "This run cannot be read" : "Not started", ...text));
       return;
     }
-    if (stats.parentElement !== node) fill(node, head, tabs, rest);
-    fill(stats, listStats(data).map(([label, value, detail]) => h("div", { class: "stat" }, h("div", { class: "stat-label" }, label), h("div", { class: "stat-value" }, value), h("div", { class: "stat-detail" }, detail ?? ""))));
+    if (stats.parentElement !== node) fill(node, head, tabs, sections);
+    fill(stats, makeStats(data).map(([label, value, detail]) => h("div", { class: "stat" }, h("div", { class: "stat-label" }, label), h("div", { class: "stat-value" }, value), h("div", { class: "stat-detail" }, detail ?? ""))));
     fill(scores, description.scores.length ? showScores(description.scores) : null);
     const isTraining = description.kind !== "eval";
     rewardPanel.hidden = !isTraining || !data.names.some(isRewardMetric);
@@ -139,7 +139,7 @@ function makeRunParts(run, data) {
     fill(waits, listWaits(description));
     fill(flow, Object.keys(description.flow).length ? drawFlow(run, description) : null);
     const panels = [isLive(description.state) && description.kind === "rl" ? waitPanel : null, Object.keys(description.flow).length ? flowPanel : null].filter(Boolean);
-    if (panels.length !== pair.children.length || panels.some((panel, at) => pair.children[at] !== panel)) fill(pair, panels);
+    if (panels.length !== columns.children.length || panels.some((panel, at) => columns.children[at] !== panel)) fill(columns, panels);
     fill(failures, description.failures.length ? showFailures(run, description.failures) : null);
     fill(events, showEvents(description.events));
     for (const [name, title] of SMALL_CHARTS) {
@@ -165,10 +165,10 @@ function listRewardSeries(data, axis) {
   const names = sources.length > 1 ? ["reward/all/mean", ...sources] : sources.length ? sources : data.names.filter(isRewardMetric);
   const evals = data.names.filter((name) => /^eval\/.+\/avg$/.test(name));
   return [
-    ...names.map((name, at) => ({ label: name.split("/").slice(1, -1).join("/"), color: SERIES_COLORS[at % SERIES_COLORS.length], points: placePoints(data.points, name, axis) })),
+    ...names.map((name, at) => ({ label: name.split("/").slice(1, -1).join("/"), color: SERIES_COLORS[at % SERIES_COLORS.length], points: selectPoints(data.points, name, axis) })),
     ...evals.map((name, at) => {
-      const errors = placePoints(data.points, name.replace(/avg$/, "error"), axis).map(([x, error]) => [x, 1.96 * error]);
-      return { label: `${name.split("/").slice(0, -1).join("/")} (95 %)`, color: SERIES_COLORS[(names.length + at) % SERIES_COLORS.length], points: placePoints(data.points, name, axis), errors: new Map(errors), dots: true };
+      const errors = selectPoints(data.points, name.replace(/avg$/, "error"), axis).map(([x, error]) => [x, 1.96 * error]);
+      return { label: `${name.split("/").slice(0, -1).join("/")} (95 %)`, color: SERIES_COLORS[(names.length + at) % SERIES_COLORS.length], points: selectPoints(data.points, name, axis), errors: new Map(errors), dots: true };
     }),
   ];
 }
@@ -177,10 +177,10 @@ function lastValue(data, name) {
   return data.points[name]?.at(-1)?.[1] ?? null;
 }
 
-function listStats(data) {
+function makeStats(data) {
   const { description } = data;
   if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatReward(description.reward), "mean of counted rollouts"], ["Tasks", formatCount(description.scores[0]?.tasks)]];
-  if (description.kind === "sft") return [["Loss", formatNumber(lastValue(data, "train/loss"))], countSteps(description), ["Tokens per second", formatNumber(lastValue(data, "train/tokens_per_second"), 0), "trained"]];
+  if (description.kind === "sft") return [["Loss", formatNumber(lastValue(data, "train/loss"))], makeStepStat(description), ["Tokens per second", formatNumber(lastValue(data, "train/tokens_per_second"), 0), "trained"]];
   const first = data.points["reward/all/mean"]?.[0]?.[1];
   const evalName = data.names.find((name) => /^eval\/.+\/avg$/.test(name));
   const error = evalName ? lastValue(data, evalName.replace(/avg$/, "error")) : null;
@@ -188,7 +188,7 @@ function listStats(data) {
   return [
     ["Reward", formatReward(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
     evalName && [evalName.split("/").slice(0, -1).join("/"), formatNumber(lastValue(data, evalName)), error === null ? "" : `± ${formatNumber(1.96 * error)} (95 %)`],
-    countSteps(description),
+    makeStepStat(description),
     ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],
     ["Tokens per second", formatNumber(status.tokens_per_s || lastValue(data, "tokens_per_s"), 0), "sampled"],
     ["Staleness", formatNumber(lastValue(data, "staleness/mean"), 2), `at most ${formatNumber(lastValue(data, "staleness/max"), 0)}`],
@@ -196,9 +196,9 @@ function listStats(data) {
   ].filter(Boolean);
 }
 
-function countSteps({ status, progress, step, max_steps }) {
-  const left = status.eta_s ? `${formatSeconds(status.eta_s)} left` : progress?.committed ? `checkpoint at step ${formatCount(progress.committed)}` : "";
-  return ["Steps", `${formatCount(step)}${max_steps ? ` / ${formatCount(max_steps)}` : ""}`, left];
+function makeStepStat({ status, progress, step, max_steps }) {
+  const detail = status.eta_s ? `${formatSeconds(status.eta_s)} left` : progress?.committed ? `checkpoint at step ${formatCount(progress.committed)}` : "";
+  return ["Steps", `${formatCount(step)}${max_steps ? ` / ${formatCount(max_steps)}` : ""}`, detail];
 }
 
 function showScores(scores) {

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { LineChart, SERIES_COLORS, legend, sparkline } from "./chart.js";
 import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, linkRow, notice, setText, statePill } from "./dom.js";
-import { href, replaceParams } from "./routes.js";
+import { href, replaceAddress } from "./routes.js";
 
 export const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
 const TIME_METRIC = "time/unix";
@@ -120,13 +120,13 @@ export async function showCompare(params) {
   }
 
   function draw() {
-    const series = runs.map((run, at) => ({ label: run, color: SERIES_COLORS[at % SERIES_COLORS.length], points: placePoints(points.get(run).points, settings.name, settings.x) }));
+    const series = runs.map((run, at) => ({ label: run, color: SERIES_COLORS[at % SERIES_COLORS.length], points: selectPoints(points.get(run).points, settings.name, settings.x) }));
     const missing = series.filter((entry) => !entry.points.length).map((entry) => entry.label);
     setText(note, missing.length ? `${missing.join(", ")}: no ${settings.name}${settings.x === "step" ? "" : ` by ${X_AXES[settings.x]}`} is stored.` : "");
     const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
     chart.update(series, { isLog: settings.log, smoothing: settings.smoothing, xLabel: X_AXES[settings.x], formatX });
     fill(legendBox, legend(series));
-    replaceParams(["compare"], { run: runs, name: settings.name, x: settings.x, log: settings.log ? "1" : "", smoothing: settings.smoothing || "" });
+    replaceAddress(["compare"], { run: runs, name: settings.name, x: settings.x, log: settings.log ? "1" : "", smoothing: settings.smoothing || "" });
   }
 
   const answers = await load();
@@ -160,26 +160,26 @@ export function chooser(label, values, selected, onchange, labels = {}) {
   return h("label", {}, `${label} `, h("select", { onchange: (event) => onchange(event.target.value) }, options));
 }
 
-// The points of a metric with another horizontal axis than the step. A later point of a step replaces an earlier one.
-export function placePoints(points, name, axis) {
+// The points of a metric by step, time or sampled tokens. A later point of a step replaces an earlier one.
+export function selectPoints(points, name, axis) {
   const values = toMap(points[name]);
   const steps = [...values.keys()].filter((step) => values.get(step) !== null).sort((a, b) => a - b);
   if (axis === "step") return steps.map((step) => [step, values.get(step)]);
-  const places = axis === "time" ? timeBySteps(points) : tokensBySteps(points);
-  return steps.filter((step) => places.has(step)).map((step) => [places.get(step), values.get(step)]);
+  const positions = axis === "time" ? timeByStep(points) : tokensByStep(points);
+  return steps.filter((step) => positions.has(step)).map((step) => [positions.get(step), values.get(step)]);
 }
 
 function toMap(list) {
   return new Map(list ?? []);
 }
 
-function timeBySteps(points) {
+function timeByStep(points) {
   const times = toMap(points[TIME_METRIC]);
   const [start] = findRange(times.values());
   return new Map([...times].map(([step, time]) => [step, time - start]));
 }
 
-function tokensBySteps(points) {
+function tokensByStep(points) {
   const [tokens, rollouts] = TOKEN_METRICS.map((name) => toMap(points[name]));
   let total = 0;
   return new Map([...tokens.keys()].sort((a, b) => a - b).map((step) => [step, (total += tokens.get(step) * (rollouts.get(step) ?? 0))]));

@@ -1,8 +1,8 @@
 // The tokens of a branch, coloured by a measure. The tokens of a message are fetched when it comes into view.
 
 import { get } from "./api.js";
-import { scaleFor } from "./colors.js";
-import { PartList, fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
+import { makeScale } from "./colors.js";
+import { IncrementalList, fill, formatCount, formatNumber, h, makeVisible } from "./dom.js";
 import { showToken } from "./forest.js";
 
 const NODES_PER_REQUEST = 12, NODES_OF_FIRST_REQUEST = 3;
@@ -22,16 +22,16 @@ export class TokenPane {
     this.measure = this.measures.find((entry) => entry.name === measure) ?? this.measures.find((entry) => entry.min !== entry.max) ?? this.measures[0];
     this.tokens = new Map(); // node -> tokens
     this.queue = new Set();
-    this.tip = h("div", { class: "token-tip", role: "status" });
+    this.tooltip = h("div", { class: "token-tip", role: "status" });
     this.bar = h("div", { class: "token-bar" });
-    this.places = new Map(); // node -> place, of the messages that are shown so far
+    this.messages = new Map(); // index -> elements and number of drawn tokens, of the messages that are shown so far
     this.observer = new IntersectionObserver((entries) => this.onVisible(entries), { rootMargin: "900px 0px" });
     const list = h("div", {});
-    this.parts = new PartList(list, nodes, (node) => this.addPlace(node));
-    this.node = h("div", { class: "token-pane" }, this.bar, list, this.tip);
+    this.list = new IncrementalList(list, nodes, (node) => this.addMessage(node));
+    this.node = h("div", { class: "token-pane" }, this.bar, list, this.tooltip);
     // Not `pointerover`: that also fires when the page scrolls under a pointer at rest.
-    this.node.addEventListener("pointermove", (event) => this.showTip(findToken(event.target) ?? this.selected));
-    this.node.addEventListener("pointerleave", () => this.showTip(this.selected));
+    this.node.addEventListener("pointermove", (event) => this.showTooltip(findToken(event.target) ?? this.selected));
+    this.node.addEventListener("pointerleave", () => this.showTooltip(this.selected));
     this.node.addEventListener("click", (event) => this.onClick(event));
     this.node.addEventListener("keydown", (event) => this.onKey(event));
     this.drawBar();
@@ -39,23 +39,23 @@ export class TokenPane {
 
   close() {
     this.observer.disconnect();
-    this.parts.close();
+    this.list.close();
   }
 
   appendUntil(index) {
-    this.parts.appendUntil(index);
+    this.list.appendUntil(index);
   }
 
-  addPlace(node) {
-    const place = this.makePlace(node);
-    this.places.set(node.index, place);
-    this.observer.observe(place.article);
-    return place.article;
+  addMessage(node) {
+    const message = this.makeMessage(node);
+    this.messages.set(node.index, message);
+    this.observer.observe(message.article);
+    return message.article;
   }
 
-  makePlace(node) {
+  makeMessage(node) {
     const body = h("div", { class: "tokens", tabindex: "0", "aria-label": `Tokens of message ${node.index}; arrow keys move`, role: "group" }, h("span", { class: "muted" }, node.tokens ? "…" : node.text));
-    const more = h("button", { type: "button", class: "more-tokens", hidden: true, onclick: () => this.drawMore(node.index, this.places.get(node.index).drawn + TOKENS_PER_PART) });
+    const more = h("button", { type: "button", class: "more-tokens", hidden: true, onclick: () => this.drawMore(node.index, this.messages.get(node.index).drawn + TOKENS_PER_PART) });
     const shown = Math.min(1, TOKENS_PER_PART / (node.tokens || 1));
     const height = 46 + Math.max(1, Math.ceil((shown * Math.max(node.chars, node.tokens * 1.2)) / 92)) * 26;
     const article = h(
@@ -73,13 +73,13 @@ export class TokenPane {
       fill(this.bar, h("span", { class: "muted" }, "No values are stored for the tokens of this rollout."));
       return;
     }
-    const scale = scaleFor(this.measure);
+    const scale = makeScale(this.measure);
     const options = this.measures.map((entry) => h("option", { value: entry.name, selected: entry === this.measure }, MEASURE_NAMES[entry.name] ?? entry.name));
     const onchange = (event) => {
       this.measure = this.measures.find((entry) => entry.name === event.target.value);
       this.onMeasure(this.measure.name);
       this.drawBar();
-      for (const index of this.tokens.keys()) this.color(index);
+      for (const index of this.tokens.keys()) this.colorTokens(index);
     };
     const { extremes } = this.measure;
     fill(
@@ -95,7 +95,7 @@ export class TokenPane {
   onVisible(entries) {
     for (const entry of entries) {
       const index = Number(entry.target.dataset.node);
-      if (entry.isIntersecting && !this.tokens.has(index) && this.places.get(index).node.tokens) this.queue.add(index);
+      if (entry.isIntersecting && !this.tokens.has(index) && this.messages.get(index).node.tokens) this.queue.add(index);
     }
     this.load();
   }
@@ -108,44 +108,44 @@ export class TokenPane {
         const indices = [...this.queue].slice(0, this.tokens.size ? NODES_PER_REQUEST : NODES_OF_FIRST_REQUEST);
         for (const index of indices) this.queue.delete(index);
         for (const tokens of await get("tokens", { ...this.request, node: indices })) {
-          this.draw(tokens);
+          this.drawTokens(tokens);
           await new Promise((resolve) => setTimeout(resolve)); // scrolling goes on between two messages
         }
       }
     } catch (error) {
-      fill(this.tip, error.message);
+      fill(this.tooltip, error.message);
     } finally {
       this.isLoading = false;
     }
   }
 
-  draw(tokens) {
+  drawTokens(tokens) {
     this.tokens.set(tokens.node, tokens);
-    const place = this.places.get(tokens.node);
-    fill(place.body);
-    place.drawn = 0;
+    const message = this.messages.get(tokens.node);
+    fill(message.body);
+    message.drawn = 0;
     this.drawMore(tokens.node, TOKENS_PER_PART);
     if (this.target?.node === tokens.node) this.selectTarget();
   }
 
   drawMore(index, until) {
-    const tokens = this.tokens.get(index), place = this.places.get(index);
-    const [start, stop] = tokens.sampled, first = place.drawn, total = tokens.ids.length;
-    place.drawn = Math.min(until, total);
-    for (let at = first; at < place.drawn; at++) {
+    const tokens = this.tokens.get(index), message = this.messages.get(index);
+    const [start, stop] = tokens.sampled, first = message.drawn, total = tokens.ids.length;
+    message.drawn = Math.min(until, total);
+    for (let at = first; at < message.drawn; at++) {
       const isSampled = at >= start && at < stop;
-      const isMasked = isSampled && (place.node.untrained || tokens.values.weight?.[at] === 0);
-      place.body.append(h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(tokens.texts[at])));
+      const isMasked = isSampled && (message.node.untrained || tokens.values.weight?.[at] === 0);
+      message.body.append(h("span", { class: `token${isSampled ? "" : " token-context"}${isMasked ? " token-masked" : ""}`, "data-at": at }, showText(tokens.texts[at])));
     }
-    this.color(index, first);
-    place.more.hidden = place.drawn === total;
-    fill(place.more, `Show more: ${formatCount(total - place.drawn)} of ${formatCount(total)} tokens are hidden`);
+    this.colorTokens(index, first);
+    message.more.hidden = message.drawn === total;
+    fill(message.more, `Show more: ${formatCount(total - message.drawn)} of ${formatCount(total)} tokens are hidden`);
   }
 
-  color(index, first = 0) {
-    const { body, drawn } = this.places.get(index);
+  colorTokens(index, first = 0) {
+    const { body, drawn } = this.messages.get(index);
     const values = this.measure ? this.tokens.get(index).values[this.measure.name] : null;
-    const scale = this.measure && scaleFor(this.measure);
+    const scale = this.measure && makeScale(this.measure);
     const spans = [...body.children];
     for (let at = first; at < drawn; at++) spans[at].style.background = values && values[at] !== null ? scale.color(values[at]) : "";
   }
@@ -159,7 +159,7 @@ export class TokenPane {
   goTo({ node, token }, { focus = false } = {}) {
     this.target = { node, token, focus };
     this.appendUntil(this.nodes.findIndex((entry) => entry.index === node) + 1);
-    if (!this.places.has(node)) {
+    if (!this.messages.has(node)) {
       this.selectMessage(node, { node, token });
       return;
     }
@@ -172,8 +172,8 @@ export class TokenPane {
 
   selectTarget() {
     const { node, token, focus } = this.target;
-    if (token >= this.places.get(node).drawn) this.drawMore(node, token + TOKENS_PER_PART);
-    const { body } = this.places.get(node);
+    if (token >= this.messages.get(node).drawn) this.drawMore(node, token + TOKENS_PER_PART);
+    const { body } = this.messages.get(node);
     this.select(body.children[token]);
     if (focus) body.focus({ preventScroll: true }); // arrow keys go on from there
   }
@@ -183,7 +183,7 @@ export class TokenPane {
     this.selected = token ?? null;
     this.selected?.classList.add("token-selected");
     this.selected?.scrollIntoView({ block: "nearest" });
-    this.showTip(this.selected);
+    this.showTooltip(this.selected);
   }
 
   onClick(event) {
@@ -201,23 +201,23 @@ export class TokenPane {
     this.select(tokens[Math.max(0, Math.min(tokens.length - 1, tokens.indexOf(this.selected) + step))]);
   }
 
-  showTip(token) {
+  showTooltip(token) {
     if (!token) {
-      fill(this.tip);
+      fill(this.tooltip);
       return;
     }
     const index = Number(token.closest("article").dataset.node), at = Number(token.dataset.at);
     const { ids, texts, values } = this.tokens.get(index);
     const lines = Object.entries(values).filter(([, column]) => column[at] !== null);
     fill(
-      this.tip,
+      this.tooltip,
       h("div", {}, h("b", { class: "mono" }, showToken(texts[at])), h("span", { class: "muted" }, ` id ${ids[at]}, token ${at} of message ${index}`)),
       lines.length ? lines.map(([name, column]) => h("div", {}, `${MEASURE_NAMES[name] ?? name} `, h("b", {}, formatNumber(column[at], 4)))) : h("div", { class: "muted" }, "not sampled by the policy"),
     );
     const pane = this.node.getBoundingClientRect(), box = token.getClientRects()[0];
-    this.tip.style.left = `${Math.max(0, Math.min(box.left - pane.left, pane.width - 320))}px`;
-    const height = this.tip.offsetHeight + 6, hasRoom = box.bottom + height <= window.innerHeight;
-    this.tip.style.top = `${(hasRoom ? box.bottom + 6 : box.top - height) - pane.top}px`;
+    this.tooltip.style.left = `${Math.max(0, Math.min(box.left - pane.left, pane.width - 320))}px`;
+    const height = this.tooltip.offsetHeight + 6, hasRoom = box.bottom + height <= window.innerHeight;
+    this.tooltip.style.top = `${(hasRoom ? box.bottom + 6 : box.top - height) - pane.top}px`;
   }
 }
 
