@@ -144,7 +144,9 @@ def test_a_connection_closed_while_idle_is_not_used():
             await send_request(client, "POST", "/sample", {})
             server.writer.close()
             await server.writer.wait_closed()
-            await asyncio.sleep(0.01)  # the loop sees the close
+            idle = client._session.connector._conns.values()
+            while any(protocol.is_connected() for connections in idle for protocol, *_ in connections):
+                await asyncio.sleep(0.001)
             assert await send_request(client, "POST", "/sample", {}) == b"body"
         assert server.connections == 2
 

@@ -40,6 +40,7 @@ class FakeOrchestrator:
         self.published: list[tuple[tuple[str, int, int], str]] = []
         self.commits: list[int] = []
         self.needed: list[tuple[str, int, int]] | None = []
+        self.last_step: int | None = None  # trainers wait for later batches
         self.changed = threading.Condition()
 
     def __enter__(self):
@@ -81,6 +82,8 @@ class FakeOrchestrator:
                 raise ProcessReplaced(f"trainer {request.incarnation} was replaced by {self.incarnation}")
             if name != "hello" and not self.world_size:
                 raise PeerLost("the orchestrator was restarted: register again")
+            while name == "batch" and self.last_step is not None and request.step > self.last_step:
+                await asyncio.sleep(0.01)
             with self.changed:
                 reply = getattr(self, f"_{name}")(request)
                 self.changed.notify_all()

@@ -70,11 +70,12 @@ def test_a_killed_trainer_restarts_at_the_commit_and_ends_with_the_same_weights(
         args = arguments(model, tmp_path / "chaos", "--address", chaos.address)
         for number in range(KILLS):
             first = chaos.committed
-            goal = min(first + rng.randint(1, 4), STEPS - 1)
+            goal = chaos.last_step = min(first + rng.randint(1, 4), STEPS - 1)
             process = start_trainer(args)
             chaos.wait_for(lambda number=number, goal=goal: (number, goal - 1) in chaos.trained)
             process.kill()
             process.join()
+        chaos.last_step = None
         assert wait_for_exit(start_trainer(args)) == 0
     history = dict(sorted((step, loss) for (_, step), loss in sorted(chaos.trained.items())))
     assert history == {step: loss for (_, step), loss in calm.trained.items()}  # exactly, the last time each step ran

@@ -236,7 +236,7 @@ def settings(world: Path, name: str, **trainer) -> dict:
 
 def finish(config: dict) -> tuple[int, int]:
     """Run to the end; returns the number of all steps and of those that ran now."""
-    process, pipe = start_sft(config)
+    process, pipe, _ = start_sft(config)
     try:
         while pipe.poll(TIMEOUT):
             message = pipe.recv()
@@ -251,8 +251,8 @@ def finish(config: dict) -> tuple[int, int]:
 
 
 def kill_after(config: dict, step: int, delay: float) -> None:
-    """Kill the run `delay` seconds after `step` steps are done."""
-    process, pipe = start_sft(config)
+    """Kill the run `delay` seconds after `step` steps are done, and before it ends."""
+    process, pipe, _ = start_sft(config, last_step=min(step + 3, 21))
     while pipe.poll(TIMEOUT):
         if (message := pipe.recv()) == step:
             time.sleep(delay)  # any moment will do
@@ -265,11 +265,12 @@ def kill_after(config: dict, step: int, delay: float) -> None:
 
 def stop_after(config: dict, step: int) -> None:
     """Stop the run after `step` steps: it ends with a checkpoint of the current step."""
-    process, pipe = start_sft(config)
+    process, pipe, may_continue = start_sft(config, last_step=step)
     message = None
     while not isinstance(message, tuple) and pipe.poll(TIMEOUT):
         if (message := pipe.recv()) == step:
             process.terminate()
+            may_continue.set()
     process.join(TIMEOUT)
     assert process.exitcode == 0
     assert step <= message[1] < 22

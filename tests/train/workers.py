@@ -2,8 +2,8 @@
 
 import multiprocessing
 import os
-import socket
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ramify.display import Display
+from tests.free_ports import find_free_port
 from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
 TIMEOUT = 60.0
@@ -42,32 +43,41 @@ def write_model(directory: Path) -> Path:
 
 
 class PipeDisplay(Display):
-    """A display that sends every line and the number of finished steps to another process."""
+    """A display that sends every line and the number of finished steps to another process.
 
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
+    The run waits for `may_continue` when `last_step` steps are finished.
+    """
+
+    def __init__(self, pipe: Connection, last_step: int | None, may_continue: Event) -> None:
+        self.pipe, self._last_step, self._may_continue = pipe, last_step, may_continue
 
     def print_line(self, line: str) -> None:
         self.pipe.send(line)
 
     def refresh(self, progress) -> None:
         self.pipe.send(progress.steps_done)
+        if self._last_step is not None and progress.steps_done >= self._last_step:
+            self._may_continue.wait(TIMEOUT)
 
 
-def _run_sft_process(settings: dict[str, Any], pipe: Connection) -> None:
+def _run_sft_process(settings: dict[str, Any], pipe: Connection, last_step: int | None, may_continue: Event) -> None:
     from ramify.train.sft import SftConfig, run_sft
 
-    result = run_sft(SftConfig.model_validate(settings), display=PipeDisplay(pipe))
+    result = run_sft(SftConfig.model_validate(settings), display=PipeDisplay(pipe, last_step, may_continue))
     pipe.send(("end", result.steps, result.steps_run))
 
 
-def start_sft(settings: dict[str, Any]):
-    """Start a process that trains; returns it and the pipe that receives its progress."""
+def start_sft(settings: dict[str, Any], *, last_step: int | None = None):
+    """Start a process that trains; returns it, the pipe that receives its progress, and an event.
+
+    After `last_step` steps it waits for the event.
+    """
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_sft_process, args=(settings, sender), daemon=True)
+    may_continue = context.Event()
+    process = context.Process(target=_run_sft_process, args=(settings, sender, last_step, may_continue), daemon=True)
     process.start()
     sender.close()
-    return process, receiver
+    return process, receiver, may_continue
 
 
 def _run_as_rank(rank: int, world_size: int, port: int, gang: str | None, target, args) -> None:
@@ -84,9 +94,7 @@ def _run_as_rank(rank: int, world_size: int, port: int, gang: str | None, target
 
 def run_ranks(world_size: int, target, *args, gang: str | None = None) -> None:
     """Run `target` in `world_size` ranks, as torchrun would or as a gang with this token, and wait for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     processes = [
         context.Process(target=_run_as_rank, args=(rank, world_size, port, gang, target, args))
         for rank in range(world_size)

@@ -275,7 +275,7 @@ def test_client_without_the_secret_is_not_answered():
         quick = WireSettings(heartbeat_interval=0.1, server_timeout=0.5)
         async with WireServer({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
             address = server.address.replace("0.0.0.0", "127.0.0.1")
-            async with WireClient(address, secret="sesame", settings=quick) as client:
+            async with WireClient(address, secret="sesame", settings=FAST) as client:
                 assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(
                     str
                 ) == "ba"
@@ -287,6 +287,6 @@ def test_client_without_the_secret_is_not_answered():
             WireServer({"echo": echo}, secret="sesame", encrypted=False, settings=quick) as server,
         ):
             with pytest.raises(PeerRefused, match="does not know the secret"):
-                await WireClient(server.address, secret="simsim", encrypted=False, settings=quick).start()
+                await WireClient(server.address, secret="simsim", encrypted=False, settings=FAST).start()
 
     asyncio.run(main())

@@ -1,6 +1,7 @@
 """Broken connections, restarted servers, clients that disappear, blocked event loops."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,16 @@ from ramify.wire.sequenced_stream import SequencedStream
 from tests.wire.proxy import Proxy
 
 FAST = WireSettings(heartbeat_interval=0.05, server_timeout=10.0, session_timeout=10.0)
+
+
+@contextlib.asynccontextmanager
+async def connect(address: str, settings: WireSettings):
+    """Yield a client that had more time to connect than it has for a loss."""
+    client = await WireClient(address, settings=settings).start(60)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def test_broken_connection_loses_no_reply_and_repeats_no_request():
@@ -66,7 +77,7 @@ def test_connection_is_open_again_soon_after_a_silent_network_works_again():
         async with (
             WireServer({"answer": answer}, settings=FAST) as server,
             Proxy(server.address) as proxy,
-            WireClient(proxy.address, settings=impatient) as client,
+            connect(proxy.address, impatient) as client,
         ):
             proxy.silent = True
             proxy.cut()
@@ -131,7 +142,7 @@ def test_session_of_a_silent_client_is_closed_and_its_requests_cancelled():
         async with (
             WireServer({"wait": wait}, settings=brief) as server,
             Proxy(server.address) as proxy,
-            WireClient(proxy.address, settings=brief) as client,
+            connect(proxy.address, brief) as client,
         ):
             call = asyncio.create_task(client.call("wait", timeout=60))
             await started.wait()
@@ -166,7 +177,7 @@ def test_blocked_event_loop_keeps_the_connection_and_reports_its_stack():
         thread = threading.Thread(target=serve, args=(asyncio.get_running_loop(),))
         thread.start()
         try:
-            async with WireClient(await address.get(), settings=brief) as client:
+            async with connect(await address.get(), brief) as client:
                 call = asyncio.create_task(client.call("block", timeout=20))
                 while not (heartbeat := client.last_heartbeat).stack:
                     await asyncio.sleep(0.01)
