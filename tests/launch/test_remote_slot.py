@@ -180,10 +180,10 @@ async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     reply = await process.exchange(ExchangeRequest(start=start))
     assert not reply.is_started  # nothing is granted yet
     await asyncio.sleep(0.2)
-    reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
+    reply = await process.exchange(ExchangeRequest(granted_renewal=reply.renewal, start=start))
     assert not reply.is_started
     while not reply.is_started:  # until a grant arrives in time
-        reply = await process.exchange(ExchangeRequest(granted=reply.renewal, start=start))
+        reply = await process.exchange(ExchangeRequest(granted_renewal=reply.renewal, start=start))
     await process.close()
 
 
@@ -192,7 +192,7 @@ async def test_stopped_slot_starts_nothing_any_more(tmp_path):
     process = NodeProcess(TERMS, node="node", host="127.0.0.1")
     start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))
     first = await process.exchange(ExchangeRequest(is_stop_requested=True))
-    reply = await process.exchange(ExchangeRequest(granted=first.renewal, start=start))
+    reply = await process.exchange(ExchangeRequest(granted_renewal=first.renewal, start=start))
     assert reply.exit_code is not None
     assert reply.pid == 0
     await process.close()

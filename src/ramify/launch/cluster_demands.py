@@ -89,19 +89,22 @@ class _DemandBuilder:
 
     def build_trainer(self) -> ProcessDemand:
         placement, size = self.cluster.trainer, self.find_size(self.config.model.name)
-        gpus = self._default_gpus(self.config.trainer.device) if placement.gpus is None else placement.gpus
+        gpus = self._derive_gpus(self.config.trainer.device) if placement.gpus is None else placement.gpus
         room = sum(
-            min(int(node.num_gpus), placement.max_per_node or node.num_gpus) for node in self._allowed(placement)
+            min(int(node.num_gpus), placement.max_per_node or node.num_gpus)
+            for node in self._list_allowed_nodes(placement)
         )
         derived_ranks = max(1, min(self.num_gpus // 4, int(room))) if gpus else 1
         num_ranks = placement.num_ranks or derived_ranks
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
-        return self._demand(TRAINER, "cluster.trainer", placement, gpus, estimate, num_ranks=num_ranks)
+        return self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, num_ranks=num_ranks)
 
     def build_models(self) -> list[ProcessDemand]:
         managed = {name: model for name, model in self.config.all_models.items() if model.is_managed}
         return [
-            self._engine(f"{MODEL_PREFIX}{name}", "cluster.models", self.cluster.models, model.name, model.inference)
+            self._build_engine(
+                f"{MODEL_PREFIX}{name}", "cluster.models", self.cluster.models, model.name, model.inference
+            )
             for name, model in managed.items()
         ]
 
@@ -109,24 +112,24 @@ class _DemandBuilder:
         inference, placement, name = self.config.inference, self.cluster.engines, self.config.model.name
         if isinstance(inference, ExternalConfig):
             return []
-        first = self._engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
+        first = self._build_engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
         count = placement.num_replicas or (max(1, num_free_gpus // first.gpus) if first.gpus else 1)
         return _repeat(first, ENGINE_PREFIX, count, is_derived=placement.num_replicas is None)
 
     def build_env_servers(self) -> list[ProcessDemand]:
         demands, placement = list[ProcessDemand](), self.cluster.env_servers
-        derived_count = min(MAX_ENV_SERVERS, len(self._allowed(placement)))
+        derived_count = min(MAX_ENV_SERVERS, len(self._list_allowed_nodes(placement)))
         for kind, sources in (("train", self.config.train), ("eval", self.config.eval)):
             count = 1 if kind == "eval" else placement.num_per_source or derived_count
             for source in sources:
                 if source.address is None:
                     prefix = f"env/{kind}/{source.source_name}/"
-                    first = self._env_server(f"{prefix}0", placement)
+                    first = self._build_env_server(f"{prefix}0", placement)
                     demands += _repeat(first, prefix, count, is_derived=placement.num_per_source is None)
         return demands
 
-    def _env_server(self, name: str, placement: PlacementConfig) -> ProcessDemand:
-        smallest = int(min((node.num_cpus for node in self._allowed(placement)), default=1))
+    def _build_env_server(self, name: str, placement: PlacementConfig) -> ProcessDemand:
+        smallest = int(min((node.num_cpus for node in self._list_allowed_nodes(placement)), default=1))
         cores = placement.cores or max(1, min(MAX_ENV_SERVER_CORES, smallest // 4))
         allowed, memory = tuple(placement.nodes), PROCESS_BASE_BYTES * (1 + cores)  # one worker per core
         return ProcessDemand(
@@ -138,7 +141,7 @@ class _DemandBuilder:
             max_per_node=placement.max_per_node,
         )
 
-    def _engine(
+    def _build_engine(
         self,
         name: str,
         role: str,
@@ -147,14 +150,14 @@ class _DemandBuilder:
         inference: EngineConfig | VLLMConfig,
     ) -> ProcessDemand:
         device, size = inference.device if isinstance(inference, EngineConfig) else "auto", self.find_size(model_name)
-        gpus = self._default_gpus(device) if placement.gpus is None else placement.gpus
+        gpus = self._derive_gpus(device) if placement.gpus is None else placement.gpus
         device_memory = self.gpu_memory if gpus else self.node_memory
         estimate = size and estimate_engine(
             inference, self.config.seq_len, size, gpu=bool(gpus), device_memory=device_memory
         )
-        return self._demand(name, role, placement, gpus, estimate and estimate // max(1, gpus))
+        return self._build_demand(name, role, placement, gpus, estimate and estimate // max(1, gpus))
 
-    def _demand(
+    def _build_demand(
         self, name: str, role: str, placement: PlacementConfig, gpus: int, estimate: int | None, num_ranks: int = 1
     ) -> ProcessDemand:
         """Build a demand of a process that computes on its GPUs, with `estimate` bytes each, or in memory."""
@@ -172,16 +175,16 @@ class _DemandBuilder:
         )
 
     def _derive_cores(self, placement: PlacementConfig, gpus: int) -> int:
-        nodes = [node for node in self._allowed(placement) if not gpus or node.num_gpus]
+        nodes = [node for node in self._list_allowed_nodes(placement) if not gpus or node.num_gpus]
         if gpus:
             per_gpu = min((node.num_cpus / node.num_gpus for node in nodes), default=1)
             return max(1, min(MAX_THREADS_WITH_GPU, int(gpus * per_gpu / 2)))
         return max(1, int(min((node.num_cpus for node in nodes), default=1)) // 3)
 
-    def _default_gpus(self, device: Literal["auto", "cpu", "cuda"]) -> int:
+    def _derive_gpus(self, device: Literal["auto", "cpu", "cuda"]) -> int:
         return int(device == "cuda" or (device == "auto" and self.num_gpus > 0))
 
-    def _allowed(self, placement: PlacementConfig) -> list[ClusterNode]:
+    def _list_allowed_nodes(self, placement: PlacementConfig) -> list[ClusterNode]:
         return [node for node in self.nodes if not placement.nodes or {node.name, node.host} & set(placement.nodes)]
 
 

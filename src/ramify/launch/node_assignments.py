@@ -28,7 +28,7 @@ class NodeAssignments:
         return assigned_nodes
 
     def _place_again(self, demand: ProcessDemand, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
-        free_nodes = {node.name: FreeNode.of(node) for node in sorted(nodes, key=lambda node: node.is_head)}
+        free_nodes = {node.name: FreeNode.from_node(node) for node in sorted(nodes, key=lambda node: node.is_head)}
         for name, assigned_nodes in self._node_names.items():
             for node_name in assigned_nodes:
                 if node_name in free_nodes:

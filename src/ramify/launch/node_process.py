@@ -41,7 +41,7 @@ class SlotAddress:
 class ExchangeRequest:
     """What the head wants of the process."""
 
-    granted: int = 0
+    granted_renewal: int = 0
     """Number of the renewal that the head granted last; 0 for none."""
     start: ProcessStart | None = None
     """What to start, as long as the head does not know that it was started."""
@@ -61,7 +61,7 @@ class ExchangeReply:
     is_started: bool
     pid: int
     exit_code: int | None
-    num_signals: int
+    last_signal: int
     """Number of the last signal that was delivered."""
     output: bytes
     """The output from `log_offset` on, at most MAX_LOG_BYTES."""
@@ -79,7 +79,7 @@ class NodeProcess:
         self._node, self._lease = node, LeaseHolder(terms)
         self._is_started = False
         self._exit_code: int | None = None  # of a process that could not be started
-        self._num_signals = 0
+        self._last_signal = 0
         self._num_released = 0  # bytes of the output whose space is released
 
     def get_address(self) -> SlotAddress:
@@ -88,7 +88,7 @@ class NodeProcess:
 
     async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Do what the head wants, and return what is known about the process. Raises a storage failure."""
-        self._lease.record_grant(request.granted)
+        self._lease.record_grant(request.granted_renewal)
         if self._lease.expires_at is not None:
             self._slot.set_lease_end(self._lease.expires_at)
         if request.is_stop_requested:
@@ -96,9 +96,9 @@ class NodeProcess:
         if request.start is not None:
             await self._start_once(request.start)
         for number, signal_number in request.signals:
-            if number > self._num_signals:
+            if number > self._last_signal:
                 self._slot.send_signal(signal.Signals(signal_number))
-                self._num_signals = number
+                self._last_signal = number
         exit_code = self._slot.poll() if self._exit_code is None else self._exit_code  # before the output is read
         output, log_size = self._read_output(request.log_offset)
         return ExchangeReply(
@@ -106,7 +106,7 @@ class NodeProcess:
             is_started=self._is_started,
             pid=self._slot.pid,
             exit_code=exit_code,
-            num_signals=self._num_signals,
+            last_signal=self._last_signal,
             output=output,
             log_size=log_size,
         )

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ramify.errors import ClusterTooSmall
 from ramify.launch.launcher import ClusterNode
-
-GIB = 1 << 30
+from ramify.launch.memory import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class FreeNode:
     num_by_group: Counter[str] = field(default_factory=Counter[str])
 
     @classmethod
-    def of(cls, node: ClusterNode) -> "FreeNode":
+    def from_node(cls, node: ClusterNode) -> "FreeNode":
         """Return the whole of a node."""
         return cls(node, int(node.num_cpus), int(node.num_gpus), float("inf") if node.memory is None else node.memory)
 
@@ -95,7 +94,7 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
 
     Raises ClusterTooSmall with everything that does not fit.
     """
-    free_nodes = [FreeNode.of(node) for node in sorted(nodes, key=lambda node: node.is_head)]
+    free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda node: node.is_head)]
     placed: dict[str, tuple[str, ...]] = {}
     refused: dict[str, list[tuple[ProcessDemand, int]]] = {}
     for is_optional in (False, True):
@@ -108,7 +107,7 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
             elif not is_optional:
                 refused.setdefault(demand.role, []).append((demand, len(node_names)))
         if refused:
-            lines = [_describe_shortage(role, misfits, free_nodes) for role, misfits in refused.items()]
+            lines = [_describe_shortage(role, unplaced, free_nodes) for role, unplaced in refused.items()]
             raise ClusterTooSmall("\n".join(["the run does not fit the cluster:", *(f"  {line}" for line in lines)]))
     return {demand.name: placed[demand.name] for demand in demands if demand.name in placed}
 
@@ -145,10 +144,10 @@ def _rate_for_server(free: FreeNode, demand: ProcessDemand) -> tuple[int, ...]:
     return free.num_by_group[demand.group], free.num_by_role[demand.role], gpus, -free.cores
 
 
-def _describe_shortage(role: str, misfits: Sequence[tuple[ProcessDemand, int]], free_nodes: Sequence[FreeNode]) -> str:
+def _describe_shortage(role: str, unplaced: Sequence[tuple[ProcessDemand, int]], free_nodes: Sequence[FreeNode]) -> str:
     """Describe which processes of a role do not fit, what they need, and what is left."""
-    demand, num_fitting = misfits[0]
-    names = ", ".join(misfit.name for misfit, _ in misfits)
+    demand, num_fitting = unplaced[0]
+    names = ", ".join(demand.name for demand, _ in unplaced)
     if demand.num_ranks > 1:
         names = f"{names}: {num_fitting} of {demand.num_ranks} ranks fit"
     else:

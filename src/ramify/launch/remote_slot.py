@@ -60,7 +60,7 @@ class RemoteSlot:
         self._interval = interval
         self._replied_at = time.monotonic()
         self._request = ExchangeRequest()
-        self._num_signals = 0
+        self._last_signal = 0
         self._exit_code: int | None = None
         self._wake = asyncio.Event()  # there is something to send
         self._task: asyncio.Task[None] | None = None
@@ -95,8 +95,8 @@ class RemoteSlot:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal with the next call, and with further ones until it is known to be delivered."""
-        self._num_signals += 1
-        self._request = replace(self._request, signals=(*self._request.signals, (self._num_signals, number.value)))
+        self._last_signal += 1
+        self._request = replace(self._request, signals=(*self._request.signals, (self._last_signal, number.value)))
         self._wake.set()
 
     def request_stop(self) -> None:
@@ -152,13 +152,13 @@ class RemoteSlot:
             log.flush()
         request, offset = self._request, self._request.log_offset + len(reply.output)
         self.pid, self._replied_at = reply.pid, time.monotonic()
-        if not request.granted:
+        if not request.granted_renewal:
             self._wake.set()  # the node starts the process after the first grant
         self._request = replace(
             request,
-            granted=self._grant(reply.renewal),
+            granted_renewal=self._grant(reply.renewal),
             start=None if reply.is_started else request.start,
-            signals=tuple(entry for entry in request.signals if entry[0] > reply.num_signals),
+            signals=tuple(entry for entry in request.signals if entry[0] > reply.last_signal),
             log_offset=offset,
         )
         if reply.exit_code is not None and offset >= reply.log_size:
@@ -169,11 +169,11 @@ class RemoteSlot:
     def _grant(self, renewal: int) -> int:
         """Grant a renewal, unless the process is to be stopped or replaced; return the number to send."""
         if self._request.is_stop_requested:
-            return self._request.granted
+            return self._request.granted_renewal
         with contextlib.suppress(ProcessReplaced):
             self._leases.grant(self._token, self._rank, read_lease_clock())
             return renewal
-        return self._request.granted
+        return self._request.granted_renewal
 
     async def _sleep(self) -> None:
         """Wait for the next call; one that has something to send is made at once."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ramify.launch.supervisor import ProcessStatus
 
 RECORD_FILE = "run.json"
-GONE_STATES = ("waiting", "ended")  # of processes that do not run
+EXITED_STATES = ("waiting", "ended")  # of processes that do not run
 
 
 class RunRecord:
@@ -54,7 +54,7 @@ def read_earlier_processes(path: Path) -> dict[str, EarlierProcess]:
     earlier: dict[str, EarlierProcess] = {}
     for name, row in read_record(path).get("processes", {}).items():
         if token := row.get("token"):
-            may_run, replacement_delay = row["state"] not in GONE_STATES, row.get("replacement_delay")
+            may_run, replacement_delay = row["state"] not in EXITED_STATES, row.get("replacement_delay")
             earlier[name] = EarlierProcess(FencingToken.parse(token), may_run, replacement_delay)
     return earlier
 
