@@ -11,6 +11,7 @@ from tests.cluster.ray_cluster import RayCluster
 
 RUN_TIMEOUT = 1500.0  # seconds
 EXIT_RESUMABLE = 75
+EVAL_METRIC = "eval/held-out/avg"
 CONFIG = "examples/reverse_text/rl.toml"
 
 
@@ -75,6 +76,11 @@ class ClusterRun:
         """Return `run.json`; an empty dict before it exists."""
         path = self.path / "run.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    def read_eval_means(self) -> list[float]:
+        """Return the mean reward of each eval."""
+        points = json.loads(self.ramify("metrics", str(self.path), "--name", EVAL_METRIC, "--json"))
+        return [point["value"] for point in points]
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step was trained."""

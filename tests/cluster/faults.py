@@ -87,6 +87,7 @@ class FaultInjector:
         last_version = self.events.commits[-1][1]
         self.run.start(max_steps=last_version + LAST_STEPS)
         self.run.finish()
+        print("mean rewards of the evals:", *(f"{mean:.3f}" for mean in self.run.read_eval_means()))
         runs = list(self.cluster.hosts.directory.glob(f"disk-of-*/{self.run.name}*/"))  # of all heads
         return check_run(self.run.path, self.run.shared / self.run.name, runs)
 
