@@ -16,6 +16,7 @@ prints a table, and exits with 1 if there is a problem.
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ NUM_CPUS = 6  # of each host: two must do when the head is cut off
 LEASE = 10.0  # seconds; engines have twice as much
 RECOVERY_TIMEOUT = 420.0  # seconds after the end of a fault until the run has trained and committed again
 RAY_EXIT_TIMEOUT = 20.0  # seconds in which Ray ends on a node that was given up, after it is reachable again
+RAY_LOOK_INTERVAL = 3.0  # seconds between two looks at whether Ray still runs
 MIN_GIVE_UP = 9.0  # seconds off the network after which Ray gives up a node
 DELAYED_LINES = 2.0  # seconds after a fault in which lines from before it may still arrive
 POLL_INTERVAL = 0.1  # seconds
@@ -58,6 +60,8 @@ class FaultInjector:
         self.cluster, self.monitor, self.events = RayCluster(hosts, num_cpus=NUM_CPUS), monitor, events
         self.run = ClusterRun(self.cluster, "faults", **SETTINGS)
         self.reports: list[FaultReport] = []
+        self.nodes = list(self.hosts.values())  # of the Ray cluster, its head first
+        self._next_look_at = 0.0
 
     def start(self) -> None:
         """Start Ray and the run, and wait until it has committed."""
@@ -109,9 +113,8 @@ class FaultInjector:
         time.sleep(float(seconds))
         host.heal()
         if float(seconds) > MIN_GIVE_UP:
-            self._wait_until(lambda: not host.run("pgrep", "-x", "raylet").stdout, RAY_EXIT_TIMEOUT)
-            self.cluster.stop_node(host)
-            self.cluster.start_node(host)
+            self._wait_until(lambda: not self.cluster.is_running(host), RAY_EXIT_TIMEOUT)
+            self._restart_ray(host)
 
     def _lose_head(self, report: FaultReport, how: str, name: str) -> None:
         new_head, old_head = self.hosts[name], self.run.head
@@ -129,19 +132,23 @@ class FaultInjector:
         old_head.heal()
         assert self._wait_until(lambda: old_process.poll() is not None, RECOVERY_TIMEOUT), "the old head still runs"
         assert "ProcessReplaced" in old_output.read_text(), "the old head ended for another reason"
-        self.cluster.stop_node(old_head)
-        self.cluster.start_node(old_head)
+        self._restart_ray(old_head)
+        self.nodes.append(old_head)
 
     def _repeat_command(self, report: FaultReport, head: Host, trainer_hosts: Sequence[Host]) -> None:
         """Start Ray anew on the hosts that can be reached, with this head, and repeat the command there."""
-        nodes = list(dict.fromkeys([head, *trainer_hosts]))
-        for host in nodes:
+        self.nodes = list(dict.fromkeys([head, *trainer_hosts]))
+        for host in self.nodes:
             self.cluster.stop_node(host)
-        self.cluster.start_nodes(nodes)
-        self.run.place(head, trainer_hosts, len(nodes))
+        self.cluster.start_nodes(self.nodes)
+        self.run.place(head, trainer_hosts, len(self.nodes))
         report.repeated = read_clock() - report.started_at
         self.run.start()
         self.events.follow(self.run.path)
+
+    def _restart_ray(self, host: Host) -> None:
+        self.cluster.stop_node(host)
+        self.cluster.start_node(host)
 
     # -- waits -----------------------------------------------------------------------------------------------------
 
@@ -152,6 +159,15 @@ class FaultInjector:
             time.sleep(POLL_INTERVAL)
         return holds
 
+    def _keep_ray_running(self) -> None:
+        """Start Ray again where it has ended: its head may give up a node that has just come back once more."""
+        if time.monotonic() >= self._next_look_at:
+            for host in self.nodes[1:]:
+                if not self.cluster.is_running(host):
+                    print(f"{time.strftime('%T')} Ray has ended on {host.name} and is started again", flush=True)
+                    self._restart_ray(host)
+            self._next_look_at = time.monotonic() + RAY_LOOK_INTERVAL
+
     def _wait_for_commit(self, after: float) -> None:
         """Wait until a step was trained after this time, then a version committed, and all processes are ready.
 
@@ -159,6 +175,7 @@ class FaultInjector:
         """
 
         def has_committed() -> bool:
+            self._keep_ray_running()
             assert self.run.process.poll() is None, f"the run has ended:\n{self.run.output.read_text()[-3000:]}"
             step_at = self.events.find_step(after)
             commit_at = None if step_at is None else self.events.find_commit(step_at)
@@ -177,6 +194,7 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(ALL_FAULTS), help="comma-separated, in this order")
     parser.add_argument("--keep", type=Path, help="folder that gets a copy of the run directories and the shared one")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are removed
     problems: list[str] = []
     with Hosts(3) as hosts, ProcessMonitor(hosts) as monitor, RunEvents() as events:
         injector = FaultInjector(hosts, monitor, events)

@@ -80,6 +80,10 @@ class RayCluster:
             host.start()
         raise AssertionError(f"Ray does not start on {host.name}:\n{result.stdout}")
 
+    def is_running(self, host: Host) -> bool:
+        """Return whether Ray runs on a host. It ends itself on a node that its head has given up."""
+        return host.run("pgrep", "-x", "raylet").returncode == 0
+
     def stop_node(self, host: Host) -> None:
         """End the processes of Ray on a host; others run on."""
         host.run(str(Path(self.python).with_name("ray")), "stop", "--force", timeout=STOP_TIMEOUT)
