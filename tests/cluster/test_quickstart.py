@@ -26,7 +26,7 @@ def test_quickstart_learns_on_three_hosts(build_run):
     run.start()
     run.finish()
     processes = run.read_record()["processes"]
-    assert processes["trainer"]["node"] == "host2, host3"
+    assert set(processes["trainer"]["node"].split(", ")) == {"host2", "host3"}
     assert processes["inference/0"]["node"] == "host2"
     assert processes["orchestrator"]["node"] == ""
     assert "forest" in run.read_log("trainer")
