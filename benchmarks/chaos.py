@@ -42,6 +42,7 @@ DEADLINE = 3600.0  # seconds for one run
 REFUSAL_DEADLINE = 300.0  # seconds for a start to refuse a damaged file, or to make a checkpoint in spite of it
 STOP_SECONDS = (2.0, 15.0)  # for how long a process stands still
 APART = 0.05  # most by which the two evals may differ
+MISMATCH_FACTOR = 3.0  # most by which the mismatch of the disturbed run may be larger; torn weights give far more
 TREE = "the whole tree"
 ROLES = {
     "env worker": "ramify.envserver",
@@ -364,7 +365,7 @@ def main() -> int:
         Row("exit code of why --audit", code, None, "", 0),
         Row("final eval", value, reference, ""),
         Row("difference of the final evals", abs(value - reference), None, "", APART),
-        Row("largest mismatch KL of a step", *largest, ""),
+        Row("largest mismatch KL of a step", *largest, "", MISMATCH_FACTOR * largest[1]),
         Row("seconds", *seconds, "s"),
     ]
     return finish(

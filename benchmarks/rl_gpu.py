@@ -343,7 +343,7 @@ def tail(home: Path, args: Any) -> list[Row]:
     """Return the seconds of a step whose replies have long-tailed lengths, asynchronous and in turns."""
     from _random_qwen import write_random_qwen
 
-    model = args.name or write_random_qwen(home / "random-qwen")
+    model = args.model or write_random_qwen(home / "random-qwen")
     here = Path(__file__).parent
     steps: dict[int, float] = {}
     rows: list[Row] = []

@@ -28,7 +28,7 @@ class StubEnvServer:
     """
 
     def __init__(self, name: str = "stub", address: str = "tcp://127.0.0.1:0", environment: str = "same") -> None:
-        self.name, self.health, self._environment = name, "ok", environment
+        self.name, self.health, self.environment = name, "ok", environment
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.refusal: RamifyError | None = None
@@ -57,7 +57,7 @@ class StubEnvServer:
 
     async def _info(self, _: IncomingRequest) -> WireMessage:
         values: dict[str, Any] = {name: {} for name in ("taskset", "harness", "runtime", "sampling", "limits")}
-        environment = {"code": {"env.py": self._environment}}
+        environment = {"code": {"env.py": self.environment}}
         info = EnvServerInfo(
             name="stub",
             version="1",

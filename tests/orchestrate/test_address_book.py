@@ -59,5 +59,32 @@ def test_malformed_book_fails_with_the_path_and_the_expected_form(tmp_path):
 
 def test_book_that_cannot_be_read_is_a_failure_of_the_storage(tmp_path):
     (tmp_path / ADDRESS_BOOK_FILE).mkdir()
-    with pytest.raises(StorageFailed, match=r"addresses\.json cannot be used"):
+    with pytest.raises(StorageFailed, match=r"addresses\.json cannot be read"):
         read_addresses(tmp_path)
+
+
+def test_book_that_cannot_be_read_for_a_moment_keeps_its_addresses(tmp_path):
+    calls: list[list[str]] = []
+
+    async def main() -> None:
+        async with asyncio.timeout(60), AddressBook(tmp_path, poll_interval=0.01) as book:
+            book.subscribe("inference", calls.append)
+            (tmp_path / ADDRESS_BOOK_FILE).mkdir()
+            await asyncio.sleep(0.05)
+            (tmp_path / ADDRESS_BOOK_FILE).rmdir()
+            write_addresses(tmp_path, {"inference": ["http://a:1"]})
+            while not calls:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert calls == [["http://a:1"]]
+
+
+def test_book_that_stays_unreadable_ends_the_run(tmp_path):
+    async def main() -> None:
+        async with asyncio.timeout(60), AddressBook(tmp_path, poll_interval=0.01, read_timeout=0.05) as book:
+            (tmp_path / ADDRESS_BOOK_FILE).mkdir()
+            await book.wait_failed()
+
+    with pytest.raises(StorageFailed):
+        asyncio.run(main())

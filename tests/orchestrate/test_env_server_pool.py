@@ -231,6 +231,19 @@ async def test_an_attempt_that_its_server_refuses_for_its_environment_runs_elsew
 
 
 @bounded
+async def test_an_attempt_that_the_last_server_refuses_waits_for_one_that_is_restarting():
+    async with StubEnvServer("a") as a, StubEnvServer("b") as b, make_pool(a.address, b.address) as pool:
+        a.health = "booting"
+        pool.servers[0].check_now.set()
+        await until(lambda: len(pool.up_servers) == 1)
+        b.refusal, b.environment = EnvironmentChanged("another environment was loaded"), "other"
+        attempt = asyncio.create_task(run_one(pool, "x"))
+        await until(lambda: not pool.up_servers)
+        a.health = "ok"
+        assert await attempt == "a"
+
+
+@bounded
 async def test_only_attempts_are_counted():
     async with StubEnvServer("a") as a, make_pool(a.address) as pool:
         await pool.tasks(0, 10, timeout=10.0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,10 +53,13 @@ def test_throughput_is_that_of_the_last_minute_whenever_it_is_asked(tmp_path, mo
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         Ledger.open(store)
         progress = RunProgress(RunLog(store))
+        clock = [time.monotonic() + 300.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
         for number in range(3):
             progress.record_group(group, [rollout(str(number), 1.0)], is_trainable=True, fired_by_filter={})
-        assert min(progress.get_throughput()) > 0
-        monkeypatch.setattr(module, "THROUGHPUT_WINDOW", 0.0)
+        clock[0] += 2.0  # however late in the minute they were scored
+        assert progress.get_throughput()[0] == 3 / module.THROUGHPUT_WINDOW
+        clock[0] += module.THROUGHPUT_WINDOW
         assert progress.get_throughput() == (0.0, 0.0)
 
 

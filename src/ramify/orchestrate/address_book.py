@@ -8,6 +8,7 @@ new addresses. A run on one machine has no such file: its addresses are those of
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ from ramify.wire.lifecycle import AsyncService
 ADDRESS_BOOK_FILE = "addresses.json"
 INFERENCE_KEY = "inference"
 POLL_INTERVAL = 1.0  # seconds
+READ_TIMEOUT = 60.0  # seconds for which the file may be unreadable, as on shared storage that stalls
 
 OnAddresses = Callable[[list[str]], None]
 
@@ -52,7 +54,7 @@ def read_addresses(run_directory: Path) -> dict[str, list[str]] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageFailed(f"{path} cannot be used: {error}") from error
+        raise StorageFailed(f"{path} cannot be read: {error}") from error
     except msgspec.MsgspecError as error:
         expected = 'expected lists of addresses by key, {"inference": ["http://HOST:PORT"]}'
         raise ConfigInvalid(f"{path} is not an address book: {error}; {expected}") from error
@@ -64,8 +66,10 @@ class AddressBook(AsyncService):
     `addresses` is None until the run has an address book.
     """
 
-    def __init__(self, run_directory: Path, *, poll_interval: float = POLL_INTERVAL) -> None:
-        self._run_directory, self._poll_interval = run_directory, poll_interval
+    def __init__(
+        self, run_directory: Path, *, poll_interval: float = POLL_INTERVAL, read_timeout: float = READ_TIMEOUT
+    ) -> None:
+        self._run_directory, self._poll_interval, self._read_timeout = run_directory, poll_interval, read_timeout
         self.addresses: dict[str, list[str]] | None = None
         self._subscribers: list[tuple[str, OnAddresses]] = []
         self._polling: asyncio.Task[None] | None = None
@@ -93,9 +97,15 @@ class AddressBook(AsyncService):
             on_addresses(self.addresses[key])
 
     async def _poll(self) -> None:
+        last_read_time = time.monotonic()
         while True:
             await asyncio.sleep(self._poll_interval)
-            self._refresh()
+            try:
+                self._refresh()
+                last_read_time = time.monotonic()
+            except StorageFailed:  # the known addresses stay in use meanwhile
+                if time.monotonic() - last_read_time > self._read_timeout:
+                    raise
 
     def _refresh(self) -> None:
         """Read the file. A key that it no longer has keeps its addresses."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from ramify.async_calls import WatchTasks
-from ramify.envserver.client import EnvClient, RolloutResult
+from ramify.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
 from ramify.errors import EnvironmentChanged, Failure, PeerLost, RamifyError, WorkerDied
 from ramify.orchestrate.connected_env_server import ConnectedEnvServer
@@ -176,7 +176,8 @@ class EnvServerPool(AsyncService):
             except (PeerLost, EnvironmentChanged) as error:
                 server.num_lost += bool(rollout_id)
                 self._mark_down(server, error)
-                if not num_failovers_left or not self.up_servers:
+                is_alone = isinstance(error, PeerLost) and not self.up_servers  # otherwise another may be restarting
+                if not num_failovers_left or is_alone:
                     raise
             except WorkerDied:
                 server.check_now.set()  # it may have no worker at all
@@ -254,7 +255,8 @@ class EnvServerPool(AsyncService):
             reason = health.reason or health.state
             raise WorkerDied(f"the env server of source {self.name} has no worker: {reason}")
         if server.state is ServerState.DOWN:
-            self._check_environment(server.address, await client.info(count_tasks=False))
+            self._check_environment(server.address, await client.info(count_tasks=False, timeout=CONTROL_TIMEOUT))
+        if server.state is ServerState.DOWN:  # it may have been removed meanwhile
             server.state, server.failure, server.was_up = ServerState.UP, None, True
             self._any_up.set()
 

@@ -55,7 +55,7 @@ class RunProgress:
         self._run_log, self._on_metrics = run_log, on_metrics
         self._totals = _StepTotals()
         self._recent_groups: deque[tuple[float, int, int]] = deque()  # monotonic time, rollouts and sampled tokens
-        self.last_progress_time = time.monotonic()
+        self._start_time = self.last_progress_time = time.monotonic()
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
         self._logged_faults: set[str] = set()
@@ -142,15 +142,14 @@ class RunProgress:
             self.reward_history += [] if reward is None else [reward]
 
     def get_throughput(self) -> tuple[float, float]:
-        """Return rollouts and sampled tokens per second, over the last THROUGHPUT_WINDOW seconds."""
+        """Return rollouts and sampled tokens per second, over the last THROUGHPUT_WINDOW seconds or since the start."""
         now = time.monotonic()
         while self._recent_groups and self._recent_groups[0][0] < now - THROUGHPUT_WINDOW:
             self._recent_groups.popleft()
-        if len(self._recent_groups) < 2:
-            return 0.0, 0.0
-        span = max(1e-3, now - self._recent_groups[0][0])
-        _, rollouts, tokens = zip(*self._recent_groups)
-        return sum(rollouts) / span, sum(tokens) / span
+        span = max(1e-3, min(THROUGHPUT_WINDOW, now - self._start_time))
+        num_rollouts = sum(rollouts for _, rollouts, _ in self._recent_groups)
+        num_tokens = sum(tokens for _, _, tokens in self._recent_groups)
+        return num_rollouts / span, num_tokens / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
         """Record a failure of the system, or of the policy before its first reply; `origin` is a source, or what else
