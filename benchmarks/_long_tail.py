@@ -14,7 +14,7 @@ SIGMA = math.log(P99_OVER_MEDIAN) / 2.326  # of a log-normal distribution with t
 
 class Config(rf.HarnessConfig):
     median_tokens: int = 128
-    most_tokens: int = 2048
+    max_tokens: int = 2048
 
 
 class LongTail(rf.Harness):
@@ -23,7 +23,7 @@ class LongTail(rf.Harness):
     async def run(self, context: Any, session: Any, tools: Any, user: Any, stop_hooks: Any) -> str:
         """Sample one reply; the random model never ends it by itself."""
         drawn = random.Random(context.trace.id).lognormvariate(math.log(self.config.median_tokens), SIGMA)
-        num_tokens = min(max(1, round(drawn)), self.config.most_tokens)
+        num_tokens = min(max(1, round(drawn)), self.config.max_tokens)
         messages, media = build_initial_messages(context.task)
         request = ModelRequest(tuple(messages), media=media, sampling_overrides={"max_tokens": num_tokens})
         await session.generate(request)

@@ -359,7 +359,7 @@ def tail(home: Path, args: Any) -> list[Row]:
             seq_len=512 + args.tail_longest,
             running=640,
             max_tokens=args.tail_longest,
-            harness=f'harness = {{ id = "{here / "_long_tail.py"}", most_tokens = {args.tail_longest} }}',
+            harness=f'harness = {{ id = "{here / "_long_tail.py"}", max_tokens = {args.tail_longest} }}',
         )
         observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
         step_rows = _step_rows(observation)

@@ -4,7 +4,7 @@
     make test-cluster-faults RAY_PYTHON=... FAULTS=kill:host2,cut:host3:5    these
 
     kill:HOST          every process of the host is killed with -9, and the host boots again
-    cut:HOST:SECONDS   the host is off the network for so long
+    cut:HOST:SECONDS   the host is off the network for SECONDS seconds
     lose:killed:HOST   the head is killed, and the command is repeated on HOST
     lose:cut:HOST      the head is cut off, and the command is repeated on HOST while the old head still runs
 

@@ -94,12 +94,12 @@ class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AddressUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """New addresses of inference servers. Addresses that it does not mention stay as they are."""
+    """New addresses of inference servers. Servers that it does not mention keep their addresses."""
 
     inference: list[str] | None = None
-    """The servers of the model that the agents call, if they have changed; [] if there is none at the moment."""
+    """The servers of the model that the agents call; None keeps the current ones, [] means none at the moment."""
     models: dict[str, list[str]] = {}
-    """The servers of other models of the run, by name, of those that have changed."""
+    """The servers of other models of the run, by name; models that are missing keep theirs."""
 
 
 class TaskCount(msgspec.Struct, forbid_unknown_fields=True):

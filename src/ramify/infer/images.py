@@ -60,7 +60,7 @@ class UploadedImages:
     def __init__(self, tower: VisionTower, max_bytes: int) -> None:
         self._tower, self._max_bytes = tower, max_bytes
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
-        self._unused_since: dict[str, float] = {}  # monotonic time of the upload, of images that were not used yet
+        self._unused_since: dict[str, float] = {}  # monotonic time of the last upload, of images not used since
         self._num_bytes = 0
         self._lock = threading.Lock()
 

@@ -172,7 +172,7 @@ class Supervisor:
         return code, process
 
     async def _open(self, process: SupervisedProcess) -> None:
-        """Find a place for a process; one that the run can do without waits for its place as long as that is so."""
+        """Open the slots of a process. Without room, retry while another process of its service runs, else raise."""
         spec = process.spec
         while True:
             try:

@@ -1,6 +1,6 @@
 """The env servers of one source: a request goes to the least loaded one, and to another one if its server is lost.
 
-    DOWN -> UP       it answers, has a worker and the environment of the others, and was told the current addresses
+    DOWN -> UP       it answers, has a worker, the environment of the others and the current addresses of engines
     UP -> DOWN       a request was lost with it, or it has no worker, or another environment
     any -> REMOVED   its address was removed from the list; requests in flight stay with it
 
@@ -192,7 +192,8 @@ class EnvServerPool(AsyncService):
         if not self.up_servers:
             failures = [server.failure for server in self.servers]
             if failures and all(isinstance(failure, EnvironmentChanged) for failure in failures):
-                raise EnvironmentChanged(f"source {self.name} has no env server: {self._describe_down()}")
+                what = f"all env servers of source {self.name} have another environment than the run"
+                raise EnvironmentChanged(f"{what}: {self._describe_down()}")
             timeout = min(self.start_timeout, deadline - time.monotonic())
             if not await self.wait_until_up(timeout):
                 raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")

@@ -43,7 +43,7 @@ class RemoteBatchSource(BatchSource):
 
     A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true; a batch
     is not waited for any longer then. If there is a `recording`, every received batch is written to it. `gang` is the
-    token of the gang that this trainer is, if a launcher has started it on a node.
+    token of this trainer's gang; None outside a cluster.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from ramify.view.rollout_reader import add_training, get_trace, list_other_attem
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
 from ramify.view.run_folder import CONFIG_FILE, RunFolder
 from ramify.view.run_state import (
-    TERMINAL_STATES,
+    CACHEABLE_STATES,
     describe_run,
     get_model_name,
     has_metrics,
@@ -82,7 +82,7 @@ class RunQueries:
         entry = self._summaries.get(path)
         if entry is None or entry[0] != key:
             entry = key, summarize_run(name, path)
-            if entry[1]["state"] in TERMINAL_STATES:
+            if entry[1]["state"] in CACHEABLE_STATES:
                 self._summaries[path] = entry
         return entry[1]
 
