@@ -36,7 +36,7 @@ from _loop import RunObservation, find_first_window, observe_run, ramify_command
 from ramify.tasksets import reversal
 
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
-MISMATCH = 1e-3
+MISMATCH, LEARN_STEP = 2e-4, 0.6
 TOKENS = 100_000  # that the mismatch is measured on
 GIVING_UP = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
@@ -157,7 +157,10 @@ TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
 def warm(home: Path, args: Any) -> tuple[Path, float]:
-    """Train the model that RL starts with; return its directory and the seconds it took."""
+    """Train the model that RL starts with, unless it is there; return its directory and the seconds it took."""
+    model = home / "warmed"  # without the manifest, which has the version of a run's weights
+    if (model / "config.json").is_file():
+        return model, 0.0
     rng = random.Random(0)
     with (home / "warm.jsonl").open("w") as data:
         for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
@@ -175,7 +178,6 @@ def warm(home: Path, args: Any) -> tuple[Path, float]:
     if result.returncode:
         raise SystemExit(f"ramify sft exited with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
     _, _, path = result.stdout.replace("\n", " ").rpartition("the model is ")
-    model = home / "warmed"  # without the manifest, which has the version of a run's weights
     shutil.copytree(home / path.strip(), model, ignore=shutil.ignore_patterns("manifest.json"), dirs_exist_ok=True)
     return model, time.monotonic() - started
 
@@ -231,7 +233,7 @@ def learn(home: Path, model: Path, args: Any) -> list[Row]:
     ]
     return [
         *rows,
-        *_step_rows(observation),
+        *_step_rows(observation, None if args.model else LEARN_STEP),
         *_gpu_rows(load, observation),
         *_mismatch_rows(observation, "of it, trained by the weights that sampled"),
     ]
@@ -241,7 +243,7 @@ def _is_enough(rewards: list[float]) -> bool:
     return find_first_window(rewards, TARGET, WINDOW) is not None
 
 
-def _step_rows(observation: RunObservation) -> list[Row]:
+def _step_rows(observation: RunObservation, target: float | None = None) -> list[Row]:
     """Return the duration of a step and its parts, in the later half of the run, when everything is compiled."""
     later = observation.step_times[len(observation.step_times) // 2 :]
     if len(later) < 2:
@@ -252,7 +254,7 @@ def _step_rows(observation: RunObservation) -> list[Row]:
         "batch to the trainer, training, answer": "time/train",
         "weights into the engine": "time/swap",
     }
-    rows = [Row("a step", wall, None, "s")]
+    rows = [Row("a step", wall, None, "s", target)]
     for what, name in names.items():
         values = observation.metrics.get(name, [])
         if values:
