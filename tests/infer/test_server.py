@@ -11,7 +11,12 @@ import httpx
 import msgspec
 import pytest
 
+from ramify.errors import ProviderError
+from ramify.infer.config import ServerConfig
 from ramify.infer.detokenizer import IncrementalDetokenizer
+from ramify.infer.engine import Engine
+from ramify.infer.request import SamplingParams
+from ramify.infer.server import serve
 from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
@@ -292,6 +297,27 @@ def breaking_server(model):
     core.step = step_or_fail
     with run_server(core) as (url, _):
         yield url, must_fail.set
+
+
+def test_a_server_ends_when_its_engine_fails(model):
+    core = build_core(model, kv_cache_tokens=8192)
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    core.step = fail
+    engine = Engine(core)
+
+    async def serve_one_request():
+        serving = asyncio.create_task(serve(engine, name="llama", config=ServerConfig(port=0)))
+        while not engine.failure and not serving.done():
+            with contextlib.suppress(ProviderError):
+                await engine.submit([5], SamplingParams(max_tokens=4)).result()
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(serving, 30)
+
+    with pytest.raises(ProviderError, match="the device is gone"):
+        asyncio.run(serve_one_request())
 
 
 def test_engine_failure_is_reported_in_streams_and_responses(breaking_server):

@@ -99,13 +99,16 @@ class RequestStream:
 class Engine:
     """Owns the thread and the core in it. Start it once, close it once.
 
-    `failure` is set when the thread has ended; `swap_seconds` is how long the last weight swap delayed decoding.
+    `failure` is set when the thread has ended, and `ended` is done then; `swap_seconds` is how long the last weight
+    swap delayed decoding.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.paused = False
         self.failure: ProviderError | None = None
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
         self.swap_seconds = 0.0
         self._new_requests: deque[EngineRequest] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -341,6 +344,7 @@ class Engine:
             request.error = failure
             request.finish_reason = request.finish_reason or "abort"
         self._notify_streams(unfinished)
+        self.ended.set_result(None)
 
 
 def _run_in_new_thread(function: Callable[[], T]) -> "Future[T]":
