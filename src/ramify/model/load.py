@@ -76,7 +76,7 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
     shape = _read_shape(config)
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
-    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions of images as exact as torch's products are by default
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as torch's products are by default
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
