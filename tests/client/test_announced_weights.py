@@ -1,5 +1,6 @@
 """Engines that are restarted or late get the weights that a trainer announced, over HTTP and without directories."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from ramify.client import InferenceClient
 from ramify.errors import WeightsReplaced
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
+from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.trace.version import PolicyVersion
 from tests.client.test_replica_pool import QUICK, bounded, until
 from tests.infer.llama import build_core, publish_as, reference, write_llama
@@ -57,6 +59,39 @@ def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(model, 
                 assert ack.version == version
                 assert client.versions == {url: version}
         finally:
+            await client.close()
+
+    main()
+
+
+def test_a_restarted_engine_does_not_wait_for_a_version_that_died_with_its_trainer(model, tmp_path):
+    """Engine and trainer die together: the update to the dead trainer's version is given up for the new trainer's."""
+
+    @bounded
+    async def main():
+        trainer = AnnouncingTrainer(model, tmp_path)
+        with run_server(build_core(model)) as (url, _):
+            client = await InferenceClient(url, QUICK.model_copy(update={"server_wait_timeout": 600.0})).start()
+        applied = asyncio.Event()
+        updater = WeightUpdater(client, lambda version, seconds: applied.set())
+        updating = asyncio.create_task(updater.run())
+        try:
+            await until(lambda: client.down_replicas)
+            path, version = trainer.announce(1)
+            updater.request_update(version, path)
+            await until(lambda: updater.versions_in_use == [version, version])  # it is being applied
+            trainer = AnnouncingTrainer(model, tmp_path, incarnation=1)
+            with run_server(build_core(model), port=int(url.rpartition(":")[2])):
+                await until(lambda: "WeightsRefused" in client.down_replicas[url])
+                updater.discard_pending()
+                path, version = trainer.announce(1)
+                updater.request_update(version, path)
+                await applied.wait()
+                assert updater.served_version == version
+                assert client.versions == {url: version}
+        finally:
+            updating.cancel()
+            await asyncio.wait([updating])
             await client.close()
 
     main()

@@ -19,7 +19,7 @@ class FakeEngines:
 
     def __init__(self) -> None:
         self.updates: list[int] = []
-        self.versions: dict[str, PolicyVersion] = {}
+        self.versions = {"http://engine": PolicyVersion("served at the start")}
         self.failures: list[Exception] = []
         self.may_finish = asyncio.Event()
         self.called = asyncio.Event()
