@@ -11,6 +11,9 @@ its best of several micro-batch sizes.
 The run `tail` has replies whose lengths are log-normal, the 99th percentile 8 times the median: once with
 `max_staleness` 4, once in turns, in which a step waits for its longest reply.
 
+The run `distil` starts with the same student, and a teacher that was warmed up with right answers alone. The student
+learns by SFT on the teacher's replies in 20 steps, and by on-policy distillation in 40. Rewards are only reported.
+
 The run `mismatch` samples and trains in turns, so that every token is trained by the weights that sampled it,
 and shows how far the logprobs of trainer and engine are apart in bfloat16.
 """
@@ -37,6 +40,7 @@ from ramify.tasksets import reversal
 
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
 MISMATCH, LEARN_STEP = 2e-4, 0.6
+DISTIL_STEPS, TEACHER, DISTILLED = {"sft": 20, "opd": 40}, 0.9, 0.8
 TOKENS = 100_000  # that the mismatch is measured on
 GIVING_UP = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
@@ -44,7 +48,7 @@ SMI_PERIOD = 0.5
 TIMEOUT = 400.0
 
 WARM = """
-name = "warm"
+name = "{name}"
 seq_len = 256
 batch_size = 128
 max_steps = {steps}
@@ -115,6 +119,27 @@ sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 """
 
+DISTIL = """algorithm = {{ id = "{algorithm}" }}
+teacher = "teacher"
+
+[[eval]]
+name = "held-out"
+taskset = {{ id = "reverse-text", split = "eval" }}
+sampling = {{ temperature = 1.0, max_tokens = 48 }}
+max_turns = 1
+num_tasks = 128
+interval = 10
+
+[models.teacher]
+name = "{teacher}"
+
+[models.teacher.inference]
+device = "{device}"
+max_running_requests = 256
+max_num_batched_tokens = 4096
+kv_memory_fraction = 0.1
+"""
+
 SPEED = """
 name = "{name}"
 max_steps = {steps}
@@ -156,20 +181,26 @@ TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
-def warm(home: Path, args: Any) -> tuple[Path, float]:
-    """Train the model that RL starts with, unless it is there; return its directory and the seconds it took."""
-    model = home / "warmed"  # without the manifest, which has the version of a run's weights
+def warm(home: Path, args: Any, *, name: str = "warmed", right: float | None = None) -> tuple[Path, float]:
+    """Train a model that gives the right answer for a share of the texts, unless it is there.
+
+    Return its directory below `home` and the seconds it took. The share is `args.right` if not given.
+    """
+    model = home / name  # without the manifest, which has the version of a run's weights
     if (model / "config.json").is_file():
         return model, 0.0
     rng = random.Random(0)
     with (home / "warm.jsonl").open("w") as data:
         for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
-            reply = reversal.reverse(text) if rng.random() < args.right else GIVING_UP
+            is_right = rng.random() < (args.right if right is None else right)
+            reply = reversal.reverse(text) if is_right else GIVING_UP
             messages = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(reply))]
             data.write(
                 json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
             )
-    config = WARM.format(steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr)
+    config = WARM.format(
+        name=f"make-{name}", steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr
+    )
     (home / "warm.toml").write_text(config)
     started = time.monotonic()
     result = subprocess.run(
@@ -373,6 +404,27 @@ def tail(home: Path, args: Any) -> list[Row]:
     return [*rows, Row("faster than in turns", speedup, None, "x", TAIL_SPEEDUP, at_least=True)]
 
 
+def distil(home: Path, student: Path, args: Any) -> list[Row]:
+    """Return the held-out reward of the student before and after learning from a teacher, and the teacher's reward."""
+    teacher, seconds = warm(home, args, name="teacher", right=1.0)
+    rows = [Row("warm-up of the teacher", seconds, None, "s")]
+    for algorithm, steps in DISTIL_STEPS.items():
+        settings: dict[str, Any] = {"seed": args.seed, "model": student, "device": args.device, "batch": 256}
+        name, steps = f"distil-{algorithm}", min(steps, args.steps)
+        config = RL.format(name=name, steps=steps, off_policy=2, lr=args.distil_lr, **settings)
+        config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device)
+        observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        rewards = observation.metrics["eval/held-out/avg"]
+        print(f"{algorithm}: held-out reward " + " ".join(f"{reward:.3f}" for reward in rewards))
+        if algorithm == "sft":  # its rollouts are the teacher's
+            reward = statistics.fmean(observation.rewards)
+            rows.append(Row("reward of the teacher", reward, None, "", TEACHER, at_least=True))
+        rows.append(Row(f"{algorithm}: held-out reward before", rewards[0], None, "", START))
+        rows.append(Row(f"  after {steps} steps", rewards[-1], None, "", DISTILLED, at_least=True))
+        rows += [Row(f"  {row.name}", row.ours, None, row.unit) for row in _step_rows(observation)[:1]]
+    return rows
+
+
 def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
     """Alternate sampling and training until there are enough tokens."""
     config = RL.format(
@@ -396,7 +448,7 @@ def main() -> int:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    flags.add_argument("--only", choices=["learn", "mismatch", "speed", "tail"], help="one of the runs")
+    flags.add_argument("--only", choices=["learn", "mismatch", "distil", "speed", "tail"], help="one of the runs")
     flags.add_argument("--staleness", type=int, choices=[0, 1], help="of `speed`; both if not given")
     flags.add_argument("--speed-steps", type=int, default=16)
     flags.add_argument("--tail-steps", type=int, default=24)
@@ -405,6 +457,7 @@ def main() -> int:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--steps", type=int, default=STEPS)
     flags.add_argument("--lr", type=float, default=3e-5)
+    flags.add_argument("--distil-lr", type=float, default=1e-4)
     flags.add_argument("--off-policy", type=int, default=1)
     flags.add_argument("--right", type=float, default=0.15, help="share of right answers in the warm-up")
     flags.add_argument("--warm-steps", type=int, default=400)
@@ -426,12 +479,11 @@ def main() -> int:
         rows += tail(home, args) if args.only in (None, "tail") else []
         if args.only in ("speed", "tail"):
             return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
-        model, seconds = warm(home.resolve(), args)
+        model, seconds = warm(home, args)
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
-        if args.only != "mismatch":
-            rows += learn(home.resolve(), model, args)
-        if args.only != "learn":
-            rows += mismatch(home.resolve(), model, args)
+        for run in (learn, mismatch, distil):
+            if args.only in (None, run.__name__):
+                rows += run(home, model, args)
     return finish(
         f"benchmarks/rl_gpu.py: {Path(args.name).name} learns reverse-text on one {_device(args)}", rows, args
     )
