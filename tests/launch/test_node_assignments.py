@@ -47,6 +47,14 @@ def test_room_of_a_process_that_is_being_restarted_is_left_to_it():
     assert assignments.assign("inference/1", [nodes[0], nodes[2]]) == ("n2",)
 
 
+def test_room_of_a_gang_that_waits_for_a_node_is_left_to_it():
+    nodes = build_nodes((8, 0), (8, 1), (8, 1), (8, 1))
+    assignments = assign_all([trainer(2), engine(0)], nodes)
+    assert assignments.assign("trainer", nodes[:2]) == ()
+    assert assignments.assign("inference/0", nodes[:2]) == ()
+    assert assignments.assign("trainer", nodes[:3]) == ("n1", "n2")
+
+
 def test_head_has_room_left_for_the_orchestrator():
     orchestrator = ProcessDemand("orchestrator", "cluster", 1, allowed_nodes=("n0",))
     env_server = ProcessDemand("env/train/a/0", "cluster.env_servers", 8)

@@ -20,17 +20,17 @@ class NodeAssignments:
 
     def assign(self, name: str, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
         """Return the node of each rank of a process, of the `nodes` that can be reached; empty if there is no room."""
-        assigned_nodes = self._node_names.pop(name, ())
+        assigned_nodes = self._node_names.get(name, ())
         if not assigned_nodes or not {node.name for node in nodes}.issuperset(assigned_nodes):
             assigned_nodes = self._place_again(self._demands[name], nodes)
-        if assigned_nodes:
+        if assigned_nodes:  # otherwise it waits for a node, and what it had is left to it
             self._node_names[name] = assigned_nodes
         return assigned_nodes
 
     def _place_again(self, demand: ProcessDemand, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
         free_nodes = {node.name: FreeNode.from_node(node) for node in sorted(nodes, key=lambda node: node.is_head)}
         for name, assigned_nodes in self._node_names.items():
-            for node_name in assigned_nodes:
+            for node_name in assigned_nodes if name != demand.name else ():
                 if node_name in free_nodes:
                     free_nodes[node_name].take(self._demands[name], 1)
         node_names = place_process(demand, list(free_nodes.values()))
