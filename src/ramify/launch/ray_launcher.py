@@ -92,11 +92,11 @@ class RayLauncher:
                             failures.append(error)
                     await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError as error:
-            nodes: Sequence[ClusterNode] = ()
+            all_nodes: Sequence[ClusterNode] = ()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIST_TIMEOUT):
-                    nodes = await call_in_daemon_thread(self.list_nodes, "nodes of Ray")
-            raise _make_no_place_error(leases, placement, timeout, failures[-1:], nodes) from error
+                    all_nodes = await call_in_daemon_thread(self.list_nodes, "nodes of Ray")
+            raise _make_no_place_error(leases, placement, timeout, failures[-1:], all_nodes) from error
 
     async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
         """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now."""
