@@ -3,6 +3,10 @@
 import csv
 import json
 import os
+import queue
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -23,7 +27,8 @@ from ramify.store.run_log import RunLog
 from ramify.tasksets.data_files import read_rows
 from ramify.train.batch import Batch
 from ramify.train.metrics import StepMetrics
-from ramify.train.sft import run, run_sft
+from ramify.train.sft import batches, run, run_sft
+from ramify.train.sft.batches import BatchRequest, SftBatch, SftBatchBuilder
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
 from ramify.train.sft.example_order import ExampleOrder, split_held_out
@@ -363,8 +368,12 @@ def fail_at_step(call, step: int, failure: type[Exception] = OSError):
     return wrapper
 
 
+def has_builder_thread() -> bool:
+    return any(thread.name.startswith("sft-batches") for thread in threading.enumerate())
+
+
 @pytest.mark.parametrize(
-    ("owner", "name"), [(run, "split_across_ranks"), (Trainer, "start_step")], ids=["prepare", "start"]
+    ("owner", "name"), [(batches, "split_across_ranks"), (Trainer, "start_step")], ids=["prepare", "start"]
 )
 def test_pending_steps_are_recorded_if_the_next_one_cannot_start(world, monkeypatch, owner, name):
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
@@ -374,6 +383,7 @@ def test_pending_steps_are_recorded_if_the_next_one_cannot_start(world, monkeypa
     metrics = read_metrics(world / "runs" / f"before-{name}")
     assert metrics["data/examples"] == [(0, 5), (1, 10)]
     assert [step for step, _ in metrics["train/loss"]] == [0, 1]
+    assert not has_builder_thread()
 
 
 def test_a_pending_step_that_fails_too_does_not_hide_the_first_failure(world, monkeypatch):
@@ -386,6 +396,59 @@ def test_a_pending_step_that_fails_too_does_not_hide_the_first_failure(world, mo
     with pytest.raises(OSError, match="the next step fails") as caught:
         run_sft(SftConfig.model_validate(settings(world, "unrecorded")))
     assert caught.value.__notes__ == ["step 0, started before, was not recorded: ValueError: the GPU is gone"]
+
+
+@pytest.fixture
+def built_batches(monkeypatch) -> queue.SimpleQueue[tuple[int, int]]:
+    """A queue with step and position of every batch that was built."""
+    built, build = queue.SimpleQueue(), SftBatchBuilder._build
+
+    def recording_build(builder: SftBatchBuilder, request: BatchRequest) -> SftBatch:
+        batch = build(builder, request)
+        built.put((request.step, request.position))
+        return batch
+
+    monkeypatch.setattr(SftBatchBuilder, "_build", recording_build)
+    return built
+
+
+def test_the_next_batch_is_built_before_a_step_ends(world, monkeypatch, built_batches):
+    config = SftConfig.model_validate(settings(world, "built-ahead") | {"max_steps": 4, "validation": {}})
+    start_step, switch_interval = Trainer.start_step, sys.getswitchinterval()
+
+    def wait_for_next_batch(trainer: Trainer, batch: Batch) -> PendingStep:
+        if batch.step == 0:
+            assert built_batches.get(timeout=TIMEOUT) == (0, 0)
+        if batch.step < 3:
+            assert built_batches.get(timeout=TIMEOUT) == (batch.step + 1, 5 * (batch.step + 1))
+        return start_step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "start_step", wait_for_next_batch)
+    assert run_sft(config).steps == 4
+    assert built_batches.empty()
+    assert not has_builder_thread()
+    assert sys.getswitchinterval() == switch_interval
+
+
+def test_a_batch_that_was_built_before_a_stop_is_trained_after_it(world, monkeypatch, built_batches):
+    config = SftConfig.model_validate(settings(world, "stopped-ahead") | {"max_steps": 4})
+    start_step = Trainer.start_step
+
+    def stop_when_next_batch_is_built(trainer: Trainer, batch: Batch) -> PendingStep:
+        if batch.step == 1:
+            while built_batches.get(timeout=TIMEOUT) != (2, 10):
+                pass
+            signal.raise_signal(signal.SIGTERM)
+        return start_step(trainer, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "start_step", stop_when_next_batch_is_built)
+        assert run_sft(config).steps == 2
+    assert not has_builder_thread()
+    assert run_sft(config).steps_run == 2
+    run_sft(SftConfig.model_validate(settings(world, "not-stopped") | {"max_steps": 4}))
+    assert read_metrics(world / "runs" / "stopped-ahead") == read_metrics(world / "runs" / "not-stopped")
+    assert read_weights(world / "runs" / "stopped-ahead") == read_weights(world / "runs" / "not-stopped")
 
 
 def fail_to_start_as_rank(config: dict, directory: Path) -> None:
@@ -406,7 +469,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(world, tmp_path):
 def fail_to_prepare_as_rank(config: dict, directory: Path) -> None:
     run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        run.split_across_ranks = fail_at_step(run.split_across_ranks, 2, TemplateRefused)
+        batches.split_across_ranks = fail_at_step(batches.split_across_ranks, 2, TemplateRefused)
     with pytest.raises(TemplateRefused) as caught:
         run_sft(SftConfig.model_validate(config))
     (directory / os.environ["RANK"]).write_text(str(caught.value))

@@ -9,11 +9,11 @@ import contextlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,17 +25,15 @@ from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog, read_metrics_by_step
-from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import list_completed_steps
 from ramify.train.distributed import Ranks, init_distributed
 from ramify.train.policy import PolicyOutput
 from ramify.train.publisher import WeightPublisher
+from ramify.train.sft.batches import SftBatch, SftBatchBuilder
 from ramify.train.sft.config import SftConfig
-from ramify.train.sft.conversations import SftConversation
 from ramify.train.sft.display import SftContent, SftDisplay, StepProgress
-from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import SftPlan, build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 
@@ -99,13 +97,7 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
         return _SftRun(config, plan, ranks, store, active_display, stop).run()
 
 
-class _StepBatch(NamedTuple):
-    rank_batch: Batch
-    examples_seen: int  # when the step is done
-    cut_tokens: int  # trained tokens beyond seq_len
-
-
-_PendingSteps = deque[tuple[_StepBatch, PendingStep]]
+_PendingSteps = deque[tuple[SftBatch, PendingStep]]
 
 
 class _SftRun:
@@ -152,7 +144,8 @@ class _SftRun:
         if first_step:
             self.checkpoints.load(trainer, first_step)
             self.display.print_line(f"resuming after step {first_step} from {self.checkpoints.path_for(first_step)}")
-        self._train_loop(trainer)
+        with SftBatchBuilder(config, plan, get_pack_spec(trainer), self.ranks.rank, self.ranks.world_size) as builder:
+            self._train_loop(trainer, builder)
         if self.cut_tokens:
             self.display.print_line(f"{self.cut_tokens} trained tokens beyond seq_len = {config.seq_len} were cut off")
         weights: Path | None = None
@@ -162,18 +155,16 @@ class _SftRun:
             weights = published.path
         return SftResult(plan.path, self.steps_done, self.steps_done - first_step, weights)
 
-    def _train_loop(self, trainer: Trainer) -> None:
+    def _train_loop(self, trainer: Trainer, builder: SftBatchBuilder) -> None:
         config, progress = self.config, StepProgress(self.steps_done, self.total_steps)
-        pack_spec = get_pack_spec(trainer)
         if not self.steps_done:
-            self._validate(trainer, pack_spec)
+            self._validate(trainer, builder)
+        step_batches = builder.training_batches(self.steps_done, self.examples_seen, self.total_steps)
         pending_steps: _PendingSteps = deque()
         while self.steps_done < self.total_steps:
             record_pending = self._record_pending_on_failure(pending_steps, progress, raised_on_all_ranks=RamifyError)
             with record_pending, self.ranks.raise_together():
-                indices = self.plan.order.indices_at(self.examples_seen, config.batch_size)
-                examples = [self.plan.conversations[index] for index in indices]
-                step_batch = self._build_batch(examples, self.examples_seen, pack_spec)
+                step_batch = next(step_batches)  # the thread then builds the next one
             with self._record_pending_on_failure(pending_steps, progress):
                 pending_steps.append((step_batch, trainer.start_step(step_batch.rank_batch)))
             self.steps_done += 1
@@ -186,13 +177,13 @@ class _SftRun:
             while len(pending_steps) > (0 if validates or saves else STEPS_IN_FLIGHT[trainer.device.type]):
                 self._record_step(*pending_steps.popleft(), progress)
             if validates:
-                self._validate(trainer, pack_spec)
+                self._validate(trainer, builder)
             if saves:
                 self._save(trainer, required=is_last or stopped)
             if stopped:
                 return
 
-    def _record_step(self, step_batch: _StepBatch, pending: PendingStep, progress: StepProgress) -> None:
+    def _record_step(self, step_batch: SftBatch, pending: PendingStep, progress: StepProgress) -> None:
         """Wait for a step, then record and show its metrics."""
         metrics = pending.wait_for_metrics()
         progress.record_step(metrics)
@@ -224,21 +215,10 @@ class _SftRun:
                     failure.add_note(f"step {step_batch.rank_batch.step}, started before, was not recorded: {message}")
             raise
 
-    def _build_batch(self, examples: Sequence[SftConversation], position: int, pack_spec: PackSpec) -> _StepBatch:
-        """Build this rank's batch of examples, the first of which stands at `position` in its order."""
-        named = [(str(number), example) for number, example in enumerate(examples, position)]
-        forest = build_sft_forest(named, self.plan.renderer, self.config.data.train_on_roles, self.config.seq_len)
-        batch = Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
-        shares = split_across_ranks(batch, pack_spec, self.ranks.world_size)
-        cut_tokens = forest.dropped.num_truncated_tokens
-        return _StepBatch(shares[self.ranks.rank], position + len(examples), cut_tokens)
-
-    def _validate(self, trainer: Trainer, pack_spec: PackSpec) -> None:
+    def _validate(self, trainer: Trainer, builder: SftBatchBuilder) -> None:
         """Record the mean loss of the validation conversations under the current weights."""
         loss = entries = 0.0
-        examples, batch_size = self.plan.validation, self.config.batch_size
-        for start in range(0, len(examples), batch_size):
-            batch = self._build_batch(examples[start : start + batch_size], start, pack_spec).rank_batch
+        for batch, _, _ in builder.validation_batches(self.steps_done):
             sum_weights = dict.fromkeys(batch.entry_counts, 1)  # makes each loss a sum, not a mean
             with torch.no_grad():
                 outputs: list[PolicyOutput] = [

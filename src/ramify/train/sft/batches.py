@@ -1,0 +1,95 @@
+"""Build the batches of an SFT run in a thread, each while the step before it is launched and computed.
+
+A GPU accepts about a thousand kernels in advance. They can take less time than the conversations of the next step need
+to be rendered, merged and packed; the GPU would then wait for the host after every step. Importable without torch.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.conversations import SftConversation
+from ramify.train.sft.forests import build_sft_forest
+from ramify.train.sft.plan import SftPlan
+
+SWITCH_INTERVAL = 0.001  # seconds; with Python's 5 ms a thread that launches kernels waits too long for the GIL
+
+
+class SftBatch(NamedTuple):
+    """One rank's batch of consecutive examples."""
+
+    rank_batch: Batch
+    examples_seen: int  # the position after its last example
+    cut_tokens: int  # trained tokens beyond seq_len
+
+
+class BatchRequest(NamedTuple):
+    """The examples of a step, of which the first one stands at `position`."""
+
+    step: int
+    position: int
+    examples: Sequence[SftConversation]
+
+
+class SftBatchBuilder:
+    """Builds one rank's batches in a thread, one batch ahead of the caller.
+
+    If a batch cannot be built, the caller gets the error when it asks for this batch. Leaving the context discards the
+    batches that were not asked for, and joins the thread. Within it, threads take turns every SWITCH_INTERVAL.
+    """
+
+    def __init__(self, config: SftConfig, plan: SftPlan, pack_spec: PackSpec, rank: int, world_size: int) -> None:
+        self.config, self.plan, self.pack_spec = config, plan, pack_spec
+        self.rank, self.world_size = rank, world_size
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sft-batches")  # one: batches are built in order
+
+    def __enter__(self) -> "SftBatchBuilder":
+        self._previous_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_INTERVAL, self._previous_interval))
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        sys.setswitchinterval(self._previous_interval)
+
+    def training_batches(self, first_step: int, position: int, total_steps: int) -> Iterator[SftBatch]:
+        """Iterate over the batches of the steps from `first_step` on, the first of which starts at `position`."""
+        return self._build_ahead(self._request_steps(first_step, position, total_steps))
+
+    def validation_batches(self, step: int) -> Iterator[SftBatch]:
+        """Iterate over the batches of the validation conversations."""
+        examples, size = self.plan.validation, self.config.batch_size
+        starts = range(0, len(examples), size)
+        return self._build_ahead(BatchRequest(step, start, examples[start : start + size]) for start in starts)
+
+    def _request_steps(self, first_step: int, position: int, total_steps: int) -> Iterator[BatchRequest]:
+        for step in range(first_step, total_steps):
+            indices = self.plan.order.indices_at(position, self.config.batch_size)
+            yield BatchRequest(step, position, [self.plan.conversations[index] for index in indices])
+            position += len(indices)
+
+    def _build_ahead(self, requests: Iterable[BatchRequest]) -> Iterator[SftBatch]:
+        """Yield the batch of each request; the next one is being built meanwhile."""
+        current: Future[SftBatch] | None = None
+        for request in requests:
+            following = self._executor.submit(self._build, request)
+            if current is not None:
+                yield current.result()
+            current = following
+        if current is not None:
+            yield current.result()
+
+    def _build(self, request: BatchRequest) -> SftBatch:
+        config, pack_spec = self.config, self.pack_spec
+        named = [(str(number), example) for number, example in enumerate(request.examples, request.position)]
+        forest = build_sft_forest(named, self.plan.renderer, config.data.train_on_roles, config.seq_len)
+        packs = pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout)
+        shares = split_across_ranks(Batch.from_packs(request.step, packs), pack_spec, self.world_size)
+        examples_seen = request.position + len(request.examples)
+        return SftBatch(shares[self.rank], examples_seen, forest.dropped.num_truncated_tokens)
