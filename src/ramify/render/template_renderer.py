@@ -188,6 +188,8 @@ class TemplateRenderer(Renderer):
 
     def _locate_media(self, images: Sequence[PlacedImage], encoded: EncodedText) -> tuple[PromptMedia, ...]:
         """Return the placeholder tokens of images."""
+        if not images:
+            return ()
         starts, stops = encoded.starts.tolist(), encoded.stops.tolist()
         located: list[PromptMedia] = []
         for image in images:
