@@ -1,7 +1,7 @@
 """Building a forest: the merge, the attention mask, the targets, and invalid annotations."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -54,6 +54,21 @@ def test_attention_mask_covers_ancestors_and_position_is_depth(attempts):
     for parent in parents(forest):
         depth.append(depth[parent] + 1 if parent >= 0 else 0)
     assert forest.position_ids.tolist() == depth
+
+
+@given(groups(), st.none() | st.integers(2, 20), st.sampled_from(["drop", "cut"]))
+def test_without_merge_the_forest_is_the_concatenation_of_its_traces(attempts, seq_len, overlong):
+    traces = [attempt.sample() for attempt in attempts]
+    forest = build_forest(traces, seq_len=seq_len, overlong=overlong, merge=False)
+    expected_forest = concat_forests([build_forest([trace], seq_len=seq_len, overlong=overlong) for trace in traces])
+    for owner, expected_owner in ((forest, expected_forest), (forest.targets, expected_forest.targets)):
+        for name in (column.name for column in fields(owner) if column.name != "targets"):
+            value, expected_value = getattr(owner, name), getattr(expected_owner, name)
+            if isinstance(value, np.ndarray):
+                assert (value.dtype, value.shape) == (expected_value.dtype, expected_value.shape), name
+                assert value.tobytes() == expected_value.tobytes(), name
+            else:
+                assert value == expected_value, name
 
 
 @given(groups())

@@ -21,10 +21,15 @@ MROPE_ARRAY = "position"  # the node array with rotary positions of several axes
 
 
 def build_forest(
-    annotated_traces: Sequence[AnnotatedTrace], *, seq_len: int | None = None, overlong: Literal["drop", "cut"] = "drop"
+    annotated_traces: Sequence[AnnotatedTrace],
+    *,
+    seq_len: int | None = None,
+    overlong: Literal["drop", "cut"] = "drop",
+    merge: bool = True,
 ) -> Forest:
     """Merge the traces of one group on equal token prefixes and lay them out depth first.
 
+    Without `merge`, traces share no prefix with each other; the result is that of `concat_forests` of their forests.
     With `overlong="drop"`, model calls that lie only on paths longer than `seq_len` are dropped (RL); with "cut", such
     paths are truncated (SFT). The forest's `dropped` reports both. Tokens after the last trained one of their path are
     not laid out.
@@ -37,10 +42,11 @@ def build_forest(
     extents, flat_tokens = _find_trained_extents(graphs, group.targets)
     tree = RadixTree()
     image_numbers: dict[tuple[str, bytes], int] = {}
-    run_ends = [
-        _insert_trace(tree, graph, index, stops, image_numbers)
-        for index, (graph, stops) in enumerate(zip(graphs, extents))
-    ]
+    run_ends: list[list[RadixPosition]] = []
+    for index, (graph, stops) in enumerate(zip(graphs, extents)):
+        run_ends.append(_insert_trace(tree, graph, index, stops, image_numbers))
+        if not merge:
+            tree.close_roots()
     layout, token_ids = tree.lay_out([graph.tokens.view for graph in graphs])
     layout_indices = [
         _compute_layout_indices(graph, layout, ends, stops) for graph, ends, stops in zip(graphs, run_ends, extents)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
-from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest, concat_forests
+from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest
 from ramify.train.sft.conversations import SftConversation
 
 ENV_NAME = "sft"
@@ -29,9 +29,8 @@ def build_sft_forest(
     conversation is a tree of its own, because attention over a wide tree takes longer than the shared tokens.
     """
     traces = [build_annotated_trace(name, conversation, renderer, roles) for name, conversation in conversations]
-    if len(traces) == 1 or _compute_saving([item.trace for item in traces]) >= MIN_SAVING:
-        return build_forest(traces, seq_len=seq_len, overlong="cut")
-    return concat_forests([build_forest([trace], seq_len=seq_len, overlong="cut") for trace in traces])
+    merge = _compute_saving([item.trace for item in traces]) >= MIN_SAVING
+    return build_forest(traces, seq_len=seq_len, overlong="cut", merge=merge)
 
 
 def _compute_saving(traces: Sequence[Trace]) -> float:
