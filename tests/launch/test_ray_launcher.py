@@ -58,7 +58,7 @@ async def test_actor_that_cannot_start_is_named_and_ends_the_others():
 @with_timeout
 async def test_full_cluster_is_reported_with_what_the_nodes_have():
     ray = StubRay("a", failures={"a": "full"})
-    needed = "it needs 1 cores and 0 GPUs on a node; the nodes have, used or not, a: 4 and 0"
+    needed = "it needs 1 cores and 0 GPUs on a node; the nodes have in total a: 4 and 0"
     message = f"role has found no place within 0.2 s: {needed}"
     for placement in (choose_first("a"), Placement(choose_nodes=lambda nodes: ())):
         with pytest.raises(DeadlineExceeded, match=message):

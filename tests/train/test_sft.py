@@ -430,7 +430,7 @@ def test_the_next_batch_is_built_before_a_step_ends(world, monkeypatch, built_ba
     assert sys.getswitchinterval() == switch_interval
 
 
-def test_a_batch_that_was_built_before_a_stop_is_trained_after_it(world, monkeypatch, built_batches):
+def test_a_batch_built_ahead_of_a_stop_is_built_again_by_the_resumed_run(world, monkeypatch, built_batches):
     config = SftConfig.model_validate(settings(world, "stopped-ahead") | {"max_steps": 4})
     start_step = Trainer.start_step
 

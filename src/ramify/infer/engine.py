@@ -99,8 +99,8 @@ class RequestStream:
 class Engine:
     """Owns the thread and the core in it. Start it once, close it once.
 
-    `failure` is set when the thread has ended, and `ended` is done then; `swap_seconds` is how long the last weight
-    swap delayed decoding.
+    `ended` completes when the thread ends, after a failure or `close`, and `failure` says why; `swap_seconds` is how
+    long the last weight swap delayed decoding.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -108,7 +108,7 @@ class Engine:
         self.paused = False
         self.failure: ProviderError | None = None
         self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
+        self.ended.set_running_or_notify_cancel()  # a running future cannot be cancelled by who waits for it
         self.swap_seconds = 0.0
         self._new_requests: deque[EngineRequest] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -301,6 +301,8 @@ class Engine:
             failure = ProviderError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail_all(failure)
+        finally:
+            self.ended.set_result(None)
 
     def _drain_queues(self) -> None:
         """Enqueue new requests, then run the commands that were pending before that, so that a command sees every
@@ -344,7 +346,6 @@ class Engine:
             request.error = failure
             request.finish_reason = request.finish_reason or "abort"
         self._notify_streams(unfinished)
-        self.ended.set_result(None)
 
 
 def _run_in_new_thread(function: Callable[[], T]) -> "Future[T]":

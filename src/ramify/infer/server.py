@@ -104,8 +104,8 @@ def build_http_server(app: Starlette, config: ServerConfig) -> HttpServer:
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Renderer | None = None) -> None:
     """Serve until SIGINT or SIGTERM; then requests in flight get `config.shutdown_timeout` seconds to finish.
 
-    Raises ConfigInvalid if the port is taken, and ProviderError if the engine fails: whoever started this process can
-    start it again.
+    Raises ConfigInvalid if the port is taken, and ProviderError if the engine fails, so that a supervisor restarts the
+    process.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -121,8 +121,8 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Re
             print(f"dtype: {engine.core.model.dtype_choice}")
             print(f"operators: {engine.core.runner.ops_description}")
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
-            failed = asyncio.wrap_future(engine.ended)
-            tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait()), failed]
+            engine_ended = asyncio.wrap_future(engine.ended)
+            tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait()), engine_ended]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()

@@ -23,7 +23,7 @@ class NodeAssignments:
         assigned_nodes = self._node_names.get(name, ())
         if not assigned_nodes or not {node.name for node in nodes}.issuperset(assigned_nodes):
             assigned_nodes = self._place_again(self._demands[name], nodes)
-        if assigned_nodes:  # otherwise it waits for a node, and what it had is left to it
+        if assigned_nodes:  # otherwise it keeps what it had, so that no other process takes that room
             self._node_names[name] = assigned_nodes
         return assigned_nodes
 

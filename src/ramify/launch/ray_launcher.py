@@ -23,7 +23,7 @@ from ramify.launch.remote_slot import RemoteSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
-LIST_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
+LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
 
@@ -92,11 +92,10 @@ class RayLauncher:
                             failures.append(error)
                     await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError as error:
-            all_nodes: Sequence[ClusterNode] = ()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LIST_TIMEOUT):
-                    all_nodes = await call_in_daemon_thread(self.list_nodes, "nodes of Ray")
-            raise _make_no_place_error(leases, placement, timeout, failures[-1:], all_nodes) from error
+            message = f"{leases.role} has found no place within {timeout:g} s"
+            if failures:
+                raise DeadlineExceeded(f"{message}; the last try failed: {failures[-1].message}") from error
+            raise DeadlineExceeded(f"{message}: {await self._describe_room(leases, placement)}") from error
 
     async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
         """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now."""
@@ -135,6 +134,18 @@ class RayLauncher:
             scheduling_strategy=strategy,
         )
         return options.remote(placement.lease)
+
+    async def _describe_room(self, leases: RoleLeases, placement: Placement) -> str:
+        """Return what the ranks of a process need, and what the nodes have."""
+        needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
+        ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
+        try:
+            async with asyncio.timeout(LIST_NODES_TIMEOUT):
+                nodes = await call_in_daemon_thread(self.list_nodes, "nodes of Ray")
+        except (TimeoutError, ConnectionError, RuntimeError, self._ray.exceptions.RayError):
+            return f"{ranks} {needed}, and Ray does not list its nodes"
+        sizes = ", ".join(f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in nodes)
+        return f"{ranks} {needed}; the nodes have in total {sizes}; add a node or lower [cluster]"
 
     def wait_for_nodes(self, num_nodes: int, *, timeout: float) -> list[ClusterNode]:
         """Return the nodes when there are `num_nodes`. Raises DeadlineExceeded after `timeout` seconds."""
@@ -224,25 +235,6 @@ class _RayClient:
         if not self._is_closed:
             self._is_closed = True
             self._ray.kill(self._actor)
-
-
-def _make_no_place_error(
-    leases: RoleLeases,
-    placement: Placement,
-    timeout: float,
-    failures: Sequence[PeerLost],
-    nodes: Sequence[ClusterNode],
-) -> DeadlineExceeded:
-    """Return an error that names the last failure, or else what the nodes have."""
-    message = f"{leases.role} has found no place within {timeout:g} s"
-    if failures:
-        return DeadlineExceeded(f"{message}; the last try failed: {failures[0].message}")
-    needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
-    ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
-    sizes = ", ".join(f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in nodes)
-    return DeadlineExceeded(
-        f"{message}: {ranks} {needed}; the nodes have, used or not, {sizes}; add a node or lower [cluster]"
-    )
 
 
 def _get_last_line(error: BaseException | None) -> str:

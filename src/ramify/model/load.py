@@ -76,7 +76,6 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
     shape = _read_shape(config)
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
-    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as torch's products are by default
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
@@ -100,6 +99,7 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
     """
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as torch's products are by default
     try:
         loaded: Any = auto_class.from_pretrained(
             path,

@@ -1,8 +1,9 @@
 """Updates the weights of the engines to the versions that the trainer publishes, one version at a time.
 
 Only the newest version matters, so a version that is superseded while it waits is never applied. An eval may hold the
-weights: updates then wait until its rollouts are done, while training continues within its staleness limit. An update
-that waits for an engine to come up is given up for a newer one: if its trainer has died, no engine can load it.
+weights: updates then wait until its rollouts are done, while training continues within its staleness limit. While no
+engine is up, an update is cancelled when a newer version is published or the trainer is replaced, because engines
+cannot load the weights of a dead trainer.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class WeightUpdater:
         self.served_version: PolicyVersion | None = None
         self._pending_update: tuple[PolicyVersion, Path] | None = None
         self._applying_version: PolicyVersion | None = None
-        self._apply_timeout: asyncio.Timeout | None = None
+        self._apply_scope: asyncio.Timeout | None = None
         self._update_lock = asyncio.Lock()
         self._update_requested = asyncio.Event()
         self._num_holders = 0
@@ -54,7 +55,8 @@ class WeightUpdater:
         self._pending_update = (version, path)
         self.waiting_since = self.waiting_since or time.monotonic()
         self._update_requested.set()
-        self._stop_waiting_for_engines()
+        if version != self._applying_version:
+            self._stop_waiting_for_engines()
 
     def discard_pending(self) -> None:
         """Discard the pending update: it came from a trainer that was replaced."""
@@ -63,9 +65,9 @@ class WeightUpdater:
         self._stop_waiting_for_engines()
 
     def _stop_waiting_for_engines(self) -> None:
-        """End the update that is being applied, if it waits until an engine is up."""
-        if self._apply_timeout is not None and not self._client.versions and not self._apply_timeout.expired():
-            self._apply_timeout.reschedule(asyncio.get_running_loop().time())
+        """Cancel the update that is being applied, unless an engine is up."""
+        if self._apply_scope is not None and not self._client.versions and not self._apply_scope.expired():
+            self._apply_scope.reschedule(asyncio.get_running_loop().time())
 
     @property
     def versions_in_use(self) -> list[PolicyVersion]:
@@ -110,10 +112,12 @@ class WeightUpdater:
         """Update the engines; return whether they serve the version now."""
         self._applying_version = version
         try:
-            async with asyncio.timeout(None) as self._apply_timeout:
+            async with asyncio.timeout(None) as self._apply_scope:
                 replies = await self._client.update_weights(path, version, run=self._run)
         except TimeoutError:
-            return False  # it waited for an engine, and is superseded
+            if self._apply_scope is None or not self._apply_scope.expired():
+                raise
+            return False  # cancelled while no engine was up
         except RamifyError as error:
             if self._pending_update is None:
                 return False  # the update was discarded
@@ -124,7 +128,7 @@ class WeightUpdater:
                 raise
             return False
         finally:
-            self._applying_version = self._apply_timeout = None
+            self._applying_version = self._apply_scope = None
         self.served_version, self._failing_since = version, None
         if self._pending_update is not None and self._pending_update[0] == version:
             self._pending_update = self.waiting_since = None

@@ -53,11 +53,11 @@ class RadixTree:
     def __init__(self) -> None:
         self.segments: list[RadixSegment] = []
         self._roots: dict[int, int] = {}
-        self._earlier_roots: list[int] = []  # those that nothing is merged with any more
+        self._closed_roots: list[int] = []  # roots of trees that later sequences are not merged into
 
     def close_roots(self) -> None:
-        """Do not merge later sequences with those that are in the tree."""
-        self._earlier_roots += self._roots.values()
+        """Stop merging later sequences into the trees that are there."""
+        self._closed_roots += self._roots.values()
         self._roots = {}
 
     def normalize(self, position: RadixPosition) -> RadixPosition:
@@ -111,7 +111,7 @@ class RadixTree:
         """Return the segments in depth-first order, and their token ids from `sequences`."""
         order: list[int] = []
         subtree_stops: dict[int, int] = {}
-        stack = [*self._earlier_roots, *self._roots.values()][::-1]
+        stack = [*self._closed_roots, *self._roots.values()][::-1]
         while stack:
             index = stack.pop()
             if index < 0:  # the subtree of ~index is complete

@@ -1,7 +1,7 @@
 """Build the batches of an SFT run in a thread, each while the step before it is launched and computed.
 
-A GPU accepts about a thousand kernels in advance. They can take less time than the conversations of the next step need
-to be rendered, merged and packed; the GPU would then wait for the host after every step. Importable without torch.
+A GPU accepts about a thousand kernels in advance. If it finishes them before the host has rendered, merged and packed
+the conversations of the next step, it idles. Importable without torch.
 """
 
 import sys
@@ -27,8 +27,8 @@ class SftBatch(NamedTuple):
     cut_tokens: int  # trained tokens beyond seq_len
 
 
-class BatchRequest(NamedTuple):
-    """The examples of a step, of which the first one stands at `position`."""
+class BatchExamples(NamedTuple):
+    """The examples of one batch; `position` is that of the first one in the order of the examples."""
 
     step: int
     position: int
@@ -55,41 +55,43 @@ class SftBatchBuilder:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._executor.shutdown(cancel_futures=True)
-        sys.setswitchinterval(self._previous_interval)
+        try:
+            self._executor.shutdown(cancel_futures=True)
+        finally:
+            sys.setswitchinterval(self._previous_interval)
 
     def training_batches(self, first_step: int, position: int, total_steps: int) -> Iterator[SftBatch]:
         """Iterate over the batches of the steps from `first_step` on, the first of which starts at `position`."""
-        return self._build_ahead(self._request_steps(first_step, position, total_steps))
+        return self._build_ahead(self._select_examples(first_step, position, total_steps))
 
     def validation_batches(self, step: int) -> Iterator[SftBatch]:
         """Iterate over the batches of the validation conversations."""
         examples, size = self.plan.validation, self.config.batch_size
         starts = range(0, len(examples), size)
-        return self._build_ahead(BatchRequest(step, start, examples[start : start + size]) for start in starts)
+        return self._build_ahead(BatchExamples(step, start, examples[start : start + size]) for start in starts)
 
-    def _request_steps(self, first_step: int, position: int, total_steps: int) -> Iterator[BatchRequest]:
+    def _select_examples(self, first_step: int, position: int, total_steps: int) -> Iterator[BatchExamples]:
         for step in range(first_step, total_steps):
             indices = self.plan.order.indices_at(position, self.config.batch_size)
-            yield BatchRequest(step, position, [self.plan.conversations[index] for index in indices])
+            yield BatchExamples(step, position, [self.plan.conversations[index] for index in indices])
             position += len(indices)
 
-    def _build_ahead(self, requests: Iterable[BatchRequest]) -> Iterator[SftBatch]:
-        """Yield the batch of each request; the next one is being built meanwhile."""
-        current: Future[SftBatch] | None = None
-        for request in requests:
-            following = self._executor.submit(self._build, request)
-            if current is not None:
-                yield current.result()
-            current = following
-        if current is not None:
-            yield current.result()
+    def _build_ahead(self, batches: Iterable[BatchExamples]) -> Iterator[SftBatch]:
+        """Yield the batches in their order; the next one is being built meanwhile."""
+        future: Future[SftBatch] | None = None
+        for batch in batches:
+            next_future = self._executor.submit(self._build, batch)
+            if future is not None:
+                yield future.result()
+            future = next_future
+        if future is not None:
+            yield future.result()
 
-    def _build(self, request: BatchRequest) -> SftBatch:
+    def _build(self, batch: BatchExamples) -> SftBatch:
         config, pack_spec = self.config, self.pack_spec
-        named = [(str(number), example) for number, example in enumerate(request.examples, request.position)]
-        forest = build_sft_forest(named, self.plan.renderer, config.data.train_on_roles, config.seq_len)
+        named_examples = [(str(number), example) for number, example in enumerate(batch.examples, batch.position)]
+        forest = build_sft_forest(named_examples, self.plan.renderer, config.data.train_on_roles, config.seq_len)
         packs = pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout)
-        shares = split_across_ranks(Batch.from_packs(request.step, packs), pack_spec, self.world_size)
-        examples_seen = request.position + len(request.examples)
+        shares = split_across_ranks(Batch.from_packs(batch.step, packs), pack_spec, self.world_size)
+        examples_seen = batch.position + len(batch.examples)
         return SftBatch(shares[self.rank], examples_seen, forest.dropped.num_truncated_tokens)

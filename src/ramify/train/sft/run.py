@@ -164,7 +164,7 @@ class _SftRun:
         while self.steps_done < self.total_steps:
             record_pending = self._record_pending_on_failure(pending_steps, progress, raised_on_all_ranks=RamifyError)
             with record_pending, self.ranks.raise_together():
-                step_batch = next(step_batches)  # the thread then builds the next one
+                step_batch = next(step_batches)  # the next one is already being built
             with self._record_pending_on_failure(pending_steps, progress):
                 pending_steps.append((step_batch, trainer.start_step(step_batch.rank_batch)))
             self.steps_done += 1
