@@ -21,6 +21,7 @@ and shows how far the logprobs of trainer and engine are apart in bfloat16.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import shutil
@@ -39,8 +40,8 @@ from _loop import RunObservation, find_first_window, observe_run, ramify_command
 from ramify.tasksets import reversal
 
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
-MISMATCH, LEARN_STEP = 2e-4, 0.6
-DISTIL_STEPS, TEACHER, DISTILLED = {"sft": 20, "opd": 40}, 0.9, 0.8
+MISMATCH, MAX_STEP_SECONDS = 2e-4, 0.6
+DISTIL_STEPS, MIN_TEACHER_REWARD, MIN_DISTILLED_REWARD = {"sft": 20, "opd": 40}, 0.9, 0.8
 TOKENS = 100_000  # that the mismatch is measured on
 GIVING_UP = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
@@ -182,25 +183,25 @@ TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
 def warm(home: Path, args: Any, *, name: str = "warmed", right: float | None = None) -> tuple[Path, float]:
-    """Train a model that gives the right answer for a share of the texts, unless it is there.
+    """Train a model that gives the right answer for a share of the texts, unless `home` already has it.
 
-    Return its directory below `home` and the seconds it took. The share is `args.right` if not given.
+    Return its directory and the seconds it took. The share is `args.right` if not given.
     """
-    model = home / name  # without the manifest, which has the version of a run's weights
-    if (model / "config.json").is_file():
+    right = args.right if right is None else right
+    settings: dict[str, Any] = {"model": args.name, "device": args.device, "lr": args.warm_lr}
+    config = WARM.format(name=f"make-{name}", steps=args.warm_steps, **settings)
+    digest = hashlib.sha256(f"{config}{right}".encode()).hexdigest()[:8]
+    model = home / f"{name}-{digest}"  # without the manifest, which has the version of a run's weights
+    if model.is_dir():
         return model, 0.0
     rng = random.Random(0)
     with (home / "warm.jsonl").open("w") as data:
         for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
-            is_right = rng.random() < (args.right if right is None else right)
-            reply = reversal.reverse(text) if is_right else GIVING_UP
+            reply = reversal.reverse(text) if rng.random() < right else GIVING_UP
             messages = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(reply))]
             data.write(
                 json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
             )
-    config = WARM.format(
-        name=f"make-{name}", steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr
-    )
     (home / "warm.toml").write_text(config)
     started = time.monotonic()
     result = subprocess.run(
@@ -209,7 +210,9 @@ def warm(home: Path, args: Any, *, name: str = "warmed", right: float | None = N
     if result.returncode:
         raise SystemExit(f"ramify sft exited with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
     _, _, path = result.stdout.replace("\n", " ").rpartition("the model is ")
-    shutil.copytree(home / path.strip(), model, ignore=shutil.ignore_patterns("manifest.json"), dirs_exist_ok=True)
+    partial = home / f"{name}-partial"
+    shutil.copytree(home / path.strip(), partial, ignore=shutil.ignore_patterns("manifest.json"), dirs_exist_ok=True)
+    partial.rename(model)
     return model, time.monotonic() - started
 
 
@@ -264,7 +267,7 @@ def learn(home: Path, model: Path, args: Any) -> list[Row]:
     ]
     return [
         *rows,
-        *_step_rows(observation, None if args.model else LEARN_STEP),
+        *_step_rows(observation, None if args.model else MAX_STEP_SECONDS),
         *_gpu_rows(load, observation),
         *_mismatch_rows(observation, "of it, trained by the weights that sampled"),
     ]
@@ -414,13 +417,15 @@ def distil(home: Path, student: Path, args: Any) -> list[Row]:
         config = RL.format(name=name, steps=steps, off_policy=2, lr=args.distil_lr, **settings)
         config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device)
         observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        if len(observation.rewards) < steps:
+            raise SystemExit(f"{name} trained {len(observation.rewards)} of {steps} steps in {TIMEOUT:g} s")
         rewards = observation.metrics["eval/held-out/avg"]
         print(f"{algorithm}: held-out reward " + " ".join(f"{reward:.3f}" for reward in rewards))
         if algorithm == "sft":  # its rollouts are the teacher's
             reward = statistics.fmean(observation.rewards)
-            rows.append(Row("reward of the teacher", reward, None, "", TEACHER, at_least=True))
+            rows.append(Row("reward of the teacher", reward, None, "", MIN_TEACHER_REWARD, at_least=True))
         rows.append(Row(f"{algorithm}: held-out reward before", rewards[0], None, "", START))
-        rows.append(Row(f"  after {steps} steps", rewards[-1], None, "", DISTILLED, at_least=True))
+        rows.append(Row(f"  after {steps} steps", rewards[-1], None, "", MIN_DISTILLED_REWARD, at_least=True))
         rows += [Row(f"  {row.name}", row.ours, None, row.unit) for row in _step_rows(observation)[:1]]
     return rows
 
