@@ -60,9 +60,10 @@ class SlurmCluster:
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(self.directory / "slurm.conf"),
-            "LD_LIBRARY_PATH": f"{libraries}:{self.plugins}",
             "PATH": f"{root}/usr/bin:{os.environ['PATH']}",
         }
+        if root != Path("/"):  # jobs get this variable too, and would load the system's libpython with it
+            self.environment["LD_LIBRARY_PATH"] = f"{libraries}:{self.plugins}"
         self._daemons: list[subprocess.Popen] = []
 
     def start(self) -> None:
