@@ -6,12 +6,14 @@
         hosts[2].kill()                   # every process of the host at once, as if its plug were pulled
 
 Hosts share the file system, except the directory of Ray and /dev/shm. Root is needed. All names start with a prefix of
-this process, and everything is removed at the end.
+this network, and everything is removed at the end.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
+import string
 import subprocess
 import tempfile
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 START_TIMEOUT = 20.0  # seconds for a host to be up
+_letters = itertools.cycle(string.ascii_lowercase)  # tell the networks of one process apart
 # The first process of a host: it collects orphans as an init process does, and dies with its parent.
 INIT = """
 set -e
@@ -122,7 +125,7 @@ class Hosts:
     """Several hosts on one network. `directory` is seen by all of them, and removed at the end."""
 
     def __init__(self, number: int) -> None:
-        self.prefix = f"rfy{os.getpid()}h"
+        self.prefix = f"rfy{os.getpid()}{next(_letters)}"
         self.switch = f"{self.prefix}s"
         self.directory = Path(tempfile.mkdtemp(prefix="rfy"))  # short: Ray puts sockets into it
         self.ray_directory = self.directory / "ray"
