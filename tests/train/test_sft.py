@@ -28,7 +28,7 @@ from ramify.tasksets.data_files import read_rows
 from ramify.train.batch import Batch
 from ramify.train.metrics import StepMetrics
 from ramify.train.sft import batches, run, run_sft
-from ramify.train.sft.batches import BatchRequest, SftBatch, SftBatchBuilder
+from ramify.train.sft.batches import BatchExamples, SftBatch, SftBatchBuilder
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
 from ramify.train.sft.example_order import ExampleOrder, split_held_out
@@ -403,7 +403,7 @@ def built_batches(monkeypatch) -> queue.SimpleQueue[tuple[int, int]]:
     """A queue with step and position of every batch that was built."""
     built, build = queue.SimpleQueue(), SftBatchBuilder._build
 
-    def recording_build(builder: SftBatchBuilder, request: BatchRequest) -> SftBatch:
+    def recording_build(builder: SftBatchBuilder, request: BatchExamples) -> SftBatch:
         batch = build(builder, request)
         built.put((request.step, request.position))
         return batch
