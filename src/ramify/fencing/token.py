@@ -69,7 +69,7 @@ class TokenGate:
     It is for a party that does not assign tokens, such as an engine: it learns the newest one from its callers.
     """
 
-    def __init__(self, role: str, newest: FencingToken = FencingToken()) -> None:  # noqa: B008 - it is immutable
+    def __init__(self, role: str, newest: FencingToken = FencingToken()) -> None:
         self.role, self.newest = role, newest
 
     def check(self, token: FencingToken) -> None:
