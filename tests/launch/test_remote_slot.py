@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import StorageFailed
+from ramify.errors import DeadlineExceeded, StorageFailed
 from ramify.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.launch import liveness, node_process, remote_slot
 from ramify.launch.launcher import Placement, ProcessStart
+from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
 from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line, with_timeout
 from tests.launch.remote_launcher import InProcessLauncher
@@ -193,6 +195,39 @@ async def test_stopped_slot_starts_nothing_any_more(tmp_path):
     assert reply.exit_code is not None
     assert reply.pid == 0
     await process.close()
+
+
+class SlowSlot(LocalSlot):
+    """A slot whose process may or may not start after `start` has failed."""
+
+    has_exited = False
+
+    async def start(self, start, log):
+        raise DeadlineExceeded("python did not start within 60 s")
+
+
+@with_timeout
+async def test_start_that_timed_out_is_no_exit_and_ends_with_its_lease(launcher, log, monkeypatch):
+    monkeypatch.setattr(node_process, "LocalSlot", SlowSlot)
+    async with open_slots(launcher, placement=LEASED) as (slot,):
+        await start_code(slot, "", log)
+        await wait_for_line(log, "DeadlineExceeded: python did not start within 60 s")
+        failed_at = read_lease_clock()
+        assert slot.poll() is None and not slot.has_exited
+        assert await slot.wait() == -signal.SIGKILL
+        assert slot.is_lost
+        assert read_lease_clock() - failed_at > TERMS.duration  # the start may have succeeded just after its timeout
+
+
+@with_timeout
+async def test_start_that_timed_out_is_an_exit_when_its_process_tree_is_empty(launcher, log, monkeypatch):
+    monkeypatch.setattr(node_process, "LocalSlot", SlowSlot)
+    async with open_slots(launcher, placement=LEASED) as (slot,):
+        await start_code(slot, "", log)
+        await wait_for_line(log, "DeadlineExceeded: python did not start within 60 s")
+        monkeypatch.setattr(SlowSlot, "has_exited", True)
+        assert await slot.wait() == EXIT_NOT_STARTED
+        assert not slot.is_lost
 
 
 @with_timeout

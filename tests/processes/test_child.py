@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.fencing.lease import read_lease_clock
 from ramify.processes import child as child_module
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
@@ -248,9 +249,55 @@ async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(
     child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True)
     with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
         await child.start(output.fileno())
-    assert await child.stop() is None
+    assert await child.stop() == EXIT_NOT_STARTED
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and _mentions(path, tmp_path)]
     assert pids == []
+
+
+def delay_start(monkeypatch, tmp_path) -> None:
+    """Let detached watchers wait for a file before they do anything."""
+    code = f"""
+import os, pathlib, sys, time
+from ramify.processes.watcher import exec_command, fork_under_watcher
+if os.fork():
+    os._exit(0)
+os.setsid()
+while not pathlib.Path({str(tmp_path / "file")!r}).exists():
+    time.sleep(0.01)
+fork_under_watcher(stop_timeout=float(sys.argv[2]))
+exec_command(sys.argv[3:])
+"""
+    monkeypatch.setattr(child_module, "START_TIMEOUT", 2.0)
+    monkeypatch.setattr(child_module, "WATCHER_COMMAND", (sys.executable, "-c", code))
+
+
+@with_timeout
+async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_path, monkeypatch):
+    delay_start(monkeypatch, tmp_path)
+    child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True)
+    child.set_lease_end(read_lease_clock() + 60)
+    with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
+        await child.start(output.fileno())
+    assert not child.has_exited  # its watcher may still start it
+    child.request_stop()
+    assert not child.has_exited
+    (tmp_path / "file").touch()
+    assert await child.wait() == EXIT_NOT_STARTED
+    assert child.has_exited
+    await child.stop()
+    assert not (tmp_path / "started").exists()
+
+
+@with_timeout
+async def test_process_that_starts_after_its_timeout_can_be_stopped(tmp_path, monkeypatch):
+    delay_start(monkeypatch, tmp_path)
+    child, log = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True), ProcessLog(tmp_path / "log")
+    with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
+        await child.start(output.fileno())
+    (tmp_path / "file").touch()
+    await wait_until_up(child, log)
+    assert child.pid and not child.has_exited
+    assert await child.stop() == 128 + signal.SIGTERM
 
 
 def _mentions(process: Path, text: Path) -> bool:

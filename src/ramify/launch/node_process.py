@@ -57,7 +57,7 @@ class ExchangeReply:
     """What the node knows about the process."""
 
     renewal: int
-    """Number of the renewal of the lease that is sent with this reply."""
+    """Number of the renewal of the lease that is sent with this reply; 0 for none."""
     is_started: bool
     pid: int
     exit_code: int | None
@@ -77,8 +77,8 @@ class NodeProcess:
         with wrap_storage_errors(self._log.path):
             self._log.open().close()
         self._node, self._lease = node, LeaseHolder(terms)
-        self._is_started = False
-        self._exit_code: int | None = None  # of a process that could not be started
+        self._is_started = self._has_start_failed = False
+        self._exit_code: int | None = None  # of a process that is never started
         self._last_signal = 0
         self._num_released = 0  # bytes of the output whose space is released
 
@@ -99,10 +99,10 @@ class NodeProcess:
             if number > self._last_signal:
                 self._slot.send_signal(signal.Signals(signal_number))
                 self._last_signal = number
-        exit_code = self._slot.poll() if self._exit_code is None else self._exit_code  # before the output is read
+        exit_code = self._poll()  # before the output is read
         output, log_size = self._read_output(request.log_offset)
         return ExchangeReply(
-            renewal=self._lease.send_renewal(read_lease_clock()),
+            renewal=0 if self._has_start_failed else self._lease.send_renewal(read_lease_clock()),
             is_started=self._is_started,
             pid=self._slot.pid,
             exit_code=exit_code,
@@ -111,6 +111,13 @@ class NodeProcess:
             log_size=log_size,
         )
 
+    def _poll(self) -> int | None:
+        """Return the exit code if no process runs any more, nor will start; else None."""
+        exit_code = self._slot.poll() if self._exit_code is None else self._exit_code
+        if exit_code is None and self._has_start_failed and self._slot.has_exited:
+            return EXIT_NOT_STARTED
+        return exit_code
+
     def _stop(self) -> None:
         """Stop the process; one that was not started yet never will be."""
         if not self._is_started:
@@ -118,7 +125,11 @@ class NodeProcess:
         self._slot.request_stop()
 
     async def _start_once(self, start: ProcessStart) -> None:
-        """Start the process if its lease allows it. A failure counts as an exit, with its reason in the output."""
+        """Start the process if its lease allows it. The reason of a failure is in the output.
+
+        A start that took too long may still happen. So a failure counts as an exit only when no process can run any
+        more, and the lease is not renewed meanwhile.
+        """
         if self._is_started or self._lease.is_expired(read_lease_clock()):
             return
         self._is_started = True
@@ -126,7 +137,8 @@ class NodeProcess:
         try:
             await self._slot.start(replace(start, command=command), self._log)
         except RamifyError as error:
-            self._exit_code = EXIT_NOT_STARTED
+            self._has_start_failed = True
+            self._slot.request_stop()
             with contextlib.suppress(OSError), self._log.path.open("a", encoding="utf-8") as log:
                 log.write(f"{type(error).__name__}: {error.message}\n")
 

@@ -168,7 +168,7 @@ class RemoteSlot:
 
     def _grant(self, renewal: int) -> int:
         """Grant a renewal, unless the process is to be stopped or replaced; return the number to send."""
-        if self._request.is_stop_requested:
+        if self._request.is_stop_requested or not renewal:
             return self._request.granted_renewal
         with contextlib.suppress(ProcessReplaced):
             self._leases.grant(self._token, self._rank, read_lease_clock())

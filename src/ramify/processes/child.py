@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.watcher import DETACH_FLAG
 
@@ -57,6 +58,7 @@ class ChildProcess:
         self._watcher_pid = 0
         self._watcher_pidfd: int | None = None
         self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is no child of this process
+        self._is_starting = False  # a watcher was requested and has neither sent its pids nor exited
         self._pending_signal: signal.Signals | None = None  # to be sent when the pid is known
         self._lease_end: float | None = None
 
@@ -72,6 +74,9 @@ class ChildProcess:
 
     async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), command_forks_watcher: bool = False) -> None:
         """Start the process with its output to `output_fd`. Raises ProcessDied or DeadlineExceeded if this fails.
+
+        After a failure, the process may still start, late: only `has_exited` says that none runs. `request_stop`
+        prevents the late start.
 
         With `command_forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an
         interpreter. It then chooses the time between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
@@ -89,6 +94,7 @@ class ChildProcess:
                     pass_fds=pass_fds,
                     start_new_session=True,
                 )
+                self._is_starting = True
             if self._is_detached:
                 await _wait_for_fork(popen)
                 if not await self._receive_pids(START_TIMEOUT):
@@ -110,6 +116,7 @@ class ChildProcess:
                 is_requested = client.request_fork(
                     self.command, modules, self.env, stop_timeout=self.stop_timeout, fds=fds
                 )
+                self._is_starting = is_requested
             return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
         return False
 
@@ -122,10 +129,13 @@ class ChildProcess:
     @property
     def has_exited(self) -> bool:
         """Whether no process runs: none was started, or it has exited with its descendants."""
-        return self._watcher_pidfd is None or self.poll() is not None
+        return self.poll() is not None or (self._watcher_pidfd is None and not self._is_starting)
 
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
+        if self._is_starting and self._control_socket is not None and _is_readable(self._control_socket.fileno()):
+            is_gone = not self._read_pids() and self._watcher_pidfd is None
+            self.exit_code = EXIT_NOT_STARTED if is_gone else self.exit_code
         if self.exit_code is None and self._watcher_pidfd is not None and _is_readable(self._watcher_pidfd):
             popen = self._watcher_popen
             self.exit_code = popen.wait() if popen is not None else self._receive_exit_code()
@@ -134,8 +144,11 @@ class ChildProcess:
     async def wait(self) -> int:
         """Wait until the process and its descendants have exited, and return the exit code."""
         while (exit_code := self.poll()) is None:
-            assert self._watcher_pidfd is not None, "the process was not started"
-            await _wait_readable(self._watcher_pidfd)
+            fd = self._watcher_pidfd
+            if fd is None:
+                assert self._is_starting and self._control_socket is not None, "the process was not started"
+                fd = self._control_socket.fileno()
+            await _wait_readable(fd)
         return exit_code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -164,7 +177,7 @@ class ChildProcess:
         If this is cancelled, the process is killed. One that is stuck in the kernel counts as killed.
         """
         try:
-            if self._watcher_pidfd is not None:
+            if self._watcher_pidfd is not None or self._is_starting:
                 self.request_stop()
                 async with asyncio.timeout(self.stop_timeout + KILL_TIMEOUT):
                     await self.wait()
@@ -189,6 +202,7 @@ class ChildProcess:
         if self._control_socket is not None:
             self._control_socket.close()
             self._control_socket = None
+        self._is_starting = False  # a watcher that finds its control socket closed starts nothing
 
     def _kill_watcher(self) -> None:
         if self._watcher_pid and self.poll() is None:  # group 0 would be that of this process
@@ -198,6 +212,7 @@ class ChildProcess:
     def _open_control_socket(self) -> socket.socket:
         """Open a new control socket, and return its other end."""
         self._close()
+        self.exit_code = None  # a start that was given up may have set it
         self._control_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control_socket.setblocking(False)
         if self._lease_end is not None:
@@ -209,6 +224,12 @@ class ChildProcess:
         assert self._control_socket is not None
         async with asyncio.timeout(timeout):
             await _wait_readable(self._control_socket.fileno())
+        return self._read_pids() if self._is_starting else bool(self.pid)  # `poll` may have read them
+
+    def _read_pids(self) -> bool:
+        """Read the message with the pids; return False if the watcher has exited without sending it."""
+        assert self._control_socket is not None
+        self._is_starting = False
         try:
             try:
                 message, fds, _, _ = socket.recv_fds(self._control_socket, 64, 1)

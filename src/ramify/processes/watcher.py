@@ -42,8 +42,14 @@ def fork_under_watcher(*, stop_timeout: float, cleanup: Callable[[], None] | Non
     """Fork, and return in the child only. The parent becomes the watcher of the child, and exits with its exit code.
 
     Standard input must be the control socket. The watcher sends its own pid, the child's pid and its own pidfd over it,
-    and at the end the exit code. It calls `cleanup` after the child and all descendants have exited.
+    and at the end the exit code. It calls `cleanup` after the child and all descendants have exited. If the parent
+    process has given up a start that took too long, or has exited, nothing is forked.
     """
+    lease_end = _read_lease_end()
+    if lease_end is None:
+        if cleanup is not None:
+            cleanup()
+        os._exit(EXIT_NOT_STARTED)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watcher_pid, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -59,7 +65,7 @@ def fork_under_watcher(*, stop_timeout: float, cleanup: Callable[[], None] | Non
     control_socket = socket.socket(fileno=os.dup(0))
     with contextlib.suppress(OSError):
         socket.send_fds(control_socket, [f"{watcher_pid} {pid}".encode()], [os.pidfd_open(watcher_pid)])
-    exit_code = _wait_for_exit(pid, stop_timeout)
+    exit_code = _wait_for_exit(pid, stop_timeout, lease_end)
     _kill_orphans()
     if cleanup is not None:
         cleanup()
@@ -85,13 +91,13 @@ def exec_command(command: Sequence[str]) -> NoReturn:
     os._exit(EXIT_NOT_STARTED)
 
 
-def _wait_for_exit(pid: int, stop_timeout: float) -> int:
+def _wait_for_exit(pid: int, stop_timeout: float, lease_end: float) -> int:
     """Wait for the exit of the command, stop it if the parent process exits first, and return its exit code."""
     pidfd = os.pidfd_open(pid)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     poller.register(pidfd, select.POLLIN)
-    deadline = lease_end = math.inf
+    deadline = math.inf
     while True:
         seconds = min(deadline - time.monotonic(), lease_end - time.clock_gettime(time.CLOCK_BOOTTIME))
         timeout = None if seconds == math.inf else max(0.0, min(seconds, MAX_POLL_SECONDS)) * 1000
@@ -110,6 +116,17 @@ def _wait_for_exit(pid: int, stop_timeout: float) -> int:
         if time.monotonic() >= deadline or time.clock_gettime(time.CLOCK_BOOTTIME) >= lease_end:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             deadline = lease_end = math.inf
+
+
+def _read_lease_end() -> float | None:
+    """Return the end of the lease that was received last, infinity for none; None if the parent wants no process."""
+    poller, lease_end = select.poll(), math.inf
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    while poller.poll(0):
+        if not (message := _read_message()):
+            return None
+        lease_end = float(message)
+    return lease_end
 
 
 def _read_message() -> bytes:
