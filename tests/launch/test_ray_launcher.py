@@ -24,6 +24,11 @@ def choose_first(*names: str) -> Placement:
     )
 
 
+def choose_one(*names: str) -> Placement:
+    """Return a placement that takes the first of these nodes that can be reached."""
+    return Placement(choose_nodes=lambda nodes: [name for name in names if name in {node.name for node in nodes}][:1])
+
+
 def test_missing_ray_is_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigInvalid, match=r"cluster.launcher: 'ray' needs the extra `ray`: pip install"):
@@ -85,6 +90,51 @@ async def test_actor_that_crashes_again_and_again_ends_with_the_timeout():
     with pytest.raises(DeadlineExceeded, match=r"has found no place within 0.5 s"):
         await RayLauncher(ray).open_slots(build_leases(), choose_first("a"), timeout=0.5)
     assert all(actor.is_killed for actor in ray.actors)
+
+
+@with_timeout
+async def test_node_that_crashes_is_avoided_although_ray_takes_it_for_alive():
+    ray, chosen_from = StubRay("a", "b", failures={"a": "crashes"}), []
+    launcher = RayLauncher(ray)
+
+    def choose_nodes(nodes):
+        chosen_from.append([node.name for node in nodes])
+        return chosen_from[-1][:1]
+
+    for _ in range(2):  # the next process does not try it first either
+        (slot,) = await launcher.open_slots(build_leases(), Placement(choose_nodes=choose_nodes), timeout=60)
+        assert slot.node == "b"
+    assert chosen_from == [["a", "b"], ["b"], ["b"]]
+
+
+@pytest.mark.parametrize(("seconds", "next_node"), [(ray_launcher.NODE_AVOIDANCE, "b"), (0.0, "a")])
+@with_timeout
+async def test_node_on_which_a_process_was_lost_is_avoided_for_a_while(monkeypatch, seconds, next_node):
+    monkeypatch.setattr(ray_launcher, "NODE_AVOIDANCE", seconds)
+    launcher = RayLauncher(StubRay("a", "b"))
+    (slot,) = await launcher.open_slots(build_leases(), choose_one("a", "b"), timeout=60)
+    await slot._client.close(is_reachable=False)
+    (next_slot,) = await launcher.open_slots(build_leases(), choose_one("a", "b"), timeout=60)
+    assert (slot.node, next_slot.node) == ("a", next_node)
+
+
+@with_timeout
+async def test_node_that_does_not_answer_is_given_up_before_the_timeout():
+    ray = StubRay("a", "b", failures={"a": "full"})
+    (slot,) = await RayLauncher(ray).open_slots(build_leases(), choose_one("a", "b"), timeout=3.0)
+    assert slot.node == "b"
+    assert [actor.is_killed for actor in ray.actors] == [True, False]
+
+
+@with_timeout
+async def test_avoided_node_is_chosen_if_the_others_have_no_room():
+    ray = StubRay("a", "b", failures={"a": "crashes"})
+    launcher = RayLauncher(ray)
+    with pytest.raises(DeadlineExceeded):
+        await launcher.open_slots(build_leases(), choose_first("a"), timeout=0.2)
+    ray.failures.clear()
+    (slot,) = await launcher.open_slots(build_leases(), choose_first("a"), timeout=60)
+    assert slot.node == "a"
 
 
 @with_timeout

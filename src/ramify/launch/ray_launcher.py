@@ -9,7 +9,8 @@ live on. Only an exit that was seen counts, or the end of a lease. Replies are s
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +27,9 @@ CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to sto
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
+MAX_OPEN_TRIES = 3  # a node that neither starts an actor nor dies takes this part of the time to find a place
+# Seconds for which a node is avoided after a process was lost there. Ray needs about one minute to notice a dead node.
+NODE_AVOIDANCE = 120.0
 
 
 class RayLauncher:
@@ -34,6 +38,7 @@ class RayLauncher:
     def __init__(self, ray: Any) -> None:
         """Use an initialized `ray`; `connect` is the usual way."""
         self._ray, self._local = ray, LocalLauncher()
+        self._avoided_until: dict[str, float] = {}  # monotonic time, by node
         self._actor_class = ray.remote(_NodeProcessActor)
 
     @classmethod
@@ -75,7 +80,7 @@ class RayLauncher:
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
-        """Return one slot per rank; nodes are chosen again if one dies meanwhile.
+        """Return one slot per rank; nodes are chosen again if one dies or does not answer meanwhile.
 
         Raises ProcessDied if the actor of a rank cannot be started on its node.
         """
@@ -87,9 +92,12 @@ class RayLauncher:
                 while True:
                     if (nodes := await self._choose_nodes(placement, leases.num_ranks)) is not None:
                         try:
-                            return await self._open_on(nodes, leases, placement)
+                            async with asyncio.timeout(timeout / MAX_OPEN_TRIES):
+                                return await self._open_on(nodes, leases, placement)
                         except PeerLost as error:
                             failures.append(error)
+                        except TimeoutError:
+                            pass  # the nodes that did not answer are avoided now
                     await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError as error:
             message = f"{leases.role} has found no place within {timeout:g} s"
@@ -98,23 +106,38 @@ class RayLauncher:
             raise DeadlineExceeded(f"{message}: {await self._describe_room(leases, placement)}") from error
 
     async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
-        """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now."""
+        """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now.
+
+        A node on which a process was lost is chosen only if the others have no room.
+        """
         if placement.choose_nodes is None:
             return [None] * num_ranks
         ray_nodes = await call_in_daemon_thread(self._list_alive_nodes, "nodes of Ray")
         ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
-        names = placement.choose_nodes(self._to_cluster_nodes(ray_nodes))
+        nodes, now = self._to_cluster_nodes(ray_nodes), time.monotonic()
+        preferred = [node for node in nodes if self._avoided_until.get(node.name, now) <= now]
+        names = placement.choose_nodes(preferred) or placement.choose_nodes(nodes)
         return [_RayNode(name, ids[name]) for name in names] if names and ids.keys() >= set(names) else None
+
+    def _avoid(self, node: "_RayNode | None") -> None:
+        if node is not None:
+            self._avoided_until[node.name] = time.monotonic() + NODE_AVOIDANCE
 
     async def _open_on(
         self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: Placement
     ) -> list[RemoteSlot]:
         """Start one actor per rank. If one of them fails, all are ended."""
-        clients = [_RayClient(self._ray, self._create_actor(placement, node), node) for node in nodes]
+        clients = [
+            _RayClient(self._ray, self._create_actor(placement, node), node, on_lost=partial(self._avoid, node))
+            for node in nodes
+        ]
         tasks = [asyncio.create_task(client.open()) for client in clients]
         try:
             addresses = await asyncio.gather(*tasks)
         except BaseException:
+            for task, node in zip(tasks, nodes):
+                if task.cancelled():  # by the timeout
+                    self._avoid(node)
             await cancel_all(tasks)
             for client in clients:
                 client.kill()
@@ -187,8 +210,8 @@ class _NodeProcessActor(NodeProcess):
 class _RayClient:
     """The connection to one actor."""
 
-    def __init__(self, ray: Any, actor: Any, node: _RayNode | None) -> None:
-        self._ray, self._actor, self._is_closed = ray, actor, False
+    def __init__(self, ray: Any, actor: Any, node: _RayNode | None, *, on_lost: Callable[[], None]) -> None:
+        self._ray, self._actor, self._is_closed, self._on_lost = ray, actor, False, on_lost
         self._where = f" on {node.name}" if node is not None else ""
 
     async def open(self) -> SlotAddress:
@@ -199,6 +222,7 @@ class _RayClient:
         try:
             return await self._call(self._actor.get_address.remote())
         except PeerLost as error:
+            self._on_lost()
             if getattr(error.__cause__, "actor_init_failed", False):
                 problem = f"the actor of a process cannot be started{self._where}: {_get_last_line(error.__cause__)}"
                 raise ProcessDied(f"{problem}; install the same packages on all nodes") from error
@@ -222,6 +246,8 @@ class _RayClient:
 
     async def close(self, *, is_reachable: bool) -> None:
         """Let the actor stop its process and remove its files, if it can, and end it."""
+        if not is_reachable:
+            self._on_lost()
         try:
             if is_reachable and not self._is_closed:
                 with contextlib.suppress(PeerLost, TimeoutError):
