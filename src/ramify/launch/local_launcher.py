@@ -1,9 +1,7 @@
 """Starts processes on this machine, as children of this process."""
 
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +11,7 @@ from ramify.launch.devices import visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
 from ramify.launch.machine import usable_cores, usable_memory
 from ramify.launch.ports import HOST, PortReservation
+from ramify.launch.slot_directory import SlotDirectory
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient
@@ -72,7 +71,7 @@ class LocalSlot:
         self.host, self._prefork_client, self._is_detached = host, prefork_client, is_detached
         self._reservation = PortReservation({"port": f"tcp://{host}:0"} if has_port else {})
         self.port = urlsplit(self._reservation.addresses["port"]).port or 0 if has_port else 0
-        self._directory: Path | None = None
+        self._directory: SlotDirectory | None = None
         self._child: ChildProcess | None = None
         self._pending_signal: signal.Signals | None = None
         self._lease_end: float | None = None
@@ -81,9 +80,8 @@ class LocalSlot:
     def directory(self) -> Path:
         """A temporary directory, which is created on first use."""
         if self._directory is None:
-            with wrap_storage_errors(Path(tempfile.gettempdir())):
-                self._directory = Path(tempfile.mkdtemp(prefix="ramify-"))
-        return self._directory
+            self._directory = SlotDirectory()
+        return self._directory.path
 
     @property
     def has_exited(self) -> bool:
@@ -156,5 +154,5 @@ class LocalSlot:
         finally:
             self._reservation.close()
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.remove()
                 self._directory = None
