@@ -207,6 +207,25 @@ def test_replaced_head_cannot_commit(tmp_path, shared, monkeypatch):
     assert count_entries(shared) == 1
 
 
+@pytest.mark.parametrize("failure", ["fails", "hangs"])
+def test_head_that_is_cut_off_from_the_storage_ends_although_it_commits_nothing(tmp_path, shared, monkeypatch, failure):
+    monkeypatch.setattr(head_replication, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(head_replication, "STORAGE_TIMEOUT", 0.3)
+    answers = threading.Event()
+
+    def read(name):
+        if failure == "fails":
+            raise OSError("the mount is gone")
+        answers.wait()
+
+    with open_head(tmp_path / "run", shared) as ledger:
+        replicator = HeadReplicator(ledger.store, shared)
+        shared.read = read
+        with pytest.raises(StorageFailed, match=r"head log of .*run could not be read for 0.3 s; check the shared"):
+            asyncio.run(asyncio.wait_for(replicator.watch_for_newer_head(), 10))
+        answers.set()
+
+
 def test_copied_run_directory_cannot_commit_beside_the_first_one(tmp_path, shared):
     with open_head(tmp_path / "run", shared) as ledger:
         commit_step(ledger, 0, 0)

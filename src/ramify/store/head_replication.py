@@ -96,12 +96,22 @@ class HeadReplicator:
                 time.sleep(RETRY_DELAY)
 
     async def watch_for_newer_head(self) -> None:
-        """Check every POLL_INTERVAL seconds whether another head has taken over; raise ProcessReplaced if so."""
+        """Check every POLL_INTERVAL seconds whether another head has taken over; raise ProcessReplaced if so.
+
+        Raises StorageFailed when the storage has not answered for STORAGE_TIMEOUT seconds: otherwise a head that is cut
+        off from it would run until its next commit beside a newer one.
+        """
+        answered_at = time.monotonic()
         while self._replaced_error is None:
             await asyncio.sleep(POLL_INTERVAL)
-            with contextlib.suppress(OSError, TimeoutError):  # the next commit notices storage that fails
-                async with asyncio.timeout(STORAGE_TIMEOUT):
-                    await call_in_daemon_thread(partial(self._log.check_not_ended, self.position), "newer head")
+            check = partial(self._log.check_not_ended, self.position)
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(answered_at + STORAGE_TIMEOUT - time.monotonic()):
+                    await call_in_daemon_thread(check, "newer head")
+                    answered_at = time.monotonic()
+            if time.monotonic() >= answered_at + STORAGE_TIMEOUT:
+                problem = f"the head log of {self._store.path} could not be read for {STORAGE_TIMEOUT:g} s"
+                raise StorageFailed(f"{problem}; check the shared directory, then rerun the command")
         raise self._replaced_error
 
     def _create_entry(self) -> None:
