@@ -16,10 +16,7 @@ COLUMNS = (
     "steps again",
     "old copies lived on",
     "overlap",
-    "bound",
 )
-ENGINE_LEASE_FACTOR = 2
-KILL_TIME = 2.0  # seconds for the watcher to kill a process tree
 HEAD_ROLES = (SUPERVISOR, ORCHESTRATOR)  # they have no lease
 
 
@@ -65,18 +62,14 @@ class FaultReport:
                 self.lived_on = max(self.lived_on or 0.0, older.ended_at - self.started_at)
             self.overlaps[copy.role] = max(seconds, self.overlaps.get(copy.role, seconds))
 
-    def get_bound(self, lease: float) -> float:
-        """Return for how many seconds two copies of a leased process may live: a new head does not wait for leases."""
-        return ENGINE_LEASE_FACTOR * lease + KILL_TIME if self.fault.startswith("lose") else 0.0
-
-    def list_problems(self, lease: float) -> list[str]:
-        """Return a line if two copies overlapped for too long."""
-        if self.overlap is None or self.overlap <= self.get_bound(lease):
+    def list_problems(self) -> list[str]:
+        """Return a line if two copies of a leased process overlapped, after whichever fault."""
+        if self.overlap is None or self.overlap <= 0.0:
             return []
-        return [f"{self.fault}: two copies lived for {self.overlap:.1f} s, the bound is {self.get_bound(lease):g} s"]
+        return [f"{self.fault}: two copies lived for {self.overlap:.1f} s"]
 
 
-def format_table(reports: Sequence[FaultReport], lease: float) -> str:
+def format_table(reports: Sequence[FaultReport]) -> str:
     """Return the table in Markdown."""
     lines = [
         f"| {' | '.join(COLUMNS)} |",
@@ -93,7 +86,6 @@ def format_table(reports: Sequence[FaultReport], lease: float) -> str:
             str(report.num_repeated_steps),
             "–" if report.lived_on is None else f"{report.lived_on:.1f} s",
             ", ".join([_format_overlap(report.overlap), *_format_head_overlaps(report)]),
-            f"{report.get_bound(lease):g} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

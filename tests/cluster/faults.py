@@ -206,11 +206,11 @@ def main() -> int:
         except AssertionError as error:
             problems.append(str(error))
         finally:
-            print(format_table(injector.reports, LEASE), flush=True)
+            print(format_table(injector.reports), flush=True)
             if args.keep is not None:
                 for path in [*hosts.directory.glob("disk-of-*"), injector.run.shared]:
                     shutil.copytree(path, args.keep / path.name, symlinks=True, dirs_exist_ok=True)
-    problems += [problem for report in injector.reports for problem in report.list_problems(LEASE)]
+    problems += [problem for report in injector.reports for problem in report.list_problems()]
     for problem in problems:
         print(problem)
     print(f"{len(injector.reports)} faults, {len(problems)} problems")

@@ -34,6 +34,7 @@ class Rules:
 
     token: bool = True
     lease: str = "sent"
+    new_head_waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Fault:
     """What happens at `time` to a machine (0 to 3: workers, 4: the newest head), and for how long."""
 
     time: float
-    kind: str  # cut, pause_machine, pause_process, kill_process, restart_head, new_head
+    kind: str  # cut, pause_machine, pause_process, kill_process, restart_head, new_head, lose_head
     machine: int
     duration: float
 
@@ -171,7 +172,9 @@ class Simulation:
                 lifetime.watcher.kill()
         elif fault.kind == "restart_head":
             self.heads[-1].restart()
-        elif fault.kind == "new_head" and len(self.heads) < 4:
+        elif fault.kind in ("new_head", "lose_head") and len(self.heads) < 4:
+            if fault.kind == "lose_head":
+                self.heads[-1].lose()
             self.start_head()
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -193,10 +196,12 @@ class Simulation:
         return len(entries)
 
     def measure_overlap(self) -> float:
-        """Return the longest time during which two copies of the trainer ran under one head."""
+        """Return the longest time during which two copies of the trainer ran, of one head or after a head was lost."""
         overlaps = [0.0]
-        for first, second in itertools.combinations(self.lifetimes, 2):
-            if first.token.epoch == second.token.epoch and first.token != second.token:
+        for pair in itertools.combinations(self.lifetimes, 2):
+            first, second = sorted(pair, key=lambda lifetime: lifetime.token)
+            has_one_head = first.token.epoch == second.token.epoch or self.heads[first.token.epoch].is_lost
+            if first.token != second.token and has_one_head:
                 overlaps.append(first.measure_overlap(second))
         return max(overlaps)
 
@@ -210,9 +215,10 @@ class Head:
         entries = dict(simulation.log.list_entries())
         self.committed = msgspec.json.decode(entries[base], type=CommitEntry) if base else CommitEntry()
         self.num_entries, self.pending_append = 0, None
-        self.is_replaced = False
+        self.is_replaced = self.is_lost = False
         self.leases = RoleLeases("trainer", self.token, TERMS, num_ranks=NUM_RANKS, now=self.clock())
-        self.start_trainer()
+        if not self.token.epoch or not simulation.rules.new_head_waits:
+            self.start_trainer()  # a later head takes the leases of the old one as just granted, and waits
         self.poll()
 
     def clock(self) -> float:
@@ -226,6 +232,10 @@ class Head:
         if self.pending_append is not None:
             self.append(*self.pending_append)
         self.poll()
+
+    def lose(self) -> None:
+        """The head's machine is lost for good."""
+        self.process.is_alive, self.is_lost = False, True
 
     def poll(self) -> None:
         if self.is_replaced:

@@ -10,7 +10,7 @@ from tests.fencing.simulation import HORIZON, KILL_DELAY, TERMS, Fault, Rules, S
 
 NUM_SCHEDULES = 10_000 if os.environ.get("RAMIFY_FULL") else 200
 MAX_OVERLAP = KILL_DELAY / (1 - TERMS.max_drift)
-KINDS = ["cut", "pause_machine", "pause_process", "kill_process", "restart_head", "new_head"]
+KINDS = ["cut", "pause_machine", "pause_process", "kill_process", "restart_head", "new_head", "lose_head"]
 
 faults = st.builds(
     Fault,
@@ -77,6 +77,12 @@ def test_without_the_token_two_copies_count():
 def test_without_the_lease_overlap_exceeds_its_bound():
     overlaps = (simulate(make_schedule(seed), Rules(lease="none")).measure_overlap() for seed in range(50))
     assert any(overlap > 10 * MAX_OVERLAP for overlap in overlaps)
+
+
+def test_with_a_new_head_that_does_not_wait_overlap_exceeds_its_bound():
+    rules = Rules(new_head_waits=False)
+    overlaps = (simulate(make_schedule(seed), rules).measure_overlap() for seed in range(50))
+    assert any(overlap > MAX_OVERLAP for overlap in overlaps)
 
 
 def test_with_the_lease_counted_from_receipt_overlap_exceeds_its_bound():

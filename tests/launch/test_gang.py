@@ -15,7 +15,7 @@ from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids
-from tests.launch.test_supervisor import supervise
+from tests.launch.test_supervisor import supervise, waits_for
 
 # Appends the variables of the rank to a file, once per start.
 REPORTS = """
@@ -138,6 +138,27 @@ def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
     assert (seen[0][1].state, seen[0][1].token) == (ProcessState.SILENT, "1.6")
     assert [status.token for status in seen[-1]] == ["1.5", "1.7", ""]
+
+
+def test_new_head_waits_for_the_leases_of_the_old_one_and_begins_its_own_tokens(tmp_path):
+    lines, seen = [], []
+    supervisor = Supervisor(
+        [
+            build_spec(tmp_path, "env", RUNS_FOREVER, placement=Placement()),
+            build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER),
+        ],
+        max_restarts=0,
+        grace_period=1.0,
+        print_line=lines.append,
+        on_change=seen.append,
+        earlier_processes={"env": EarlierProcess(FencingToken(1), may_run=True, replacement_delay=1.4)},
+        epoch=2,
+    )
+    started_at = time.monotonic()
+    assert asyncio.run(supervisor.run()) is RunOutcome.FINISHED
+    assert time.monotonic() - started_at > 1.4
+    assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
+    assert [status.token for status in seen[-1]] == ["2.0", ""]
 
 
 def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):

@@ -16,10 +16,12 @@ from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
+from ramify.launch.head_leases import hold_leases
 from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
+from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
-from ramify.launch.run_record import RunRecord, read_earlier_processes
+from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
@@ -72,9 +74,10 @@ def execute_plan(
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with wrap_storage_errors(path):
             plan.write()
-        with hold_weights_directory(config):
+        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs)
+        with hold_weights_directory(config), leases as earlier:
             try:
-                outcome = run_coroutine(_supervise(plan, display, launcher, epoch))
+                outcome = run_coroutine(_supervise(plan, display, launcher, epoch, earlier))
             except RamifyError as error:
                 _record_failure(path, error)
                 raise
@@ -92,7 +95,11 @@ def _record_failure(path: Path, error: RamifyError) -> None:
 
 
 async def _supervise(
-    plan: LaunchPlan | ClusterPlan, display: RunDisplay, launcher: Launcher | None, epoch: int
+    plan: LaunchPlan | ClusterPlan,
+    display: RunDisplay,
+    launcher: Launcher | None,
+    epoch: int,
+    earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
@@ -110,7 +117,7 @@ async def _supervise(
             on_change=record_statuses,
             launcher=launcher,
             epoch=epoch,
-            earlier_processes=read_earlier_processes(path),
+            earlier_processes=earlier_processes,
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)

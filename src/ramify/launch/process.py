@@ -95,7 +95,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class EarlierProcess:
-    """A process of an earlier supervisor of the run."""
+    """A process of an earlier supervisor of the run, on this head or on another one."""
 
     token: FencingToken
     may_run: bool

@@ -72,9 +72,9 @@ class Supervisor:
     """Supervises the processes of one run. Call `run` once.
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
-    processes after every change. `earlier_processes` are those of the last supervisor: one of them that may still run
-    on another node is replaced when its lease has ended. `epoch` is that of this head, and part of the tokens of its
-    processes.
+    processes after every change. `earlier_processes` are those of earlier supervisors and heads: one of them that may
+    still run on a node is replaced when its lease has ended. `epoch` is that of this head, and part of the tokens of
+    its processes.
     """
 
     def __init__(
@@ -198,28 +198,26 @@ class Supervisor:
 
     async def _begin_incarnation(self, spec: ProcessSpec) -> RoleLeases:
         """Return the leases of the next execution of a process, when no earlier one can run any more."""
-        leases, earlier = self._leases.get(spec.name), self._earlier_processes.get(spec.name)
+        leases = self._leases.get(spec.name)
         if leases is None:
-            leases = self._leases[spec.name] = await self._build_first_leases(spec, earlier)
-            if earlier is None:
-                return leases
+            terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
+            token = await self._wait_for_earlier(spec, terms)
+            leases = RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
+            self._leases[spec.name] = leases
+            return leases
         await self._wait_until(leases.replaceable_at, spec)
         leases.replace(read_lease_clock())
         return leases
 
-    async def _build_first_leases(self, spec: ProcessSpec, earlier: EarlierProcess | None) -> RoleLeases:
-        """Return the leases of a process, when one that an earlier supervisor has started cannot run any more."""
-        terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
+    async def _wait_for_earlier(self, spec: ProcessSpec, terms: LeaseTerms) -> FencingToken:
+        """Return the first token of a process, when one that an earlier supervisor has started cannot run any more."""
+        earlier = self._earlier_processes.get(spec.name)
         if earlier is None:
-            token = FencingToken(self.epoch)
-            return RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
+            return FencingToken(self.epoch)
         if earlier.may_run:  # its lease may have been renewed just now
             delay = terms.replacement_delay if earlier.replacement_delay is None else earlier.replacement_delay
             await self._wait_until(read_lease_clock() + delay, spec)
-        leases = RoleLeases(spec.name, earlier.token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
-        for rank in range(spec.num_ranks):
-            leases.record_exit(earlier.token, rank)
-        return leases
+        return max(earlier.token.next_incarnation(), FencingToken(self.epoch))
 
     async def _wait_until(self, dead_at: float, spec: ProcessSpec) -> None:
         """Wait until a process that may still run is dead for certain, at `dead_at` on the clock of leases."""

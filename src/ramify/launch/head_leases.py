@@ -1,0 +1,80 @@
+"""How long the processes of a head may outlive it, recorded where the next head finds it.
+
+    leases/<k>   for each process of head k on a node: seconds after which it is dead for certain without its head
+
+A head writes its file before it starts a process, and removes it when it has seen all of them end. So a file that is
+left is that of a head that was lost, or that still runs. A head of a later epoch counts these seconds from when it
+reads the file: as it has claimed its epoch before, the old head grants no renewals any more, once it has noticed.
+"""
+
+import contextlib
+import os
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.fencing.token import FencingToken
+from ramify.files import write_atomically
+from ramify.launch.head import check_newest_head
+from ramify.launch.process import EarlierProcess, ProcessSpec
+from ramify.launch.run_record import read_earlier_processes, read_record
+from ramify.store import wrap_storage_errors
+from ramify.store.head_replication import POLL_INTERVAL
+
+LEASES_DIR = "leases"  # in the shared directory
+
+
+@contextlib.contextmanager
+def hold_leases(
+    run: Path, shared: Path | None, epoch: int, specs: Sequence[ProcessSpec]
+) -> Generator[dict[str, EarlierProcess]]:
+    """Record the leases of the processes until all have ended, and yield those of earlier supervisors that may run.
+
+    Raises ProcessReplaced if another head has taken over.
+    """
+    earlier = read_earlier_processes(run)
+    delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
+    if shared is None or not delays:
+        yield earlier
+        return
+    directory = shared / LEASES_DIR
+    with wrap_storage_errors(directory):
+        earlier = {**_read_earlier_heads(directory, epoch), **earlier}
+        directory.mkdir(exist_ok=True)
+        write_atomically(_get_path(directory, epoch), msgspec.json.encode(_merge(_read(directory, epoch), delays)))
+    check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
+    try:
+        yield earlier
+    finally:
+        is_recorded = read_record(run).get("pid") == os.getpid()
+        if is_recorded and not any(process.may_run for process in read_earlier_processes(run).values()):
+            with contextlib.suppress(OSError):  # the next head then waits, which does no harm
+                for number in range(epoch + 1):
+                    _get_path(directory, number).unlink(missing_ok=True)
+
+
+def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:
+    """Return the processes that heads of earlier epochs may have left, by name."""
+    delays: dict[str, float] = {}
+    for number in range(epoch):
+        delays = _merge(delays, _read(directory, number))
+    return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
+        name: EarlierProcess(FencingToken(epoch - 1), may_run=True, replacement_delay=delay + POLL_INTERVAL)
+        for name, delay in delays.items()
+    }
+
+
+def _merge(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(delays.get(name, 0.0), others.get(name, 0.0)) for name in (*delays, *others)}
+
+
+def _read(directory: Path, epoch: int) -> dict[str, float]:
+    try:
+        return msgspec.json.decode(_get_path(directory, epoch).read_bytes(), type=dict[str, float])
+    except FileNotFoundError:
+        return {}
+
+
+def _get_path(directory: Path, epoch: int) -> Path:
+    return directory / str(epoch)

@@ -1,0 +1,112 @@
+"""A new head waits for the leases that a lost one has granted, and not for those of a head that ended all processes."""
+
+import contextlib
+
+import pytest
+
+from ramify.errors import ProcessReplaced
+from ramify.fencing.lease import LeaseTerms
+from ramify.fencing.token import FencingToken
+from ramify.launch.head import prepare_head
+from ramify.launch.head_leases import hold_leases
+from ramify.launch.launcher import Placement
+from ramify.launch.process import EarlierProcess, ProcessState
+from ramify.launch.run_record import RunRecord
+from ramify.launch.supervisor import ProcessStatus
+from ramify.store.head_replication import POLL_INTERVAL
+from tests.launch.scripts import build_spec
+from tests.launch.test_head import make_config, train_step
+
+
+def make_specs(tmp_path, duration=60.0):
+    leased = [build_spec(tmp_path, name, "", placement=Placement(lease=LeaseTerms(duration))) for name in ("a", "b")]
+    return [*leased, build_spec(tmp_path, "orchestrator", "")]
+
+
+@contextlib.contextmanager
+def run_head(tmp_path, config, duration=60.0, states=(ProcessState.ENDED, ProcessState.ENDED)):
+    """Run a head, whose processes are in these states at its end. Without them, it is lost."""
+    epoch = prepare_head(config, print_line=lambda line: None)
+    with hold_leases(config.path, config.shared_path, epoch, make_specs(tmp_path, duration)) as earlier:
+        yield earlier
+        if not states:
+            raise KeyboardInterrupt
+        statuses = [
+            ProcessStatus(name, state, 1, 0, 0.0, token=f"{epoch}.0", replacement_delay=duration)
+            for name, state in zip("ab", states)
+        ]
+        RunRecord(config.path, "").write(statuses)
+
+
+def find_waits(tmp_path, head) -> dict[str, EarlierProcess]:
+    """Return for what a new head waits."""
+    with run_head(tmp_path, make_config(tmp_path, head)) as earlier:
+        return earlier
+
+
+def make_earlier(duration: float, epoch: int = 0) -> EarlierProcess:
+    delay = LeaseTerms(duration).replacement_delay + POLL_INTERVAL
+    return EarlierProcess(FencingToken(epoch), may_run=True, replacement_delay=delay)
+
+
+def test_new_head_waits_for_the_leases_of_a_lost_one(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    with pytest.raises(KeyboardInterrupt), run_head(tmp_path, first, duration=300.0, states=()):
+        pass
+    assert find_waits(tmp_path, "second") == {name: make_earlier(300.0) for name in "ab"}  # not those of its own file
+    assert find_waits(tmp_path, "third") == {}  # the second has waited, and has ended its processes
+
+
+def test_new_head_waits_while_the_old_one_still_runs(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    with run_head(tmp_path, first) as earlier:
+        assert earlier == {}
+        assert find_waits(tmp_path, "second") == {name: make_earlier(60.0) for name in "ab"}
+
+
+def test_new_head_waits_for_nothing_after_all_processes_were_seen_to_end(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    with run_head(tmp_path, first):
+        pass
+    assert find_waits(tmp_path, "second") == {}
+
+
+def test_new_head_waits_if_one_process_was_not_seen_to_end(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    with run_head(tmp_path, first, states=(ProcessState.ENDED, ProcessState.SILENT)):
+        pass
+    assert find_waits(tmp_path, "second") == {name: make_earlier(60.0) for name in "ab"}
+
+
+def test_second_of_two_lost_heads_does_not_shorten_the_leases_of_the_first(tmp_path):
+    train_step(make_config(tmp_path, "first"))
+    for head, duration in (("first", 300.0), ("second", 60.0)):
+        with pytest.raises(KeyboardInterrupt), run_head(tmp_path, make_config(tmp_path, head), duration, states=()):
+            pass
+    assert find_waits(tmp_path, "third") == {name: make_earlier(300.0, epoch=1) for name in "ab"}
+
+
+def test_head_that_was_replaced_before_it_has_written_its_leases_starts_nothing(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    epoch = prepare_head(first, print_line=lambda line: None)
+    assert find_waits(tmp_path, "second") == {}
+    with (
+        pytest.raises(ProcessReplaced),
+        hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path)),
+    ):
+        raise AssertionError("it would start its processes beside those of the new head")
+
+
+def test_run_without_placed_processes_or_shared_directory_has_no_leases(tmp_path):
+    config = make_config(tmp_path, "first")
+    train_step(config)
+    with hold_leases(config.path, config.shared_path, 0, make_specs(tmp_path)[2:]) as earlier:
+        assert earlier == {}
+    with hold_leases(config.path, None, 0, make_specs(tmp_path)) as earlier:
+        assert earlier == {}
+    assert not (config.shared_path / "leases").exists()
