@@ -60,7 +60,7 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one.
     """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who stops waiting leaves the thread running
+    future.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
 
     def call() -> None:
         try:

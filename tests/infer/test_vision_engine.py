@@ -167,7 +167,7 @@ def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, 
 
 
 def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world, monkeypatch):
-    monkeypatch.setattr(images, "FIRST_USE_TIMEOUT", 0.0)
+    monkeypatch.setattr(images, "USE_TIMEOUT", 0.0)
     family, _, models = world
     core = build_core(models[A], A, image_cache_mib=1, **SETTINGS)
     prompt = Prompt(Random(3), family, [b"one"])
@@ -205,7 +205,7 @@ def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(world):
 
 
 def test_images_that_are_not_used_soon_are_dropped(world, monkeypatch):
-    monkeypatch.setattr(images, "FIRST_USE_TIMEOUT", 0.0)
+    monkeypatch.setattr(images, "USE_TIMEOUT", 0.0)
     family, _, models = world
     tower, image = build_core(models[A], A).model.tower, process(family, b"one")
     uploaded = UploadedImages(tower, image.num_bytes)

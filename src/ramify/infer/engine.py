@@ -108,7 +108,7 @@ class Engine:
         self.paused = False
         self.failure: ProviderError | None = None
         self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # a running future cannot be cancelled by who waits for it
+        self.ended.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
         self.swap_seconds = 0.0
         self._new_requests: deque[EngineRequest] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()

@@ -22,7 +22,7 @@ from ramify.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.infer.metrics import EngineCounters
 from ramify.model.vision import VisionTower
 
-FIRST_USE_TIMEOUT = 30.0  # seconds from the upload of an image to the request that uses it
+USE_TIMEOUT = 30.0  # seconds from the upload of an image to the request that uses it
 
 
 class ImageReference(NamedTuple):
@@ -53,7 +53,7 @@ class EngineImage:
 class UploadedImages:
     """Processed images by hash. When they exceed `max_bytes`, the least recently used are dropped. Thread-safe.
 
-    An image that was uploaded but not used yet is kept for FIRST_USE_TIMEOUT, as long as all images together stay below
+    An image that was not used since its last upload is kept for USE_TIMEOUT, as long as all images together stay below
     twice `max_bytes`: the request that it was uploaded for is about to be sent.
     """
 
@@ -76,7 +76,7 @@ class UploadedImages:
                 self._num_bytes += image.num_bytes
             self._images.move_to_end(image.hash)
             self._unused_since[image.hash] = time.monotonic()
-            self._evict(lambda hash: not self._is_awaited(hash), self._max_bytes)
+            self._evict(lambda hash: not self._is_reserved(hash), self._max_bytes)
             self._evict(lambda hash: True, 2 * self._max_bytes)
 
     def resolve(self, references: Sequence[ImageReference], prompt_token_ids: list[int]) -> tuple[EngineImage, ...]:
@@ -90,7 +90,9 @@ class UploadedImages:
         previous_stop = 0
         for (hash, start, stop, _), image in zip(references, images):
             if not previous_stop <= start < stop <= len(prompt_token_ids):
-                raise RequestInvalid(f"images: [{start}, {stop}) of image {hash[:8]} is out of order or of the prompt")
+                problem = f"image {hash[:8]} has tokens [{start}, {stop})"
+                expected = f"after the previous image and inside the prompt of {len(prompt_token_ids)} tokens"
+                raise RequestInvalid(f"images: {problem}; expected them {expected}")
             ids = np.array(prompt_token_ids[start:stop])
             indices = start + np.flatnonzero(ids == self._tower.image_token_id)
             if len(indices) != image.num_tokens:
@@ -100,8 +102,8 @@ class UploadedImages:
             previous_stop = stop
         return tuple(prompt_images)
 
-    def _is_awaited(self, hash: str) -> bool:
-        return time.monotonic() - self._unused_since.get(hash, -math.inf) < FIRST_USE_TIMEOUT
+    def _is_reserved(self, hash: str) -> bool:
+        return time.monotonic() - self._unused_since.get(hash, -math.inf) < USE_TIMEOUT
 
     def _evict(self, may_drop: Callable[[str], bool], max_bytes: int) -> None:
         """Drop images that may be dropped, the least recently used first, until `max_bytes` are left."""

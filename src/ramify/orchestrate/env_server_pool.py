@@ -192,8 +192,8 @@ class EnvServerPool(AsyncService):
         if not self.up_servers:
             failures = [server.failure for server in self.servers]
             if failures and all(isinstance(failure, EnvironmentChanged) for failure in failures):
-                what = f"all env servers of source {self.name} have another environment than the run"
-                raise EnvironmentChanged(f"{what}: {self._describe_down()}")
+                problem = f"all env servers of source {self.name} differ from the environment that the run started with"
+                raise EnvironmentChanged(f"{problem}: {self._describe_down()}")
             timeout = min(self.start_timeout, deadline - time.monotonic())
             if not await self.wait_until_up(timeout):
                 raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")

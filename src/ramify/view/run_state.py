@@ -30,7 +30,8 @@ CURVE_METRICS = ("reward/all/mean", "train/loss")  # the second is the small cur
 STATUS_TIMEOUT = 3.0  # seconds
 INDEX_FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal", CONFIG_FILE)
 CHANGING_FILES = (*INDEX_FILES, SNAPSHOT_FILE)
-CACHEABLE_STATES = ("finished", "stopped", "ended", "planned")  # a run keeps them until something of it is written
+# States that change only when a file of the run changes, so a summary can be cached by file times.
+CACHEABLE_STATES = ("finished", "stopped", "ended", "planned")
 MAX_EVENTS_READ = 2000  # last events whose failures are counted
 MAX_EVENTS_SHOWN = 12
 MAX_DROP_REASONS = 8
