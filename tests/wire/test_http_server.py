@@ -70,3 +70,43 @@ def test_signals_are_left_to_the_process():
             assert (await get(server)).endswith(b"hello")
 
     asyncio.run(main())
+
+
+async def _crash(*_: object, **__: object) -> None:
+    raise RuntimeError("the event loop is broken")
+
+
+def test_error_during_start_is_raised(monkeypatch):
+    async def main():
+        server = HttpServer(APP, "127.0.0.1", name="a page")
+        monkeypatch.setattr(server._server, "startup", _crash)
+        with pytest.raises(RuntimeError, match="the event loop is broken"):
+            await server.start()
+        with pytest.raises(OSError):  # the port is free again
+            await get(server)
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_error_that_stops_the_server_is_raised_in_wait(monkeypatch):
+    async def main():
+        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+            monkeypatch.setattr(server._server, "on_tick", _crash)  # called every 0.1 s
+            with pytest.raises(RuntimeError, match="the event loop is broken"):
+                await asyncio.wait_for(server.wait(), 60)
+        with pytest.raises(OSError):  # it listens no longer
+            await get(server)
+
+    asyncio.run(main())
+
+
+def test_cancelled_wait_does_not_stop_the_server():
+    async def main():
+        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+            waiting = asyncio.create_task(server.wait())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            assert (await get(server)).endswith(b"hello")
+
+    asyncio.run(main())

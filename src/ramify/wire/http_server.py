@@ -39,6 +39,7 @@ class HttpServer(AsyncService):
             timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         )
         self._server = _NoSignalServer(settings)
+        self._server.servers = []  # uvicorn adds to them when it starts
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -49,8 +50,8 @@ class HttpServer(AsyncService):
     async def start(self) -> Self:
         """Listen and serve.
 
-        Raises PortTaken if the port is in use, ConfigInvalid if the host is no address of this machine, and
-        DeadlineExceeded if the server does not start in time.
+        Raises PortTaken if the port is in use, ConfigInvalid if the host is no address of this machine,
+        DeadlineExceeded if the server does not start in time, and any other error with which it ends instead.
         """
         try:
             listener = open_listener(self.host, self.port, backlog=BACKLOG)
@@ -60,20 +61,26 @@ class HttpServer(AsyncService):
         # Connections inherit this option; asyncio sets it only on sockets created with an explicit protocol number.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.name)
+        self._task = task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.name)
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                while not self._server.started and not self._task.done():
+                while not self._server.started and not task.done():
                     await asyncio.sleep(POLL_INTERVAL)
         except TimeoutError as error:
             await self.close()
             raise DeadlineExceeded(f"{self.name}: waited {START_TIMEOUT:g} s for {self.address} to answer") from error
+        if task.done():
+            await self.close()
+            listener.close()
+            task.result()
         return self
 
     async def wait(self) -> None:
-        """Return when the server has stopped."""
-        assert self._task is not None
-        await asyncio.wait({self._task})
+        """Return when the server has stopped. Raises the error that stopped it, if any."""
+        task = self._task
+        assert task is not None
+        await asyncio.wait({task})  # `await task` would cancel the server with the waiter
+        task.result()
 
     async def close(self) -> None:
         """Stop the server. Closing it again does nothing."""
@@ -85,6 +92,8 @@ class HttpServer(AsyncService):
         if not done:
             task.cancel()
             await asyncio.wait({task})
+        for server in self._server.servers:  # after an error, uvicorn leaves them open
+            server.close()
 
 
 class _NoSignalServer(uvicorn.Server):
