@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import msgspec
 import pytest
+import uvicorn
 
 from ramify.errors import ProviderError
 from ramify.infer.config import ServerConfig
@@ -302,10 +303,10 @@ def breaking_server(model):
 def test_a_server_ends_when_its_engine_fails(model):
     core = build_core(model, kv_cache_tokens=8192)
 
-    def fail():
+    def fail_in_step():
         raise RuntimeError("the device is gone")
 
-    core.step = fail
+    core.step = fail_in_step
     engine = Engine(core)
 
     async def serve_one_request():
@@ -316,8 +317,21 @@ def test_a_server_ends_when_its_engine_fails(model):
             await asyncio.sleep(0.01)
         await asyncio.wait_for(serving, 30)
 
-    with pytest.raises(ProviderError, match="the device is gone"):
+    with pytest.raises(RuntimeError, match="the device is gone") as caught:  # the error itself, so that a bug is one
         asyncio.run(serve_one_request())
+    assert "fail_in_step" in [entry.name for entry in caught.traceback]
+
+
+def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):
+    async def crash_after_start(_, num_calls):
+        if num_calls:
+            raise RuntimeError("the event loop is broken")
+
+    monkeypatch.setattr(uvicorn.Server, "on_tick", crash_after_start)
+    engine = Engine(build_core(model))
+    with pytest.raises(RuntimeError, match="the event loop is broken"):
+        asyncio.run(asyncio.wait_for(serve(engine, name="llama", config=ServerConfig(port=0)), 60))
+    assert engine.ended.done()
 
 
 def test_engine_failure_is_reported_in_streams_and_responses(breaking_server):

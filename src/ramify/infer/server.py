@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ramify.async_calls import cancel_all
 from ramify.dialects.http_format import format_openai_error
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
 from ramify.infer import control_api
@@ -104,8 +105,8 @@ def build_http_server(app: Starlette, config: ServerConfig) -> HttpServer:
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Renderer | None = None) -> None:
     """Serve until SIGINT or SIGTERM; then requests in flight get `config.shutdown_timeout` seconds to finish.
 
-    Raises ConfigInvalid if the port is taken, and ProviderError if the engine fails, so that a supervisor restarts the
-    process.
+    Raises ConfigInvalid if the port is taken, and the error that ended the engine or the HTTP server: the process exits
+    with its traceback, and a supervisor restarts it, unless the same error comes again and again.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -123,11 +124,14 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Re
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
             engine_ended = asyncio.wrap_future(engine.ended)
             tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait()), engine_ended]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                await cancel_all(tasks)
         if engine.failure is not None:
-            raise engine.failure
+            raise engine.failure.__cause__ or engine.failure
     except PortTaken as error:
         raise ConfigInvalid(error.message) from error
     finally:
