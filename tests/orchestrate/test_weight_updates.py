@@ -65,8 +65,8 @@ class Stage:
         self.engines.called.clear()
 
 
-def run_with_updater(monkeypatch, main) -> None:
-    monkeypatch.setattr(module, "RETRY_DELAY", 0.01)
+def run_with_updater(monkeypatch, main, *, retry_delay: float = 0.01) -> None:
+    monkeypatch.setattr(module, "RETRY_DELAY", retry_delay)
 
     async def run() -> None:
         stage = Stage()
@@ -112,6 +112,32 @@ def test_failed_update_is_retried(monkeypatch):
         assert stage.engines.updates == [1, 1, 1]
 
     run_with_updater(monkeypatch, main)
+
+
+@pytest.mark.parametrize("when", ["while the update fails", "after it has failed", "while no engine is up"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_newer_version_does_not_wait_for_the_retry_of_an_older_one(monkeypatch, when, is_replaced):
+    async def main(stage: Stage) -> None:
+        engines = stage.engines
+        engines.failures = [ProviderError("the engine was restarted")]
+        engines.may_finish.clear()
+        stage.publish(version(1))
+        await stage.wait_until_called()
+        if when == "after it has failed":
+            engines.may_finish.set()
+            while engines.failures or stage.updater.versions_in_use != [version(1)]:
+                await asyncio.sleep(0)
+        elif when == "while no engine is up":
+            engines.failures, engines.versions = [], {}
+        if is_replaced:
+            stage.updater.discard_pending()
+        newer = version(2, incarnation=int(is_replaced))
+        stage.publish(newer)
+        engines.may_finish.set()
+        await stage.wait_until_served(newer)
+        assert engines.updates == [1, 2]
+
+    run_with_updater(monkeypatch, main, retry_delay=1000)
 
 
 def test_permanent_failure_ends_the_run_unless_superseded(monkeypatch):

@@ -2,8 +2,9 @@
 
 Only the newest version matters, so a version that is superseded while it waits is never applied. An eval may hold the
 weights: updates then wait until its rollouts are done, while training continues within its staleness limit. While no
-engine is up, an update is cancelled when a newer version is published or the trainer is replaced, because engines
-cannot load the weights of a dead trainer.
+engine is up, a newer version cancels the update that waits, and so does a replaced trainer: its weights may exist only
+in its memory. While an engine is up, an update is not cancelled, because the weights of that engine would be unknown: a
+newer one waits for it, and each engine has the client's `control_timeout` to apply it.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class WeightUpdater:
         self.served_version: PolicyVersion | None = None
         self._pending_update: tuple[PolicyVersion, Path] | None = None
         self._applying_version: PolicyVersion | None = None
-        self._apply_scope: asyncio.Timeout | None = None
+        self._apply_timeout: asyncio.Timeout | None = None
         self._update_lock = asyncio.Lock()
         self._update_requested = asyncio.Event()
         self._num_holders = 0
@@ -56,18 +57,18 @@ class WeightUpdater:
         self.waiting_since = self.waiting_since or time.monotonic()
         self._update_requested.set()
         if version != self._applying_version:
-            self._stop_waiting_for_engines()
+            self._cancel_update_without_engines()
 
     def discard_pending(self) -> None:
         """Discard the pending update: it came from a trainer that was replaced."""
         self._pending_update = self.waiting_since = self._failing_since = None
         self._update_requested.clear()
-        self._stop_waiting_for_engines()
+        self._cancel_update_without_engines()
 
-    def _stop_waiting_for_engines(self) -> None:
-        """Cancel the update that is being applied, unless an engine is up."""
-        if self._apply_scope is not None and not self._client.versions and not self._apply_scope.expired():
-            self._apply_scope.reschedule(asyncio.get_running_loop().time())
+    def _cancel_update_without_engines(self) -> None:
+        """Cancel the update that waits for an engine, unless one is up."""
+        if self._apply_timeout is not None and not self._client.versions and not self._apply_timeout.expired():
+            self._apply_timeout.reschedule(asyncio.get_running_loop().time())
 
     @property
     def versions_in_use(self) -> list[PolicyVersion]:
@@ -105,17 +106,20 @@ class WeightUpdater:
                 self._update_requested.clear()
                 applied = self._pending_update is None or await self._apply(*self._pending_update)
             if not applied:
-                await asyncio.sleep(RETRY_DELAY)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_DELAY):
+                        await self._update_requested.wait()  # a newer version is not delayed
                 self._update_requested.set()
 
     async def _apply(self, version: PolicyVersion, path: Path) -> bool:
         """Update the engines; return whether they serve the version now."""
         self._applying_version = version
         try:
-            async with asyncio.timeout(None) as self._apply_scope:
+            # no deadline of its own; rescheduled to cancel the update
+            async with asyncio.timeout(None) as self._apply_timeout:
                 replies = await self._client.update_weights(path, version, run=self._run)
         except TimeoutError:
-            if self._apply_scope is None or not self._apply_scope.expired():
+            if self._apply_timeout is None or not self._apply_timeout.expired():
                 raise
             return False  # cancelled while no engine was up
         except RamifyError as error:
@@ -128,7 +132,7 @@ class WeightUpdater:
                 raise
             return False
         finally:
-            self._applying_version = self._apply_scope = None
+            self._applying_version = self._apply_timeout = None
         self.served_version, self._failing_since = version, None
         if self._pending_update is not None and self._pending_update[0] == version:
             self._pending_update = self.waiting_since = None
