@@ -131,11 +131,11 @@ class Orchestrator:
         return 0
 
     async def _run_final_evals(self) -> None:
-        """Evaluate the last version, once the engines serve it."""
+        """Evaluate the last version, once the engines serve it; `watch_for_stalls` limits the wait."""
         run, weight_updater = self._run, self._run.weight_updater
         last_step = run.core.ledger_progress.committed
         while weight_updater.served_version is None or weight_updater.served_version.step < last_step:
-            if weight_updater.waiting_since is None and weight_updater.served_version is not None:
+            if weight_updater.waiting_since is None and run.dispatcher.weights_ready.is_set():
                 break  # no newer version will follow
             await asyncio.sleep(POLL_INTERVAL / 4)
         await run.eval_queue.join()
