@@ -1,4 +1,4 @@
-"""Builds one forest from the traces of a group: merges them, lays them out and lists the targets."""
+"""Builds one forest from traces: merges them on equal token prefixes, lays them out and lists the targets."""
 
 from bisect import bisect_right
 from collections import Counter, deque
@@ -13,7 +13,7 @@ from ramify.trace.annotation import AnnotatedTrace
 from ramify.trace.columns import Int32Array
 from ramify.trace.forest import Forest, MediaSpan, Targets, compute_subtree_ends
 from ramify.trace.graph import MessageGraph
-from ramify.trace.radix_tree import ROOT, KeyArray, RadixLayout, RadixPosition, RadixTree
+from ramify.trace.radix_tree import KeyArray, RadixLayout, RadixPosition, RadixTree
 from ramify.trace.targets import build_targets
 from ramify.trace.trace import Trace
 
@@ -27,9 +27,9 @@ def build_forest(
     overlong: Literal["drop", "cut"] = "drop",
     merge: bool = True,
 ) -> Forest:
-    """Merge the traces of one group on equal token prefixes and lay them out depth first.
+    """Lay out traces depth first, merged on equal token prefixes unless `merge` is false.
 
-    Without `merge`, traces share no prefix with each other; the result is that of `concat_forests` of their forests.
+    Without merging, the result is that of `concat_forests` of the forests of the traces.
     With `overlong="drop"`, model calls that lie only on paths longer than `seq_len` are dropped (RL); with "cut", such
     paths are truncated (SFT). The forest's `dropped` reports both. Tokens after the last trained one of their path are
     not laid out.
@@ -41,12 +41,11 @@ def build_forest(
     group = build_targets(annotated_traces, seq_len, overlong)
     extents, flat_tokens = _find_trained_extents(graphs, group.targets)
     tree = RadixTree()
+    roots = [tree.add_root()] * len(graphs) if merge else [tree.add_root() for _ in graphs]
     image_numbers: dict[tuple[str, bytes], int] = {}
     run_ends: list[list[RadixPosition]] = []
-    for index, (graph, stops) in enumerate(zip(graphs, extents)):
-        run_ends.append(_insert_trace(tree, graph, index, stops, image_numbers))
-        if not merge:
-            tree.close_roots()
+    for index, (root, graph, stops) in enumerate(zip(roots, graphs, extents)):
+        run_ends.append(_insert_trace(tree, root, graph, index, stops, image_numbers))
     layout, token_ids = tree.lay_out([graph.tokens.view for graph in graphs])
     layout_indices = [
         _compute_layout_indices(graph, layout, ends, stops) for graph, ends, stops in zip(graphs, run_ends, extents)
@@ -110,17 +109,18 @@ def _find_trained_extents(graphs: Sequence[MessageGraph], targets: Targets) -> t
 
 def _insert_trace(
     tree: RadixTree,
+    root: RadixPosition,
     graph: MessageGraph,
     trace_index: int,
     stops: list[int],
     image_numbers: dict[tuple[str, bytes], int],
 ) -> list[RadixPosition]:
-    """Merge the trained part of one trace into the tree, and return the position where each of its runs ends."""
+    """Merge the trained part of one trace into the tree at `root`; return the position at the end of each run."""
     keys = _build_merge_keys(graph, image_numbers)
     run_ends: list[RadixPosition] = []
     for run, (first, depth) in enumerate(graph.runs()):
         parent = int(graph.nodes.view["parent"][first])
-        position = ROOT
+        position = root
         if parent >= 0:
             position = RadixPosition(run_ends[graph.find_run(parent)].segment, depth)
         start = graph.token_start(first)

@@ -23,8 +23,8 @@ KeyArray = npt.NDArray[Any]
 class RadixSegment:
     """A part of the tree without forks: `length` tokens after the first `depth` ones of their path.
 
-    Its tokens are those of sequence `sequence_index` from `token_start` on. `children` maps the first key of each child
-    to its segment.
+    Its tokens are those of sequence `sequence_index` from `token_start` on. `parent` is a segment, or ~i for root i.
+    `children` maps the first key of each child to its segment.
     """
 
     parent: int
@@ -38,27 +38,26 @@ class RadixSegment:
 
 @dataclass(slots=True, frozen=True)
 class RadixPosition:
-    """A position in the tree: after `depth` tokens of the path that ends in `segment` or in one of its ancestors."""
+    """A position in the tree: after `depth` tokens of the path that ends in `segment` or in one of its ancestors.
+
+    At root i, `segment` is ~i.
+    """
 
     segment: int
     depth: int
 
 
-ROOT = RadixPosition(-1, 0)
-
-
 class RadixTree:
-    """Token sequences merged on equal prefixes."""
+    """Token sequences merged on equal prefixes; those that start at different roots are not merged."""
 
     def __init__(self) -> None:
         self.segments: list[RadixSegment] = []
-        self._roots: dict[int, int] = {}
-        self._closed_roots: list[int] = []  # roots of trees that later sequences are not merged into
+        self._root_children: list[dict[int, int]] = []  # by root, each like `RadixSegment.children`
 
-    def close_roots(self) -> None:
-        """Stop merging later sequences into the trees that are there."""
-        self._closed_roots += self._roots.values()
-        self._roots = {}
+    def add_root(self) -> RadixPosition:
+        """Add a root, and return its position."""
+        self._root_children.append({})
+        return RadixPosition(~(len(self._root_children) - 1), 0)
 
     def normalize(self, position: RadixPosition) -> RadixPosition:
         """Return the same position, with the segment that holds its last token."""
@@ -82,7 +81,7 @@ class RadixTree:
                 if done < len(keys) and matched < len(ahead):
                     index = self._split(index, depth)
                 continue
-            children = segment.children if segment is not None else self._roots
+            children = self._get_children(index)
             child = children.get(int(keys[done]))
             if child is None:
                 child = len(self.segments)
@@ -95,12 +94,15 @@ class RadixTree:
             index = child
         return RadixPosition(index, depth)
 
+    def _get_children(self, index: int) -> dict[int, int]:
+        """Return the children of a segment or, for ~i, of root i."""
+        return self.segments[index].children if index >= 0 else self._root_children[~index]
+
     def _split(self, index: int, depth: int) -> int:
         """Split a segment at `depth` and return the upper part; the lower part keeps its index."""
         lower, upper_index = self.segments[index], len(self.segments)
         length = depth - lower.depth
-        siblings = self.segments[lower.parent].children if lower.parent >= 0 else self._roots
-        siblings[int(lower.keys[0])] = upper_index
+        self._get_children(lower.parent)[int(lower.keys[0])] = upper_index
         upper = replace(lower, length=length, keys=lower.keys[:length], children={int(lower.keys[length]): index})
         self.segments.append(upper)
         lower.parent, lower.depth, lower.length = upper_index, depth, lower.length - length
@@ -111,7 +113,7 @@ class RadixTree:
         """Return the segments in depth-first order, and their token ids from `sequences`."""
         order: list[int] = []
         subtree_stops: dict[int, int] = {}
-        stack = [*self._closed_roots, *self._roots.values()][::-1]
+        stack = [index for children in self._root_children for index in children.values()][::-1]
         while stack:
             index = stack.pop()
             if index < 0:  # the subtree of ~index is complete
