@@ -99,6 +99,13 @@ def test_equal_texts_with_different_images_fork(model, tmp_path):
     assert len(same.media) == 1
 
 
+def test_placeholders_of_different_images_do_not_count_as_a_shared_prefix(model, tmp_path):
+    rows = [make_row(*[{"type": "image_url", "image_url": {"url": make_square_url(letter)}}] * 20) for letter in "AB"]
+    conversations = parse(write_rows(tmp_path, *rows))
+    forest = build_sft_forest(list(zip("ab", conversations)), load_renderer(model), ["assistant"], 4096)
+    assert forest.num_tokens == forest.flat_tokens  # the start of the template alone is not worth merging
+
+
 def test_a_run_on_images_lowers_the_loss(model, tmp_path):
     images = [{"type": "image_url", "image_url": {"url": make_square_url(letter)}} for letter in "AC"]
     path = write_rows(tmp_path, *[make_row(*images)] * 8)

@@ -116,7 +116,7 @@ def _insert_trace(
     image_numbers: dict[tuple[str, bytes], int],
 ) -> list[RadixPosition]:
     """Merge the trained part of one trace into the tree at `root`; return the position at the end of each run."""
-    keys = _build_merge_keys(graph, image_numbers)
+    keys = build_merge_keys(graph, image_numbers)
     run_ends: list[RadixPosition] = []
     for run, (first, depth) in enumerate(graph.runs()):
         parent = int(graph.nodes.view["parent"][first])
@@ -130,7 +130,7 @@ def _insert_trace(
     return run_ends
 
 
-def _build_merge_keys(graph: MessageGraph, image_numbers: dict[tuple[str, bytes], int]) -> KeyArray:
+def build_merge_keys(graph: MessageGraph, image_numbers: dict[tuple[str, bytes], int]) -> KeyArray:
     """Return the keys that are merged on: token ids, at placeholders with the image's number above their 32 bits.
 
     Placeholders of one image that differ in number or ids count as different images, so that no fork falls inside.

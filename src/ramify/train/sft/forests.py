@@ -10,10 +10,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
 from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest
+from ramify.trace.columns import common_prefix_length
+from ramify.trace.forest_builder import build_merge_keys
 from ramify.train.sft.conversations import SftConversation
 
 ENV_NAME = "sft"
@@ -35,22 +38,19 @@ def build_sft_forest(
 
 def _compute_saving(traces: Sequence[Trace]) -> float:
     """Return the share of tokens that merging saves, by the first path of each trace."""
-    paths = sorted(_get_first_path(trace).astype(">i4").tobytes() for trace in traces)
-    shared = sum(_count_common_tokens(*pair) for pair in itertools.pairwise(paths))
-    return 4 * shared / max(1, sum(map(len, paths)))
+    image_numbers: dict[tuple[str, bytes], int] = {}
+    paths = [_build_first_path_keys(trace, image_numbers) for trace in traces]
+    paths.sort(key=lambda keys: keys.tobytes())  # paths with the longest common prefix are then neighbours
+    shared = sum(common_prefix_length(*pair) for pair in itertools.pairwise(paths))
+    return shared / max(1, sum(map(len, paths)))
 
 
-def _get_first_path(trace: Trace) -> np.ndarray:
-    """Return the tokens up to the first node that does not continue the node before it."""
-    nodes = itertools.takewhile(lambda node: node.parent == node.index - 1, trace.nodes)
-    return np.concatenate([np.empty(0, np.int32), *(node.token_ids for node in nodes)])
-
-
-def _count_common_tokens(left: bytes, right: bytes) -> int:
-    """Return how many tokens two paths have in common at their start."""
-    size = min(len(left), len(right))
-    differs = np.frombuffer(left[:size], np.int32) != np.frombuffer(right[:size], np.int32)
-    return int(differs.argmax()) if differs.any() else size // 4
+def _build_first_path_keys(trace: Trace, image_numbers: dict[tuple[str, bytes], int]) -> npt.NDArray[np.int64]:
+    """Return the merge keys up to the first node that does not continue the node before it."""
+    graph = trace.graph
+    fork_starts = [graph.token_start(first) for first, _ in graph.runs() if first > 0]
+    keys = build_merge_keys(graph, image_numbers)[: min(fork_starts, default=None)]
+    return keys.astype(np.int64, copy=False)
 
 
 def build_annotated_trace(
