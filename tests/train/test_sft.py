@@ -25,7 +25,7 @@ from ramify.render import load_renderer
 from ramify.store import RunStore, open_run
 from ramify.store.run_log import RunLog
 from ramify.tasksets.data_files import read_rows
-from ramify.train.batch import Batch
+from ramify.train.batch import Batch, PackSpec
 from ramify.train.metrics import StepMetrics
 from ramify.train.sft import batches, run, run_sft
 from ramify.train.sft.batches import BatchExamples, SftBatch, SftBatchBuilder
@@ -403,10 +403,10 @@ def built_batches(monkeypatch) -> queue.SimpleQueue[tuple[int, int]]:
     """A queue with step and position of every batch that was built."""
     built, build = queue.SimpleQueue(), SftBatchBuilder._build
 
-    def recording_build(builder: SftBatchBuilder, request: BatchExamples) -> SftBatch:
-        batch = build(builder, request)
-        built.put((request.step, request.position))
-        return batch
+    def recording_build(builder: SftBatchBuilder, batch_examples: BatchExamples) -> SftBatch:
+        sft_batch = build(builder, batch_examples)
+        built.put((batch_examples.step, batch_examples.start_position))
+        return sft_batch
 
     monkeypatch.setattr(SftBatchBuilder, "_build", recording_build)
     return built
@@ -428,6 +428,23 @@ def test_the_next_batch_is_built_before_a_step_ends(world, monkeypatch, built_ba
     assert built_batches.empty()
     assert not has_builder_thread()
     assert sys.getswitchinterval() == switch_interval
+
+
+def test_an_error_while_examples_are_selected_is_that_of_their_batch(world, monkeypatch):
+    config = SftConfig.model_validate(settings(world, "unselected"))
+    plan, select = build_sft_plan(config), ExampleOrder.indices_at
+
+    def fail_to_select_second_batch(order: ExampleOrder, position: int, batch_size: int) -> list[int]:
+        if position == 5:
+            raise OSError("the examples are gone")
+        return select(order, position, batch_size)
+
+    monkeypatch.setattr(ExampleOrder, "indices_at", fail_to_select_second_batch)
+    with SftBatchBuilder(config, plan, PackSpec(), rank=0, world_size=1) as builder:
+        sft_batches = builder.training_batches(first_step=0, position=0, total_steps=3)
+        assert next(sft_batches).rank_batch.step == 0
+        with pytest.raises(OSError, match="the examples are gone"):
+            next(sft_batches)
 
 
 def test_a_batch_built_ahead_of_a_stop_is_built_again_by_the_resumed_run(world, monkeypatch, built_batches):

@@ -5,8 +5,8 @@ the conversations of the next step, it idles. Importable without torch.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple
 
@@ -23,15 +23,15 @@ class SftBatch(NamedTuple):
     """One rank's batch of consecutive examples."""
 
     rank_batch: Batch
-    examples_seen: int  # the position after its last example
+    end_position: int  # after its last example, in the order of the examples
     cut_tokens: int  # trained tokens beyond seq_len
 
 
 class BatchExamples(NamedTuple):
-    """The examples of one batch; `position` is that of the first one in the order of the examples."""
+    """The examples of one batch; `start_position` is that of the first one in the order of the examples."""
 
     step: int
-    position: int
+    start_position: int
     examples: Sequence[SftConversation]
 
 
@@ -76,22 +76,23 @@ class SftBatchBuilder:
             yield BatchExamples(step, position, [self.plan.conversations[index] for index in indices])
             position += len(indices)
 
-    def _build_ahead(self, batches: Iterable[BatchExamples]) -> Iterator[SftBatch]:
-        """Yield the batches in their order; the next one is being built meanwhile."""
-        future: Future[SftBatch] | None = None
-        for batch in batches:
-            next_future = self._executor.submit(self._build, batch)
-            if future is not None:
-                yield future.result()
-            future = next_future
-        if future is not None:
-            yield future.result()
+    def _build_ahead(self, batches: Iterator[BatchExamples]) -> Iterator[SftBatch]:
+        """Yield each batch while the thread builds the next one."""
 
-    def _build(self, batch: BatchExamples) -> SftBatch:
+        def build_next() -> SftBatch | None:
+            batch_examples = next(batches, None)  # in the thread too, so that an error here is that of its batch
+            return None if batch_examples is None else self._build(batch_examples)
+
+        future = self._executor.submit(build_next)
+        while (sft_batch := future.result()) is not None:
+            future = self._executor.submit(build_next)
+            yield sft_batch
+
+    def _build(self, batch_examples: BatchExamples) -> SftBatch:
         config, pack_spec = self.config, self.pack_spec
-        named_examples = [(str(number), example) for number, example in enumerate(batch.examples, batch.position)]
+        step, start_position, examples = batch_examples
+        named_examples = [(str(number), example) for number, example in enumerate(examples, start_position)]
         forest = build_sft_forest(named_examples, self.plan.renderer, config.data.train_on_roles, config.seq_len)
         packs = pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout)
-        shares = split_across_ranks(Batch.from_packs(batch.step, packs), pack_spec, self.world_size)
-        examples_seen = batch.position + len(batch.examples)
-        return SftBatch(shares[self.rank], examples_seen, forest.dropped.num_truncated_tokens)
+        shares = split_across_ranks(Batch.from_packs(step, packs), pack_spec, self.world_size)
+        return SftBatch(shares[self.rank], start_position + len(examples), forest.dropped.num_truncated_tokens)

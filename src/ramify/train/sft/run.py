@@ -168,7 +168,7 @@ class _SftRun:
             with self._record_pending_on_failure(pending_steps, progress):
                 pending_steps.append((step_batch, trainer.start_step(step_batch.rank_batch)))
             self.steps_done += 1
-            self.examples_seen = step_batch.examples_seen
+            self.examples_seen = step_batch.end_position
             self.cut_tokens += step_batch.cut_tokens
             stopped = any(self.ranks.all_gather(self.stop.is_set()))
             is_last = self.steps_done == self.total_steps
@@ -187,7 +187,7 @@ class _SftRun:
         """Wait for a step, then record and show its metrics."""
         metrics = pending.wait_for_metrics()
         progress.record_step(metrics)
-        data = {"data/examples": step_batch.examples_seen, "data/cut_tokens": step_batch.cut_tokens}
+        data = {"data/examples": step_batch.end_position, "data/cut_tokens": step_batch.cut_tokens}
         self._write_metrics(metrics.step, {**metrics.to_dict(), **data})
         self.display.refresh(progress)
 
@@ -218,7 +218,8 @@ class _SftRun:
     def _validate(self, trainer: Trainer, builder: SftBatchBuilder) -> None:
         """Record the mean loss of the validation conversations under the current weights."""
         loss = entries = 0.0
-        for batch, _, _ in builder.validation_batches(self.steps_done):
+        for sft_batch in builder.validation_batches(self.steps_done):
+            batch = sft_batch.rank_batch
             sum_weights = dict.fromkeys(batch.entry_counts, 1)  # makes each loss a sum, not a mean
             with torch.no_grad():
                 outputs: list[PolicyOutput] = [
