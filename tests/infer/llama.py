@@ -11,10 +11,12 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.request import EngineRequest
 from ramify.model.load import load_model
+from ramify.model.precision import disable_tf32_convolutions
 from ramify.model.weights import get_untied_tensors, publish_weights
 from ramify.trace.version import PolicyVersion
 
 torch.set_num_threads(1)  # tests run in parallel, and small matrices gain nothing from a second thread
+disable_tf32_convolutions()  # as the process of an engine does
 logging.disable_progress_bar()
 
 DEVICE = os.environ.get("RAMIFY_TEST_DEVICE", "cpu")  # the same tests on a GPU: cuda

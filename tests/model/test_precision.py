@@ -5,7 +5,7 @@ import torch
 
 from ramify.model import precision
 from ramify.model.load import load_model
-from ramify.model.precision import choose_dtype, cpu_has_bfloat16
+from ramify.model.precision import choose_dtype, cpu_has_bfloat16, disable_tf32_convolutions
 from ramify.model.resolve import resolve_model_path
 
 CPU = torch.device("cpu")
@@ -54,3 +54,12 @@ def test_packaged_model_is_loaded_in_the_dtype_of_this_cpu():
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert loaded.dtype == expected
     assert {weight.dtype for weight in loaded.module.parameters()} == {expected}
+
+
+def test_only_a_process_of_our_own_disables_tf32_convolutions(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    load_model(resolve_model_path("tiny"), device="cpu")
+    assert torch.backends.cudnn.allow_tf32
+    disable_tf32_convolutions()
+    assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.conv.fp32_precision != "tf32"

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ramify.model.precision import disable_tf32_convolutions
 from tests.train.models import CONFIGS, build_model
+
+disable_tf32_convolutions()  # as the process of a trainer does
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,9 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from ramify.infer.engine import Engine  # torch is loaded here, not for help
     from ramify.infer.server import serve
+    from ramify.model.precision import disable_tf32_convolutions
 
+    disable_tf32_convolutions()
     directory = resolve_model_path(config.model.name)
     renderer = None
     if (directory / "tokenizer.json").exists():

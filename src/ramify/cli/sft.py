@@ -34,9 +34,11 @@ def run(argv: Sequence[str]) -> int:
         plan = build_sft_plan(config)
         dry_run(config, plan.path, describe_plan(plan, config))
         return 0
-    from ramify.train.sft.display import SftContent  # torch is loaded here, not for help
+    from ramify.model.precision import disable_tf32_convolutions  # torch is loaded here, not for help
+    from ramify.train.sft.display import SftContent
     from ramify.train.sft.run import run_sft
 
+    disable_tf32_convolutions()
     resume_command = format_resume_command("sft", argv)
     try:
         result = run_sft(config, fresh=fresh, display=choose_display(SftContent()))

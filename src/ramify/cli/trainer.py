@@ -71,12 +71,14 @@ def run(argv: Sequence[str]) -> int:
 def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | None, flat: bool) -> None:
     """Train until the batch source or a signal ends it."""
     from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
+    from ramify.model.precision import disable_tf32_convolutions
     from ramify.train.batch_source import BatchRecording, ReplayBatchSource
     from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
     from ramify.train.process import TrainerProcess
     from ramify.train.remote_batch_source import RemoteBatchSource
     from ramify.train.weights_directory import lock_directory, remove_stale_directories
 
+    disable_tf32_convolutions()
     received_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received_signals.append(number))

@@ -99,7 +99,6 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
     """
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
-    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as torch's products are by default
     try:
         loaded: Any = auto_class.from_pretrained(
             path,

@@ -50,6 +50,15 @@ def choose_dtype(requested: str, stored: Any, device: torch.device) -> DtypeChoi
     return DtypeChoice(torch.bfloat16, "the type of the checkpoint")
 
 
+def disable_tf32_convolutions() -> None:
+    """Compute float32 convolutions in float32, in the whole process: for processes of our own, not for a notebook.
+
+    By default torch uses TF32 in float32 convolutions but not in matrix products. If only `conv.fp32_precision` were
+    set, torch would raise an error whenever a library reads `allow_tf32`.
+    """
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def cpu_has_bfloat16() -> bool:
     """Return whether the CPU has instructions for products in bfloat16."""
     features = [
