@@ -20,10 +20,10 @@ from tests.orchestrate.test_core import World, open_core
 from tests.orchestrate.test_weight_updates import FakeEngines
 
 
-async def register(address: str, gang: FencingToken | None = None) -> RegisterReply:
+async def register(address: str, start_token: FencingToken | None = None) -> RegisterReply:
     """Send the hello of a new trainer."""
-    number = gang.number if gang is not None else None
-    request = RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec(), incarnation=None, gang=number)
+    number = start_token.number if start_token is not None else None
+    request = RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec(), incarnation=None, start_token=number)
     async with WireClient(address) as client:
         reply = await client.call("hello", WireMessage.encode(request), timeout=10)
         return reply.decode(RegisterReply)
@@ -62,7 +62,7 @@ def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
         asyncio.run(main(Ledger.open(store)))
 
 
-def test_rank_of_an_older_gang_does_not_displace_a_newer_one(tmp_path):
+def test_trainer_of_an_earlier_start_does_not_displace_a_later_one(tmp_path):
     replaced: list[bool] = []
 
     async def main(ledger: Ledger) -> None:
@@ -71,7 +71,8 @@ def test_rank_of_an_older_gang_does_not_displace_a_newer_one(tmp_path):
             first = await register(server.address, FencingToken(1, 0))
             second = await register(server.address, FencingToken(1, 1))
             for stale in (FencingToken(1, 0), FencingToken(0, 7)):
-                with pytest.raises(ProcessReplaced, match=rf"gang {stale} may not act, because the newest is gang 1.1"):
+                problem = rf"trainer start {stale} may not act, because the newest is trainer start 1\.1"
+                with pytest.raises(ProcessReplaced, match=problem):
                     await register(server.address, stale)
             again = await register(server.address, FencingToken(1, 1))  # the reply to its hello was lost
         assert (first.incarnation, second.incarnation, again.incarnation) == (0, 1, 2)

@@ -93,7 +93,7 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
                 timeout=config.orchestrator_timeout,
                 recording=BatchRecording(record) if record is not None else None,
                 should_stop=lambda: bool(received_signals),
-                gang=FencingToken.parse(token) if (token := os.environ.get(GANG_TOKEN_VARIABLE)) else None,
+                start_token=FencingToken.parse(token) if (token := os.environ.get(GANG_TOKEN_VARIABLE)) else None,
             )
         try:
             last_step = TrainerProcess(

@@ -14,7 +14,7 @@ from ramify.errors import ProcessReplaced
 INCARNATION_BITS = 16
 MAX_INCARNATION = (1 << INCARNATION_BITS) - 1
 MAX_EPOCH = (1 << 31 - INCARNATION_BITS) - 1  # traces store the number in 32 bits with a sign
-GANG_TOKEN_VARIABLE = "RAMIFY_GANG_TOKEN"  # set by a launcher: the token of the gang that this process is a rank of
+GANG_TOKEN_VARIABLE = "RAMIFY_GANG_TOKEN"  # set by a cluster launcher: the token of this start of the process or gang
 TOKEN_PATTERN = r"(?:\d+\.)?\d+"  # what `str` returns, for patterns of file names
 
 

@@ -61,7 +61,7 @@ class TrainerService:
         self._policy, self._run, self._max_steps = policy, run, max_steps
         self._on_trainer_replaced = on_trainer_replaced
         self._pack_spec, self._num_ranks, self.has_trainer = PackSpec(), 1, False
-        self._gang_gate = TokenGate("gang")
+        self._start_gate = TokenGate("trainer start")
         self._encoded_shares: dict[int, list[bytes]] = {}
         self._served_at: dict[int, float] = {}  # monotonic time at which a batch was served, by step
         self._state_changed = asyncio.Condition()  # notified when a batch was formed or the run ends
@@ -96,12 +96,12 @@ class TrainerService:
     async def handle_hello(self, message: IncomingRequest) -> WireMessage:
         """Register a trainer. A new one starts a new incarnation, unless it is the first of the run.
 
-        Raises ProcessReplaced for a rank of an earlier gang: it must not replace the newer one.
+        Raises ProcessReplaced for a rank of an earlier start: it must not replace the newer one.
         """
         request = message.decode(RegisterRequest)
         incarnation = request.incarnation
-        if request.gang is not None:
-            self._gang_gate.check(FencingToken.from_number(request.gang))
+        if request.start_token is not None:
+            self._start_gate.check(FencingToken.from_number(request.start_token))
         if incarnation is None:
             registration = await self._core.register_trainer()
             incarnation = registration.incarnation

@@ -15,8 +15,8 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     world_size: int = msgspec.field(name="ranks")
     pack_spec: PackSpec = msgspec.field(name="laying")
     incarnation: int | None = None
-    gang: int | None = None
-    """The fencing token of its gang, as a number; None for a trainer that no launcher has started on a node."""
+    start_token: int | None = None
+    """The number of the fencing token of this start of the trainer by a cluster launcher; None without one."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,8 +42,8 @@ class RemoteBatchSource(BatchSource):
     """A `BatchSource` that calls the orchestrator at `address`.
 
     A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true; a batch
-    is not waited for any longer then. If there is a `recording`, every received batch is written to it. `gang` is the
-    token of this trainer's gang; None outside a cluster.
+    is not waited for any longer then. If there is a `recording`, every received batch is written to it. `start_token`
+    is the fencing token of the start of this trainer by a cluster launcher; None without one.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class RemoteBatchSource(BatchSource):
         timeout: float = 3600.0,
         recording: BatchRecording | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        gang: FencingToken | None = None,
+        start_token: FencingToken | None = None,
     ) -> None:
         self.address, self.timeout, self.recording, self.should_stop = address, timeout, recording, should_stop
-        self._secret, self._gang = secret, gang
+        self._secret, self._start_token = secret, start_token
         self._registration: RegisterRequest | None = None
         self._last_published: PublishedRequest | None = None
         self._client: WireClient | None = None
@@ -73,7 +73,7 @@ class RemoteBatchSource(BatchSource):
             world_size=world_size,
             pack_spec=pack_spec,
             incarnation=incarnation,
-            gang=self._gang.number if self._gang is not None else None,
+            start_token=self._start_token.number if self._start_token is not None else None,
         )
         reply = self._call_with_retries("hello", request).decode(RegisterReply)
         self._registration = msgspec.structs.replace(request, incarnation=reply.incarnation)
