@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import queue
 import socket
 import threading
@@ -320,6 +321,7 @@ def test_a_server_ends_when_its_engine_fails(model):
     with pytest.raises(RuntimeError, match="the device is gone") as caught:  # the error itself, so that a bug is one
         asyncio.run(serve_one_request())
     assert "fail_in_step" in [entry.name for entry in caught.traceback]
+    assert not gc.get_freeze_count()
 
 
 def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):

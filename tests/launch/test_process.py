@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -86,6 +87,17 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             assert os.getsid(command.pid) == watcher.pid
             assert command.environ()["RAMIFY_TEST"] == "seen"
     assert has_exited(server) and has_exited(watcher) and has_exited(command)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@with_timeout
+async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
+    """Triton reports what it has leaked at exit if the garbage collector does not free it."""
+    wrong_spec, *others = build_specs(tmp_path, ("serv",), modules=("triton",))
+    with prefork_shared_modules([wrong_spec, *others]) as client:
+        async with run_process(wrong_spec, client) as process:
+            assert await process.wait_for_exit() == 2
+    assert "did you mean 'ramify serve'" in process.tail().splitlines()[-1]
 
 
 @pytest.mark.parametrize("victim", ["command", "watcher"])

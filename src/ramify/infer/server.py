@@ -135,4 +135,5 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Re
     except PortTaken as error:
         raise ConfigInvalid(error.message) from error
     finally:
+        gc.unfreeze()  # libraries may report what is not freed at exit, after the error in the log
         await asyncio.to_thread(engine.close)

@@ -8,6 +8,7 @@ process title and the given standard streams, and its watcher sends the same mes
 dead, processes are started directly.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -107,6 +108,7 @@ def main(parent_pid: int, modules: Sequence[str]) -> None:
             for fd in fds:
                 os.close(fd)
     gc.enable()
+    atexit.register(gc.unfreeze)  # libraries may report what is not freed at exit, after the error in the log
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for number, fd in enumerate((*fds, fds[-1])):  # control socket, output, output
