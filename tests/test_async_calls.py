@@ -1,11 +1,12 @@
 """Timeouts, retries and cancellation of asyncio tasks."""
 
 import asyncio
+import threading
 
 import pytest
 
-from ramify.async_calls import cancel_all, fail_after, retry
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
+from ramify.async_calls import call_storage, cancel_all, fail_after, retry
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
 
 
 def test_fail_after_names_the_operation():
@@ -54,6 +55,29 @@ def test_retry_repeats_only_retryable_failures(failures, num_calls, raises):
         with pytest.raises(raises):
             asyncio.run(run())
     assert len(calls) == num_calls
+
+
+def test_call_to_storage_that_hangs_is_named_and_does_not_block():
+    answers = threading.Event()
+
+    async def run():
+        assert await call_storage(lambda: 3, "the number", timeout=60.0) == 3
+        await call_storage(answers.wait, "status.json", timeout=0.05)
+
+    try:
+        with pytest.raises(StorageFailed, match=r"status.json: the storage did not answer within 0.05 s; check"):
+            asyncio.run(run())
+    finally:
+        answers.set()
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), TimeoutError("of the mount")])
+def test_call_to_storage_passes_the_errors_of_the_call(error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(call_storage(fail, "status.json", timeout=60.0))
 
 
 def test_cancel_all_waits_until_the_tasks_have_ended():

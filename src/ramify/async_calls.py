@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ramify.errors import DeadlineExceeded, RamifyError
+from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -70,6 +70,22 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def call_storage(function: Callable[[], T], what: str, *, timeout: float) -> T:
+    """Return the result of a call that reads or writes files, which hangs if their storage does.
+
+    Raises StorageFailed after `timeout` seconds, with `what` as the subject; a thread that hangs is left behind.
+    """
+    scope = asyncio.timeout(timeout)
+    try:
+        async with scope:
+            return await call_in_daemon_thread(function, what)
+    except TimeoutError as error:
+        if not scope.expired():  # it is that of the function
+            raise
+        problem = f"{what}: the storage did not answer within {timeout:g} s"
+        raise StorageFailed(f"{problem}; check the disk and the mounts, then repeat the command") from error
 
 
 async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:

@@ -6,13 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFailed, StorageFull
 from ramify.launch import liveness
+from ramify.launch import supervisor as supervisor_module
 from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
 from ramify.processes import restart_budget
@@ -165,6 +167,16 @@ def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_por
     assert alive(tmp_path) == []
 
 
+def test_unresponsive_leader_is_killed_although_its_last_state_cannot_be_read(tmp_path, free_port, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "LAST_REPORT_TIMEOUT", 0.1)
+    answers, lines = threading.Event(), []
+    leader = answering_leader(tmp_path, free_port, hang_timeout=0.6, last_state=answers.wait)
+    with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed"):
+        supervise([leader], restarts=0, lines=lines, on_change=stop_if_ready)
+    answers.set()
+    assert lines[1].startswith("its last state: the storage did not answer within 0.1 s")
+
+
 def test_leader_that_stays_unresponsive_ends_the_run(tmp_path, free_port):
     leader = answering_leader(tmp_path, free_port, hang_timeout=0.6)
     with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
@@ -215,6 +227,18 @@ def test_prepare_runs_before_each_start(tmp_path):
         is RunOutcome.FINISHED
     )
     assert (tmp_path / "prepared").read_text() == "xx"
+
+
+def test_files_of_a_process_that_cannot_be_prepared_in_time_end_the_run(tmp_path):
+    answers = threading.Event()
+    specs = [
+        build_spec(tmp_path, "inference", RUNS_FOREVER, prepare=answers.wait, ready_timeout=0.5),
+        build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER),
+    ]
+    with pytest.raises(StorageFailed, match=r"the files of inference: the storage did not answer within 0.5 s"):
+        supervise(specs)
+    answers.set()
+    assert alive(tmp_path) == []
 
 
 def test_finished_follower_restarts_with_the_leader(tmp_path):
@@ -273,6 +297,26 @@ def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
     ]
     assert supervise(specs, lines=lines, on_change=on_change) is RunOutcome.FINISHED
     assert lines == ["the last status of the processes was not recorded: no room"]
+
+
+def test_status_that_is_not_recorded_in_time_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "STORAGE_TIMEOUT", 0.5)
+    monkeypatch.setattr(supervisor_module, "LAST_REPORT_TIMEOUT", 0.1)
+    answers, lines = threading.Event(), []
+    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+    with pytest.raises(StorageFailed, match=r"the status of the processes: the storage did not answer within 0.5 s"):
+        supervise([leader], lines=lines, on_change=lambda statuses: answers.wait())
+    answers.set()
+    assert lines[-1].startswith("the last status of the processes was not recorded: ")
+    assert alive(tmp_path) == []
+
+
+def test_report_that_was_overtaken_is_dropped(tmp_path):
+    reports = []
+    supervisor = Supervisor([], max_restarts=0, grace_period=1.0)
+    for number in (1, 3, 2):
+        supervisor._report(reports.append, number, number)
+    assert reports == [1, 3]
 
 
 def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):

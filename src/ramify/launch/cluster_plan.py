@@ -255,7 +255,7 @@ class _ClusterPlanBuilder:
     def _list_services(self) -> dict[str, list[str]]:
         """Return the addresses that are known, by service."""
         services: dict[str, list[str]] = {}
-        for name, address in self.addresses.items():
+        for name, address in list(self.addresses.items()):  # several threads build starts
             services.setdefault(_get_service(name), []).append(address)
         return services
 

@@ -79,6 +79,8 @@ def execute_plan(
             try:
                 outcome = run_coroutine(_supervise(plan, display, launcher, epoch, earlier))
             except RamifyError as error:
+                if isinstance(error, StorageFailed):  # what follows uses the same storage, and may hang
+                    display.print_line(f"{error.name}: {error.message}")
                 _record_failure(path, error)
                 raise
             if outcome is RunOutcome.FINISHED:

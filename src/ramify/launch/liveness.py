@@ -6,7 +6,7 @@ it requests, and kills it after it has not answered for too long; that is then h
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import psutil
 
@@ -19,7 +19,7 @@ MAX_UNANSWERED = 3
 REACHABILITY_INTERVAL = 1.0  # seconds between two looks at whether the nodes of a process can be reached
 
 
-async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], None]) -> float:
+async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], Awaitable[None]]) -> float:
     """Wait until a process has not answered for its `hang_timeout`, and return the seconds since its last answer.
 
     `on_change` is called whenever the process becomes silent or answers again.
@@ -41,13 +41,13 @@ async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], N
         state = ProcessState.SILENT if is_silent else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.set_state(state)
-            on_change()
+            await on_change()
         silent_seconds = time.monotonic() - silent_since
         if is_silent and silent_seconds >= hang_timeout:
             return silent_seconds
 
 
-async def watch_reachability(process: SupervisedProcess, on_change: Callable[[], None]) -> None:
+async def watch_reachability(process: SupervisedProcess, on_change: Callable[[], Awaitable[None]]) -> None:
     """Set the state of a process to SILENT while a node of it cannot be reached. Runs until it is cancelled.
 
     `on_change` is called whenever the state changes. The process is not killed: its node does that when the lease ends.
@@ -57,7 +57,7 @@ async def watch_reachability(process: SupervisedProcess, on_change: Callable[[],
         state = ProcessState.SILENT if process.unreachable_node else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.set_state(state)
-            on_change()
+            await on_change()
 
 
 def get_process_state(pid: int) -> str:

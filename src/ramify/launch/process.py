@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from ramify.async_calls import cancel_all
+from ramify.async_calls import call_storage, cancel_all
 from ramify.errors import DeadlineExceeded
 from ramify.fencing.lease import RoleLeases, read_lease_clock
 from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
@@ -72,7 +72,7 @@ class ProcessSpec:
     last_state: Callable[[], str] | None = None
     """Returns its last known state, for the log, when it does not answer."""
     prepare: Callable[[], None] | None = None
-    """Called before each start."""
+    """Called before each start, in a thread of its own, as are `build_start` and `last_state`."""
     preload_modules: tuple[str, ...] = ()
     """Modules that take long to import; the process may be forked from one that has imported them."""
     service: str = ""
@@ -171,19 +171,24 @@ class SupervisedProcess:
         self.state, self.state_since = state, time.monotonic()
 
     async def open(self) -> None:
-        """Find a place for each rank, and build what to start there. Raises DeadlineExceeded if there is no room."""
-        spec = self.spec
+        """Find a place for each rank, and build what to start there.
+
+        Raises DeadlineExceeded if there is no room, and StorageFailed if the files of the process, such as the weights
+        that an engine starts with, cannot be read or written.
+        """
+        spec, what, timeout = self.spec, f"the files of {self.spec.name}", self.spec.ready_timeout
         if spec.prepare is not None:
-            spec.prepare()
-        self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=spec.ready_timeout)
-        self._starts = [self._build_start(slot) for slot in self.slots]
+            await call_storage(spec.prepare, what, timeout=timeout)
+        self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=timeout)
+        self._starts = await call_storage(self._build_starts, what, timeout=timeout)
         self.address = self._starts[0].address
 
-    def _build_start(self, slot: ProcessSlot) -> ProcessStart:
+    def _build_starts(self) -> list[ProcessStart]:
         spec = self.spec
         if spec.build_start is not None:
-            return spec.build_start(slot)
-        return ProcessStart(spec.command, spec.env, address=spec.address, preload_modules=spec.preload_modules)
+            return [spec.build_start(slot) for slot in self.slots]
+        start = ProcessStart(spec.command, spec.env, address=spec.address, preload_modules=spec.preload_modules)
+        return [start] * len(self.slots)
 
     async def start(self) -> None:
         """Start all ranks. Raises StorageFull or StorageFailed if a log cannot be written."""

@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
-from ramify.async_calls import cancel_all
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, failure_classes
+from ramify.async_calls import call_storage, cancel_all
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed, failure_classes
 from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Launcher
@@ -33,9 +34,11 @@ from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, Proc
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
 from ramify.processes.restart_budget import RestartBudget
+from ramify.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 PLACE_RETRY_DELAY = 30.0  # seconds before another try to find a place for a process that the run can do without
+LAST_REPORT_TIMEOUT = 10.0  # seconds to read or write a status file when the run, or its orchestrator, ends
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
 FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure
 
@@ -68,13 +71,16 @@ class ProcessStatus:
     """Seconds after which it is dead for certain if its node cannot be reached; None for one that runs on the head."""
 
 
+OnChange = Callable[[Sequence[ProcessStatus]], None]
+
+
 class Supervisor:
     """Supervises the processes of one run. Call `run` once.
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
-    processes after every change. `earlier_processes` are those of earlier supervisors and heads: one of them that may
-    still run on a node is replaced when its lease has ended. `epoch` is that of this head, and part of the tokens of
-    its processes.
+    processes after every change, in a thread of its own. `earlier_processes` are those of earlier supervisors and
+    heads: one of them that may still run on a node is replaced when its lease has ended. `epoch` is that of this head,
+    and part of the tokens of its processes.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class Supervisor:
         max_restarts: int,
         grace_period: float,
         print_line: Callable[[str], None] = print,
-        on_change: Callable[[Sequence[ProcessStatus]], None] | None = None,
+        on_change: OnChange | None = None,
         launcher: Launcher | None = None,
         earlier_processes: Mapping[str, EarlierProcess] | None = None,
         epoch: int = 0,
@@ -102,6 +108,8 @@ class Supervisor:
         # Set when a process has a place for the first time, or the run starts without it.
         self._placed = {spec.name: asyncio.Event() for spec in process_specs}
         self._stop_task: asyncio.Task[None] | None = None
+        self._num_reports = self._last_report = 0  # calls of `on_change`
+        self._report_lock = threading.Lock()
 
     async def run(self) -> RunOutcome:
         """Run until the run ends. Raises the failure that ends it."""
@@ -114,7 +122,7 @@ class Supervisor:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
                 await asyncio.gather(*(process.stop() for process in self._processes.values()))
                 self._report_unstopped()
-                self._notify_ended()
+                await self._notify_ended()
 
     def get_process_statuses(self) -> list[ProcessStatus]:
         """Return the status of every process."""
@@ -155,9 +163,9 @@ class Supervisor:
             await self._placed[name].wait()
         await self._open(process)
         if spec.placement is not None:
-            self._notify_changed()  # its address and token are recorded before they are used
+            await self._notify_changed()  # its address and token are recorded before they are used
         await process.start()
-        self._notify_changed()
+        await self._notify_changed()
         exit_task = asyncio.create_task(process.wait_for_exit())
         watch_task = asyncio.create_task(self._watch(process))
         try:
@@ -168,7 +176,7 @@ class Supervisor:
         finally:
             await cancel_all([exit_task, watch_task])
         await process.stop()
-        self._notify_changed()
+        await self._notify_changed()
         return code, process
 
     async def _open(self, process: SupervisedProcess) -> None:
@@ -187,7 +195,7 @@ class Supervisor:
                     process.set_state(ProcessState.STARTING)
                 return
             process.set_state(ProcessState.WAITING)
-            self._notify_changed()
+            await self._notify_changed()
             await asyncio.sleep(PLACE_RETRY_DELAY)
 
     def _has_running_peer(self, spec: ProcessSpec) -> bool:
@@ -232,7 +240,7 @@ class Supervisor:
         A process on the head is killed if it stops answering; for one on a node, a silent node is reported.
         """
         await process.wait_until_ready()
-        self._notify_changed()
+        await self._notify_changed()
         if process.spec.placement is not None:
             await watch_reachability(process, lambda: self._report_reachability(process))
         elif process.spec.hang_timeout is not None:
@@ -245,17 +253,21 @@ class Supervisor:
         label = f"{spec.name} (process {process.pid}, {get_process_state(process.pid)})"
         self._print_line(f"{label} has not answered at {process.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
-            self._print_line(spec.last_state())
+            try:
+                state = await call_storage(spec.last_state, "its last state", timeout=LAST_REPORT_TIMEOUT)
+            except StorageFailed as error:
+                state = error.message
+            self._print_line(state)
         await process.kill()
 
-    def _report_reachability(self, process: SupervisedProcess) -> None:
+    async def _report_reachability(self, process: SupervisedProcess) -> None:
         """Print that a node cannot be reached, or can be again, and report the new state of its process."""
         name, node = process.spec.name, process.unreachable_node
         if node:
             self._print_line(f"{name}: its node {node} does not answer; {name} is replaced when its lease has ended")
         else:
             self._print_line(f"{name}: its node answers again")
-        self._notify_changed()
+        await self._notify_changed()
 
     def _should_restart(self, process: SupervisedProcess, code: int) -> bool:
         """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""
@@ -288,7 +300,7 @@ class Supervisor:
         count = f"restart {budget.num_restarts} of {budget.max_restarts}"
         self._print_line(f"{spec.name} {ending}; restarting in {delay:g} s ({count})")
         process.set_state(ProcessState.WAITING)
-        self._notify_changed()
+        await self._notify_changed()
         await asyncio.sleep(delay)
         if spec.role is ProcessRole.LEADER:
             self._leader_restarted.set()
@@ -333,16 +345,30 @@ class Supervisor:
                 reason = "which does not answer, until its lease has ended"
                 self._print_line(f"{name} may still run on {node}, {reason}")
 
-    def _notify_ended(self) -> None:
+    async def _notify_ended(self) -> None:
         """Report the last status; if it cannot be recorded, the outcome of the run stays what it is."""
         try:
-            self._notify_changed()
+            await self._notify_changed(timeout=LAST_REPORT_TIMEOUT)
         except RamifyError as error:
             self._print_line(f"the last status of the processes was not recorded: {error.message}")
 
-    def _notify_changed(self) -> None:
-        if self._on_change is not None:
-            self._on_change(self.get_process_statuses())
+    async def _notify_changed(self, *, timeout: float | None = None) -> None:
+        """Report the status of all processes; return when it is recorded.
+
+        Raises StorageFailed after `timeout` seconds, by default STORAGE_TIMEOUT.
+        """
+        if self._on_change is None:
+            return
+        self._num_reports += 1
+        report = partial(self._report, self._on_change, self._num_reports, self.get_process_statuses())
+        await call_storage(report, "the status of the processes", timeout=timeout or STORAGE_TIMEOUT)
+
+    def _report(self, on_change: OnChange, number: int, statuses: Sequence[ProcessStatus]) -> None:
+        """Call `on_change`, unless a later report was faster: a thread goes on after its task was cancelled."""
+        with self._report_lock:
+            if number > self._last_report:
+                self._last_report = number
+                on_change(statuses)
 
     def _build_status(self, spec: ProcessSpec, process: SupervisedProcess | None, now: float) -> ProcessStatus:
         restarts = self._budgets[spec.name].num_restarts

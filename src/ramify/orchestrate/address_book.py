@@ -10,12 +10,13 @@ new addresses. A run on one machine has no such file: its addresses are those of
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from ramify.async_calls import cancel_all
+from ramify.async_calls import call_storage, cancel_all
 from ramify.errors import ConfigInvalid, StorageFailed
 from ramify.files import write_atomically
 from ramify.wire.lifecycle import AsyncService
@@ -76,7 +77,7 @@ class AddressBook(AsyncService):
 
     async def start(self) -> Self:
         """Read the file, and start to poll it. Raises what `read_addresses` raises."""
-        self._refresh()
+        await self._refresh()
         self._polling = asyncio.create_task(self._poll(), name="address book")
         return self
 
@@ -101,15 +102,16 @@ class AddressBook(AsyncService):
         while True:
             await asyncio.sleep(self._poll_interval)
             try:
-                self._refresh()
+                await self._refresh()
                 last_read_time = time.monotonic()
             except StorageFailed:  # the known addresses stay in use meanwhile
                 if time.monotonic() - last_read_time > self._read_timeout:
                     raise
 
-    def _refresh(self) -> None:
+    async def _refresh(self) -> None:
         """Read the file. A key that it no longer has keeps its addresses."""
-        new_addresses = read_addresses(self._run_directory)
+        read = partial(read_addresses, self._run_directory)
+        new_addresses = await call_storage(read, ADDRESS_BOOK_FILE, timeout=self._read_timeout)
         if new_addresses is None:
             return
         before, self.addresses = self.addresses or {}, {**(self.addresses or {}), **new_addresses}
