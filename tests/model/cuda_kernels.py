@@ -118,6 +118,16 @@ def test_sampling_follows_the_cumulative_distribution():
     assert out.tolist() == [7, sampled[4, 0].item(), 9]
 
 
+def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_path):
+    core = build_core(write_llama(tmp_path / "model", 1), max_running_requests=1, device=DEVICE.type)
+    runner = core.runner
+    memory = torch.full((64, 2), -7, dtype=torch.int32, device=DEVICE)
+    size = len(runner._sampled)
+    runner._sampled = memory[:size]
+    run(core, core.create_request(list(range(3, 15)), SamplingParams(max_tokens=1)))  # 16 rows with padding
+    assert (memory[size:] == -7).all()
+
+
 @pytest.mark.skipif(
     DEVICE.type == "cpu" and not os.environ.get("RAMIFY_FULL"), reason="ten seconds in the interpreter of Triton"
 )

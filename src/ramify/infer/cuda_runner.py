@@ -102,7 +102,8 @@ class CudaModelRunner(ModelRunner):
         self._rows = UploadBuffer(8 * num_rows, device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(_round_up_rows(max_requests), 2, dtype=torch.int32, device=device)
+        max_logits = max(_round_up_rows(max_requests), _round_up_logits(max_requests))
+        self._sampled = torch.zeros(max_logits, 2, dtype=torch.int32, device=device)
         self._results = [DownloadBuffer(len(self._sampled), device) for _ in range(NUM_HOST_COPIES)]
         self._num_launched = 0
         self._seen: set[tuple[int, int]] = set()
@@ -157,7 +158,7 @@ class CudaModelRunner(ModelRunner):
         sampling = [chunk.request for chunk in chunks_by_row if chunk.samples_next]
         all_decode = len(chunks) == num_tokens == len(logit_rows)
         num_rows = _round_up_rows(num_tokens)
-        num_logits = num_rows if all_decode else min(num_rows, -(-len(logit_rows) // LOGIT_STEP) * LOGIT_STEP)
+        num_logits = num_rows if all_decode else min(num_rows, _round_up_logits(len(logit_rows)))
         starts, stops = [chunk.start for chunk in chunks_by_row], [chunk.stop for chunk in chunks_by_row]
         kernel_shape = self._kernels.get_shape(num_rows, share=self._share_prefixes)
         return PreparedStep(
@@ -291,6 +292,10 @@ class CudaModelRunner(ModelRunner):
 def _round_up_rows(num_rows: int) -> int:
     step = next((step for limit, step in ROW_STEPS if num_rows <= limit), ROW_STEPS[-1][1])
     return -(-num_rows // step) * step
+
+
+def _round_up_logits(num_logits: int) -> int:
+    return -(-num_logits // LOGIT_STEP) * LOGIT_STEP
 
 
 def _count_heads(model: LoadedModel) -> int:
