@@ -64,13 +64,19 @@ def submit(core: EngineCore, prompt: Prompt, tail: list[int] | None = None, max_
     return core.create_request([*prompt.ids, *(tail or [5])], params, images=prompt.references)
 
 
-def check_logprobs(family: str, source: Path, request: EngineRequest, images: list[bytes], start: int = 0) -> None:
-    """Compare the logprobs of the sampled tokens from `start` on with those of plain transformers."""
+def check_logprobs(
+    family: str, source: Path, request: EngineRequest, images: list[bytes], start: int = 0, *, markers: bool = False
+) -> None:
+    """Compare the logprobs of the sampled tokens from `start` on with those of plain transformers.
+
+    `markers` says whether the tokens that mark images could have been sampled.
+    """
     model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     image_inputs = build_image_inputs(family)(request.token_ids, images)
     with torch.no_grad():
         logits = model(torch.tensor([request.token_ids]), use_cache=False, **image_inputs).logits[0]
-    logits[:, 56:] = -torch.inf
+    if not markers:
+        logits[:, 56:] = -torch.inf
     first = len(request.prompt_token_ids)
     rows = torch.log_softmax(logits, -1)[first - 1 : -1]
     expected = rows.gather(1, torch.tensor(sampled_ids(request)).unsqueeze(1)).squeeze(1)
@@ -93,6 +99,23 @@ def test_logprobs_across_prefix_hits_and_split_images(world):
         assert later.num_cached_tokens > max(reference.start for reference in first.references)
     assert core.counters.prefill_chunks > 0
     assert core.counters.encoded_images == len(images)
+
+
+def test_decoding_after_images_runs_the_fused_operators(world):
+    family, _, models = world
+    core = build_core(models[A], A)
+    assert core.runner.fused_model is not None
+    upload(core, family, [b"one", b"two"])
+    prompt = Prompt(Random(6), family, [b"one", b"two"])
+    ids = [*prompt.ids, 5, 6]
+    params = SamplingParams(max_tokens=9)  # sampled on the device, if there is one: steps are launched ahead
+    requests = run(core, *(core.create_request(ids, params, images=prompt.references) for _ in range(16)))
+    without_markers = [request for request in requests if max(sampled_ids(request)) < 56]
+    assert len(without_markers) >= 2
+    for request in without_markers:
+        check_logprobs(family, models[A], request, prompt.images, markers=True)
+    assert core.counters.encoded_images == 2
+    assert core.counters.replayed_steps > 0 or core.model.device.type != "cuda"
 
 
 def test_equal_prompts_with_different_images_share_nothing_after_the_first_difference(world):

@@ -6,20 +6,21 @@ follows a plan (`ramify.model.attention_plan`), which is kept while the same req
 
 Steps of up to MAX_GRAPH_ROWS rows are CUDA graphs, captured for each number of rows and logits, rounded up, and then
 replayed by a single call: launching a thousand kernels from Python takes longer than they run. Padding rows write to
-block 0, which no request uses. Weights are updated in place, so graphs stay valid.
+block 0, which no request uses. Weights are updated in place, so graphs stay valid. A step with image tokens, which is
+part of a prompt's prefill, is not a graph: it runs the model's own code.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ramify.infer.metrics import EngineCounters
-from ramify.infer.model_runner import ModelRunner, list_logit_rows
+from ramify.infer.model_runner import ImageRows, ModelRunner, list_logit_rows
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.infer.step_buffers import NUM_HOST_COPIES, DownloadBuffer, UploadBuffer
@@ -40,7 +41,8 @@ class PreparedStep:
     chunks_by_row: list[ScheduledChunk]
     order: list[int]  # of the scheduled chunks
     requests: list[EngineRequest]  # of the scheduled chunks, in their order, if all of them decode; else empty
-    positions: np.ndarray  # [rows], int32 as all of them
+    positions: np.ndarray  # [rows], in the sequence; int32 as all of them
+    rotary_positions: np.ndarray  # [1, rows], or [3, rows] if image tokens lie on a grid
     slots: np.ndarray
     logit_rows: np.ndarray
     temperatures: np.ndarray  # of the rows with logits
@@ -83,8 +85,16 @@ class CudaModelRunner(ModelRunner):
         max_requests: int,
         fused: bool = True,
         share_prefixes: bool = True,
+        feature_cache_bytes: int = 0,
     ) -> None:
-        super().__init__(model, counters, num_blocks=num_blocks, block_size=block_size, fused=fused)
+        super().__init__(
+            model,
+            counters,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            fused=fused,
+            feature_cache_bytes=feature_cache_bytes,
+        )
         from ramify.model.cuda.paged_attention import PagedAttention
 
         shape, device = model.shape, model.device
@@ -99,7 +109,7 @@ class CudaModelRunner(ModelRunner):
         self._kernels.reserve_partials(INITIAL_PARTIALS)
         self._share_prefixes = share_prefixes
         num_rows = _round_up_rows(max_rows)
-        self._rows = UploadBuffer(8 * num_rows, device)
+        self._rows = UploadBuffer(9 * num_rows, device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         max_logits = max(_round_up_rows(max_requests), _round_up_logits(max_requests))
@@ -118,15 +128,16 @@ class CudaModelRunner(ModelRunner):
     def launch(self, chunks: Sequence[ScheduledChunk]) -> StartedStep:
         """Start a step and sample from its logits. Only tokens of requests that are sampled plainly are used."""
         prepared = self._advance(chunks)
-        plan_changed = prepared is None
+        plan_changed, images = prepared is None, None
         if prepared is None:
             prepared = self._last = self._prepare(chunks)
-        else:
+            images = self._gather_images(prepared.chunks_by_row)
+        else:  # a token that was sampled is no image token
             plan_changed = self._extend_block_tables(prepared)
         if plan_changed:
             self._upload_plan(prepared.plan)
         self._upload_rows(prepared)
-        logits = self._run_step(prepared.num_rows, prepared.num_logits)
+        logits = self._run_step(prepared, images)
         result = self._results[self._num_launched % NUM_HOST_COPIES]
         self._num_launched += 1
         num_sampled = len(prepared.logit_rows)
@@ -139,7 +150,8 @@ class CudaModelRunner(ModelRunner):
         self._last = None
         self._upload_plan(prepared.plan)
         self._upload_rows(prepared)
-        return prepared.chunks_by_row, self._forward(prepared.num_rows, prepared.num_logits)[: len(prepared.logit_rows)]
+        logits = self._compute_logits(prepared, self._gather_images(prepared.chunks_by_row))
+        return prepared.chunks_by_row, logits[: len(prepared.logit_rows)]
 
     # -- the host's side -----------------------------------------------------------------------------------------------
 
@@ -166,6 +178,7 @@ class CudaModelRunner(ModelRunner):
             order=order,
             requests=[chunk.request for chunk in chunks] if all_decode else [],
             positions=positions.astype(np.int32),
+            rotary_positions=self._list_rotary_positions(chunks_by_row, positions).astype(np.int32),
             slots=(blocks * self.block_size + positions % self.block_size).astype(np.int32),
             logit_rows=np.array(logit_rows, dtype=np.int32),
             temperatures=np.array([request.sampling_params.temperature for request in sampling], dtype=np.float32),
@@ -174,6 +187,11 @@ class CudaModelRunner(ModelRunner):
             num_rows=num_rows,
             num_logits=num_logits,
         )
+
+    def _list_rotary_positions(self, chunks: Sequence[ScheduledChunk], positions: np.ndarray) -> np.ndarray:
+        if not self.has_grid_positions:
+            return positions[np.newaxis]
+        return np.concatenate([chunk.request.get_positions(chunk.start, chunk.stop) for chunk in chunks], axis=1)
 
     def _order_rows(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         """Return the order of rows: decoding first, sequences with common blocks adjacent."""
@@ -194,7 +212,8 @@ class CudaModelRunner(ModelRunner):
         was_advanced = (positions == last.positions + 1).all() and (positions < last.plan.key_limits[:num_rows]).all()
         if not was_advanced or not all(chunk.request.block_table_len for chunk in chunks_by_row):
             return None
-        last.chunks_by_row, last.positions, last.slots = chunks_by_row, positions, last.slots + np.int32(1)
+        last.chunks_by_row, last.positions = chunks_by_row, positions
+        last.rotary_positions, last.slots = last.rotary_positions + np.int32(1), last.slots + np.int32(1)
         return last
 
     def _extend_block_tables(self, step: PreparedStep) -> bool:
@@ -217,7 +236,7 @@ class CudaModelRunner(ModelRunner):
     def _upload_rows(self, step: PreparedStep) -> None:
         """Copy what changes in every step. A token that is not known yet is named by its row in the last step."""
         num_rows, num_logits = step.num_rows, step.num_logits
-        rows = np.zeros((4, num_rows), dtype=np.int32)  # ids, sources, positions, slots
+        rows = np.zeros((5, num_rows), dtype=np.int32)  # ids, sources, positions, slots, rotary positions
         rows[1] = -1
         end = 0
         for chunk in step.chunks_by_row:
@@ -229,18 +248,20 @@ class CudaModelRunner(ModelRunner):
                 rows[0, start] = request.token_ids[chunk.start]
             else:
                 rows[0, start:end] = request.token_ids[chunk.start : chunk.stop]
-        rows[2, :end], rows[3, :end] = step.positions, step.slots
+        rows[2, :end], rows[3, :end], rows[4, :end] = step.positions, step.slots, step.rotary_positions[0]
         logits = np.zeros((2, num_logits), dtype=np.int32)
         temperatures, seeds = logits[1].view(np.float32), np.zeros(num_logits, dtype=np.uint64)
         logits[0, : len(step.logit_rows)] = step.logit_rows
         temperatures[: len(step.temperatures)], seeds[: len(step.seeds)] = step.temperatures, step.seeds
-        self._rows.upload(rows.ravel(), logits.ravel(), seeds)
+        self._rows.upload(seeds, rows.ravel(), logits.ravel())  # 64-bit numbers first, aligned
 
     # -- the GPU's side ------------------------------------------------------------------------------------------------
 
-    def _run_step(self, num_rows: int, num_logits: int) -> Tensor:
+    def _run_step(self, step: PreparedStep, images: ImageRows | None) -> Tensor:
         """Run and sample the uploaded step, by a graph if there is one or the shape has been seen before."""
-        key = (num_rows, num_logits)
+        if images is not None:
+            return self._sample(self._compute_logits(step, images), step.num_rows)
+        key = num_rows, num_logits = step.num_rows, step.num_logits
         captured = self._graphs.get(key)
         if captured is None and self._graph_pool is not None and num_rows <= MAX_GRAPH_ROWS and key in self._seen:
             captured = self._graphs[key] = self._capture(num_rows, num_logits)
@@ -265,28 +286,60 @@ class CudaModelRunner(ModelRunner):
         return CapturedGraph(graph, logits)
 
     def _forward_and_sample(self, num_rows: int, num_logits: int) -> Tensor:
+        return self._sample(self._forward_text(num_rows, num_logits), num_rows)
+
+    def _sample(self, logits: Tensor, num_rows: int) -> Tensor:
+        """Sample from the logits of the uploaded step; return them."""
         from ramify.model.cuda.sampling import sample_rows
 
-        logits = self._forward(num_rows, num_logits)
-        positions, logit_rows, temperatures, seeds = self._split_rows(num_rows, num_logits)[2:]
-        sample_rows(logits, temperatures, seeds, positions, logit_rows, self._sampled)
+        rows = self._split_rows(num_rows, len(logits))
+        sample_rows(logits, rows.temperatures, rows.seeds, rows.positions, rows.logit_rows, self._sampled)
         return logits
 
-    def _forward(self, num_rows: int, num_logits: int) -> Tensor:
+    def _compute_logits(self, step: PreparedStep, images: ImageRows | None) -> Tensor:
+        """Return the logits of the uploaded step."""
+        if images is None:
+            return self._forward_text(step.num_rows, step.num_logits)
+        padding = step.num_rows - step.rotary_positions.shape[1]
+        positions = self._to_device(np.pad(step.rotary_positions, ((0, 0), (0, padding))))
+        rows = self._split_rows(step.num_rows, step.num_logits)
+        ids, metadata = self._gather_ids(rows), self._build_metadata(rows, fused=False)
+        return self._forward(ids, positions.squeeze(0), metadata, rows.logit_rows, images)
+
+    def _forward_text(self, num_rows: int, num_logits: int) -> Tensor:
+        """Return the logits of the uploaded step, which has no image tokens. Can be captured."""
+        rows = self._split_rows(num_rows, num_logits)
+        metadata = self._build_metadata(rows, fused=self.fused_model is not None)
+        return self.forward(self._gather_ids(rows), rows.rotary_positions, metadata, rows.logit_rows)
+
+    def _gather_ids(self, rows: "DeviceRows") -> Tensor:
+        """Return the token ids; those that the host does not know yet are read from the last step's result."""
         from ramify.model.cuda.sampling import gather_ids
 
-        ids, slots, positions, logit_rows, *_ = self._split_rows(num_rows, num_logits)
-        gather_ids(ids, self._rows.device[num_rows : 2 * num_rows], self._sampled, self._ids)
-        plan = DevicePlan(self._plan.device, positions, self._kernels)
-        slot_mapping = slots if self.fused_model else slots.long()
-        metadata = AttentionMetadata(self.pool, slot_mapping, plan=plan)
-        return self.forward(self._ids[:num_rows], positions, metadata, logit_rows)
+        gather_ids(rows.ids, rows.sources, self._sampled, self._ids)
+        return self._ids[: len(rows.ids)]
 
-    def _split_rows(self, num_rows: int, num_logits: int) -> tuple[Tensor, ...]:
-        """Return the parts of the uploaded rows: ids, slots, positions, logit rows, temperatures and seeds."""
-        sizes = [num_rows] * 4 + [num_logits] * 2 + [2 * num_logits]
-        ids, _, positions, slots, logit_rows, temperatures, seeds = self._rows.device[: sum(sizes)].split(sizes)
-        return ids, slots, positions, logit_rows, temperatures.view(torch.float32), seeds.view(torch.int64)
+    def _build_metadata(self, rows: "DeviceRows", *, fused: bool) -> AttentionMetadata:
+        plan = DevicePlan(self._plan.device, rows.positions, self._kernels)
+        return AttentionMetadata(self.pool, rows.slots if fused else rows.slots.long(), plan=plan)
+
+    def _split_rows(self, num_rows: int, num_logits: int) -> "DeviceRows":
+        sizes = [2 * num_logits] + [num_rows] * 5 + [num_logits] * 2
+        rows = DeviceRows(*self._rows.device[: sum(sizes)].split(sizes))
+        return rows._replace(seeds=rows.seeds.view(torch.int64), temperatures=rows.temperatures.view(torch.float32))
+
+
+class DeviceRows(NamedTuple):
+    """The parts of the uploaded rows."""
+
+    seeds: Tensor
+    ids: Tensor  # of the tokens that the host knows
+    sources: Tensor  # the row of the last step that sampled the token; -1 if the host knows it
+    positions: Tensor
+    slots: Tensor
+    rotary_positions: Tensor
+    logit_rows: Tensor
+    temperatures: Tensor
 
 
 def _round_up_rows(num_rows: int) -> int:

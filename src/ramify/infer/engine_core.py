@@ -364,7 +364,8 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
             model, counters, num_blocks=num_blocks, block_size=config.block_size, num_slots=num_slots
         )
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if on_gpu and not config.batch_invariant and model.tower is None:
+    feature_cache_bytes = config.image_cache_mib << 20
+    if on_gpu and not config.batch_invariant:
         return CudaModelRunner(
             model,
             counters,
@@ -374,6 +375,7 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
             max_requests=config.max_running_requests,
             fused=config.fused_ops,
             share_prefixes=config.share_prefixes,
+            feature_cache_bytes=feature_cache_bytes,
         )
     return ModelRunner(
         model,
@@ -382,7 +384,7 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
         block_size=config.block_size,
         fused=config.fused_ops,
         fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
-        feature_cache_bytes=config.image_cache_mib << 20,
+        feature_cache_bytes=feature_cache_bytes,
     )
 
 

@@ -11,6 +11,7 @@ length: each operator then has the same shapes in every step, and a row has the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,13 @@ class InputBatch:
     positions: Tensor
     attn_metadata: AttentionMetadata
     logit_rows: Tensor
+
+
+class ImageRows(NamedTuple):
+    """The rows of a step that are image tokens, and their features [1 + deepstack layers, image tokens, width]."""
+
+    rows: Tensor
+    features: Tensor
 
 
 class ModelRunner:
@@ -149,25 +157,27 @@ class ModelRunner:
             return self._run_fixed(chunks, self.fixed_rows)
         batch = self._last_batch = self._advance_batch(chunks) or self._prepare_inputs(chunks)
         chunks_by_row = [chunks[index] for index in batch.chunk_order]
-        inputs = batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows
-        return chunks_by_row, self._forward(chunks_by_row, *inputs)
+        images = self._gather_images(chunks_by_row)
+        return chunks_by_row, self._forward(
+            batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows, images
+        )
 
     def _forward(
         self,
-        chunks: Sequence[ScheduledChunk],
         ids: Tensor,
         positions: Tensor,
         attn_metadata: AttentionMetadata,
         logit_rows: Tensor,
+        images: ImageRows | None,
     ) -> Tensor:
-        """Return the logits of `logit_rows`; the chunks are in the order of the rows."""
-        images = self._gather_images(chunks)
-        if images is None:
-            return self.forward(ids, positions, attn_metadata, logit_rows)
-        return self.forward_with_images(ids, positions, attn_metadata, logit_rows, *images)
+        """Return the logits of `logit_rows`. Positions are [rows], or [3, rows] if image tokens lie on a grid."""
+        if images is not None:
+            return self.forward_with_images(ids, positions, attn_metadata, logit_rows, *images)
+        text_positions = positions[0] if positions.dim() == 2 else positions  # all three are equal
+        return self.forward(ids, text_positions, attn_metadata, logit_rows)
 
-    def _gather_images(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of the image tokens in the chunks, and their features; None if there are no image tokens."""
+    def _gather_images(self, chunks: Sequence[ScheduledChunk]) -> ImageRows | None:
+        """Return the image tokens of the chunks, which are in the order of the rows; None if there are none."""
         parts: list[tuple[ProcessedImage, int, int]] = []  # image, its first token in the chunk, the first after it
         rows: list[np.ndarray] = []
         first_row = 0
@@ -183,7 +193,7 @@ class ModelRunner:
             return None
         features = self.image_encoder.get_features([image for image, _, _ in parts])
         gathered = [features[image.hash][:, start:stop] for image, start, stop in parts]
-        return self._to_device(np.concatenate(rows)), torch.cat(gathered, dim=1)
+        return ImageRows(self._to_device(np.concatenate(rows)), torch.cat(gathered, dim=1))
 
     def _prepare_inputs(self, chunks: Sequence[ScheduledChunk]) -> "InputBatch":
         order = sorted(range(len(chunks)), key=lambda index: (chunks[index].num_tokens, chunks[index].stop))
@@ -338,7 +348,8 @@ class ModelRunner:
         block_table = self._to_device(row_tables.ravel())
         tile = AttentionTile(0, num_rows, num_rows, 1, block_table, indices.unsqueeze(1))
         metadata = AttentionMetadata(self.pool, slots, [tile])
-        logits = self._forward(chunks, ids, positions, metadata, self._to_device(range(num_rows)))
+        all_rows = self._to_device(range(num_rows))
+        logits = self._forward(ids, positions, metadata, all_rows, self._gather_images(chunks))
         logit_rows, _ = list_logit_rows(chunks)
         return list(chunks), logits.index_select(0, self._to_device(logit_rows))
 

@@ -19,7 +19,9 @@ from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, L
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.vision import build_image_inputs
 
-SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
+# Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so its rotation is
+# that of Qwen3; steps with image tokens run `build_image_forward`.
+SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"}
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
 
@@ -94,7 +96,7 @@ def build_hf_forward(module: Any) -> ForwardFn:
         attn_metadata.last_layer = -1
         return module(
             input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(-2),  # [1, rows], or [3, 1, rows] if image tokens lie on a grid
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=logit_rows,
             attn_metadata=attn_metadata,
@@ -106,7 +108,8 @@ def build_hf_forward(module: Any) -> ForwardFn:
 def build_image_forward(module: Any) -> Callable[[Tensor, Tensor, AttentionMetadata, Tensor, Tensor, Tensor], Tensor]:
     """Return the forward of a vision-language model for rows with image tokens.
 
-    It takes the arguments of a `ForwardFn`, the rows of the image tokens, and their features.
+    It takes the arguments of a `ForwardFn`, the rows of the image tokens, and their features. Positions are [3, rows]
+    if image tokens lie on a grid.
     """
 
     def forward(
