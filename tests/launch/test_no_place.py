@@ -28,6 +28,28 @@ class FullLauncher(LocalLauncher):
         return await super().open_slots(leases, placement, timeout=timeout)
 
 
+class UnstoppableLauncher(LocalLauncher):
+    """Opens slots that stop their process and then raise, for the roles in `failing`."""
+
+    def __init__(self, failing):
+        super().__init__()
+        self.failing = failing
+
+    async def open_slots(self, leases, placement, *, timeout):
+        slots = await super().open_slots(leases, placement, timeout=timeout)
+        if leases.role in self.failing:
+            for slot in slots:
+                slot.stop = self._fail_after(slot.stop)
+        return slots
+
+    def _fail_after(self, stop):
+        async def stop_and_fail():
+            await stop()
+            raise ConnectionResetError("the node is gone")
+
+        return stop_and_fail
+
+
 @pytest.fixture(autouse=True)
 def short_delay(monkeypatch):
     monkeypatch.setattr(supervisor_module, "PLACE_RETRY_DELAY", 0.05)
@@ -98,3 +120,14 @@ def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
     with pytest.raises(DeadlineExceeded, match="has found no place"):
         run([first, build_engine(tmp_path, "second"), leader], launcher, max_restarts=1, on_change=on_change)
     assert len(pids(tmp_path, "first")) == 1
+
+
+def test_process_that_cannot_be_stopped_does_not_replace_the_outcome(tmp_path):
+    lines = []
+    started = "all(os.path.exists(DIR + f'/{name}.pids') for name in ('first', 'second'))"
+    leader = f"import time\nwhile not {started}: time.sleep(0.01)"
+    specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
+    leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)
+    assert run([*specs, leader], UnstoppableLauncher(["first"]), lines=lines) is RunOutcome.FINISHED
+    assert "first could not be stopped: ConnectionResetError: the node is gone" in lines
+    assert alive(tmp_path) == []

@@ -93,7 +93,7 @@ def test_the_head_starts_first_and_the_others_in_growing_waves(job):
     started = [line.removeprefix("start ") for line in calls(job) if line.startswith("start")]
     assert started[:2] == ["a", "b"] and sorted(started[2:4]) == ["c", "d"] and started[4] == "e"
     command = "ramify rl --launch.grace_period 270 @ my run.toml"
-    assert calls(job)[-1] == f"{command} RAY_ADDRESS=127.0.0.1:14000 GREETING=hello"
+    assert calls(job)[-1] == f"{command} RAY_ADDRESS=127.0.0.1:12000 GREETING=hello"
 
 
 def test_the_job_asks_for_the_nodes_of_the_configuration(job):

@@ -23,14 +23,16 @@ class NodeAssignments:
         assigned_nodes = self._node_names.get(name, ())
         if not assigned_nodes or not {node.name for node in nodes}.issuperset(assigned_nodes):
             assigned_nodes = self._place_again(self._demands[name], nodes)
-        if assigned_nodes:  # otherwise it keeps what it had, so that no other process takes that room
+        if assigned_nodes:  # without room the old assignment stays, so that its reachable nodes remain reserved
             self._node_names[name] = assigned_nodes
         return assigned_nodes
 
     def _place_again(self, demand: ProcessDemand, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
         free_nodes = {node.name: FreeNode.from_node(node) for node in sorted(nodes, key=lambda node: node.is_head)}
         for name, assigned_nodes in self._node_names.items():
-            for node_name in assigned_nodes if name != demand.name else ():
+            if name == demand.name:
+                continue
+            for node_name in assigned_nodes:
                 if node_name in free_nodes:
                     free_nodes[node_name].take(self._demands[name], 1)
         node_names = place_process(demand, list(free_nodes.values()))

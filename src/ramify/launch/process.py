@@ -261,13 +261,19 @@ class SupervisedProcess:
         await asyncio.gather(*(slot.kill() for slot in self.slots))
 
     async def stop(self) -> None:
-        """Stop all ranks with their descendants, and return when they have exited or cannot be reached."""
+        """Stop all ranks with their descendants, and return when they have exited or cannot be reached.
+
+        Raises the first error, after all ranks were asked to stop.
+        """
         try:
-            await asyncio.gather(*(slot.stop() for slot in self.slots))
+            results = await asyncio.gather(*(slot.stop() for slot in self.slots), return_exceptions=True)
         finally:
             state = ProcessState.SILENT if self.unstopped_node else ProcessState.ENDED
             if self.state is not state:
                 self.set_state(state)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     def tail(self) -> str:
         """Return the last lines that this execution has written to the log, of the rank that failed."""

@@ -17,8 +17,8 @@ STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all proc
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
 
 START_RAY = r"""
-# Ports by job and restart, so that two of them on one node do not collide; below those of outgoing connections.
-base=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 10 * 1000))
+# A thousand ports by job and restart, so that jobs on one node seldom collide; below those of outgoing connections.
+base=$((10000 + (SLURM_JOB_ID + 11 * ${SLURM_RESTART_COUNT:-0}) % 22 * 1000))
 export RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_DOCKER_CPU_WARNING=1
 export RAY_agent_register_timeout_ms=300000  # on a busy node the agents of Ray start slowly
 ports="--node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) --metrics-export-port=$((base + 3))

@@ -120,9 +120,17 @@ class Supervisor:
                 return await self._outcome
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
-                await asyncio.gather(*(process.stop() for process in self._processes.values()))
+                await self._stop_all()
                 self._report_unstopped()
                 await self._notify_ended()
+
+    async def _stop_all(self) -> None:
+        """Stop all processes. An error is printed and does not replace the outcome of the run."""
+        processes = list(self._processes.values())
+        results = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
+        for process, result in zip(processes, results):
+            if isinstance(result, BaseException):
+                self._print_line(f"{process.spec.name} could not be stopped: {type(result).__name__}: {result}")
 
     def get_process_statuses(self) -> list[ProcessStatus]:
         """Return the status of every process."""
@@ -180,7 +188,11 @@ class Supervisor:
         return code, process
 
     async def _open(self, process: SupervisedProcess) -> None:
-        """Open the slots of a process. Without room, retry while another process of its service runs, else raise."""
+        """Open the slots of a process.
+
+        If they cannot be opened, retry every PLACE_RETRY_DELAY seconds while another process of the same service runs;
+        otherwise raise DeadlineExceeded or ProcessDied.
+        """
         spec = process.spec
         while True:
             try:
