@@ -87,7 +87,7 @@ class StubRay:
 
     def remote(self, actor_class):
         def options(*, scheduling_strategy, **_):
-            return SimpleNamespace(remote=lambda terms: StubActor(self, scheduling_strategy))
+            return SimpleNamespace(remote=lambda terms, node: StubActor(self, scheduling_strategy))
 
         return SimpleNamespace(options=options)
 

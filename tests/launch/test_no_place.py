@@ -24,7 +24,7 @@ class FullLauncher(LocalLauncher):
 
     async def open_slots(self, leases, placement, *, timeout):
         if leases.role in self.refused:
-            raise self.failure(f"{leases.role} has found no place")
+            raise self.failure(f"{leases.role} could not be placed")
         return await super().open_slots(leases, placement, timeout=timeout)
 
 
@@ -84,7 +84,7 @@ def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path
     specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
     leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER, start_after=("first", "second"))
     assert run([*specs, leader], launcher, on_change=on_change, lines=lines) is RunOutcome.FINISHED
-    assert lines[0] == "second has found no place; the run continues without second, which is tried again"
+    assert lines[0] == "second could not be placed; the run continues without second, which is tried again"
     assert (ProcessState.STARTING, ProcessState.READY) in seen
     assert len(pids(tmp_path, "second")) == 1
     assert alive(tmp_path) == []
@@ -93,7 +93,7 @@ def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path
 def test_process_that_nobody_replaces_ends_the_run(tmp_path):
     specs = [build_engine(tmp_path, "inference"), build_engine(tmp_path, "env", service="env/train/words")]
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-    with pytest.raises(DeadlineExceeded, match="env has found no place"):
+    with pytest.raises(DeadlineExceeded, match="env could not be placed"):
         run([*specs, leader], FullLauncher(["env"]))
     assert alive(tmp_path) == []
 
@@ -101,7 +101,7 @@ def test_process_that_nobody_replaces_ends_the_run(tmp_path):
 def test_engines_that_all_wait_end_the_run(tmp_path):
     specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-    with pytest.raises(DeadlineExceeded, match="has found no place"):
+    with pytest.raises(DeadlineExceeded, match="could not be placed"):
         run([*specs, leader], FullLauncher(["first", "second"]))
     assert alive(tmp_path) == []
 
@@ -117,7 +117,7 @@ def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
     ends = "import time\nwhile not os.path.exists(DIR + '/ended'): time.sleep(0.01)\nsys.exit(3)"
     first = build_spec(tmp_path, "first", ends, placement=Placement(), service="inference")
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-    with pytest.raises(DeadlineExceeded, match="has found no place"):
+    with pytest.raises(DeadlineExceeded, match="could not be placed"):
         run([first, build_engine(tmp_path, "second"), leader], launcher, max_restarts=1, on_change=on_change)
     assert len(pids(tmp_path, "first")) == 1
 

@@ -85,6 +85,16 @@ def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
     assert len(pids(tmp_path, "orchestrator")) == 3
 
 
+def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path, monkeypatch):
+    monkeypatch.setattr(restart_budget, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(supervisor_module, "RESTART_WINDOW", 0.0)
+    code = "if len(open(DIR + '/env.pids').readlines()) < 5: raise ValueError('no luck')\n" + RUNS_FOREVER
+    leader = "import time\nwhile not os.path.exists(DIR + '/env.pids') or "
+    leader += "len(open(DIR + '/env.pids').readlines()) < 5: time.sleep(0.01)"
+    specs = [build_spec(tmp_path, "env", code), build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
+    assert supervise(specs, restarts=10) is RunOutcome.FINISHED
+
+
 def test_permanent_failure_is_not_retried(tmp_path):
     broken = build_spec(
         tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER

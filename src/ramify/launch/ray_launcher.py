@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ramify.async_calls import call_in_daemon_thread, cancel_all
 from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
@@ -30,6 +30,7 @@ RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node
 MAX_OPEN_TRIES = 3  # a node that neither starts an actor nor dies takes this part of the time to find a place
 # Seconds for which a node is avoided after a process was lost there. Ray needs about one minute to notice a dead node.
 NODE_AVOIDANCE = 120.0
+T = TypeVar("T")
 
 
 class RayLauncher:
@@ -75,35 +76,46 @@ class RayLauncher:
         ]
 
     def _list_alive_nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
+        """Return the nodes that are alive. Ray lists a node twice for a while if Ray was started there again."""
+        return list({node["NodeName"]: node for node in self._ray.nodes() if node["Alive"]}.values())
+
+    async def _call_ray(self, function: Callable[[], T]) -> T:
+        """Return the result of a call to Ray, which hangs if Ray's control service does. Raises PeerLost."""
+        try:
+            return await call_in_daemon_thread(function, "call to Ray")
+        except (ConnectionError, RuntimeError, self._ray.exceptions.RayError) as error:
+            raise PeerLost(f"Ray does not list its nodes ({error}); check `ray status`") from error
 
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         """Return one slot per rank; nodes are chosen again if one dies or does not answer meanwhile.
 
-        Raises ProcessDied if the actor of a rank cannot be started on its node.
+        Raises DeadlineExceeded if no nodes are found within `timeout` seconds, and ProcessDied if the actor of a rank
+        cannot be started on its node.
         """
         if placement is None:
             return await self._local.open_slots(leases, placement, timeout=timeout)
-        failures: list[PeerLost] = []
+        last_failure = ""
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    if (nodes := await self._choose_nodes(placement, leases.num_ranks)) is not None:
-                        try:
+                    try:
+                        nodes = await self._choose_nodes(placement, leases.num_ranks)
+                        if nodes is None:
+                            last_failure = ""
+                        else:
                             async with asyncio.timeout(timeout / MAX_OPEN_TRIES):
                                 return await self._open_on(nodes, leases, placement)
-                        except PeerLost as error:
-                            failures.append(error)
-                        except TimeoutError:
-                            pass  # the nodes that did not answer are avoided now
+                    except PeerLost as error:
+                        last_failure = f"; the last try failed: {error.message}"
+                    except TimeoutError:  # the nodes that did not answer are avoided now
+                        last_failure = ""
                     await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError as error:
-            message = f"{leases.role} has found no place within {timeout:g} s"
-            if failures:
-                raise DeadlineExceeded(f"{message}; the last try failed: {failures[-1].message}") from error
-            raise DeadlineExceeded(f"{message}: {await self._describe_room(leases, placement)}") from error
+            shortage = await self._describe_shortage(leases, placement)
+            message = f"{leases.role} could not be placed within {timeout:g} s"
+            raise DeadlineExceeded(f"{message}: {shortage}{last_failure}") from error
 
     async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
         """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now.
@@ -112,7 +124,7 @@ class RayLauncher:
         """
         if placement.choose_nodes is None:
             return [None] * num_ranks
-        ray_nodes = await call_in_daemon_thread(self._list_alive_nodes, "nodes of Ray")
+        ray_nodes = await self._call_ray(self._list_alive_nodes)
         ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
         nodes, now = self._to_cluster_nodes(ray_nodes), time.monotonic()
         preferred = [node for node in nodes if self._avoided_until.get(node.name, now) <= now]
@@ -156,30 +168,41 @@ class RayLauncher:
             max_task_retries=0,
             scheduling_strategy=strategy,
         )
-        return options.remote(placement.lease)
+        return options.remote(placement.lease, None if node is None else node.name)
 
-    async def _describe_room(self, leases: RoleLeases, placement: Placement) -> str:
+    async def _describe_shortage(self, leases: RoleLeases, placement: Placement) -> str:
         """Return what the ranks of a process need, and what the nodes have."""
         needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
         ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
         try:
             async with asyncio.timeout(LIST_NODES_TIMEOUT):
-                nodes = await call_in_daemon_thread(self.list_nodes, "nodes of Ray")
-        except (TimeoutError, ConnectionError, RuntimeError, self._ray.exceptions.RayError):
-            return f"{ranks} {needed}, and Ray does not list its nodes"
+                nodes = await self._call_ray(self.list_nodes)
+        except PeerLost as error:
+            return f"{ranks} {needed}; {error.message}"
+        except TimeoutError:
+            return f"{ranks} {needed}; Ray did not list its nodes within {LIST_NODES_TIMEOUT:g} s; check `ray status`"
         sizes = ", ".join(f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in nodes)
-        return f"{ranks} {needed}; the nodes have in total {sizes}; add a node or lower [cluster]"
+        advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
+        return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
 
     def wait_for_nodes(self, num_nodes: int, *, timeout: float) -> list[ClusterNode]:
         """Return the nodes when there are `num_nodes`. Raises DeadlineExceeded after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while len(nodes := self.list_nodes()) < num_nodes:
-            if time.monotonic() > deadline:
-                joined = ", ".join(node.name for node in nodes)
-                message = f"{len(nodes)} of {num_nodes} nodes (cluster.num_nodes) joined within {timeout:g} s: {joined}"
-                raise DeadlineExceeded(f"{message}; start Ray on the other nodes")
-            time.sleep(NODE_POLL_INTERVAL)
-        return nodes
+        return asyncio.run(self._wait_for_nodes(num_nodes, timeout))
+
+    async def _wait_for_nodes(self, num_nodes: int, timeout: float) -> list[ClusterNode]:
+        nodes: list[ClusterNode] = []
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    with contextlib.suppress(PeerLost):
+                        nodes = await self._call_ray(self.list_nodes)
+                    if len(nodes) >= num_nodes:
+                        return nodes
+                    await asyncio.sleep(NODE_POLL_INTERVAL)
+        except TimeoutError as error:
+            joined = ", ".join(node.name for node in nodes)
+            message = f"{len(nodes)} of {num_nodes} nodes (cluster.num_nodes) joined within {timeout:g} s: {joined}"
+            raise DeadlineExceeded(f"{message}; start Ray on the other nodes") from error
 
     def disconnect(self) -> None:
         """Disconnect from Ray, which ends all actors that are left."""
@@ -198,13 +221,17 @@ class _RayNode(NamedTuple):
 
 
 class _NodeProcessActor(NodeProcess):
-    """What the actor runs: a `NodeProcess` that knows its node from Ray."""
+    """What the actor runs: a `NodeProcess`. `node` is the name of its node; None: Ray has chosen the node."""
 
-    def __init__(self, terms: LeaseTerms) -> None:
+    def __init__(self, terms: LeaseTerms, node: str | None) -> None:
         ray: Any = import_module("ray")
-        node_id = ray.get_runtime_context().get_node_id()
-        name = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
-        super().__init__(terms, node=name, host=ray.util.get_node_ip_address())
+        super().__init__(terms, node=node or _find_own_node(ray), host=ray.util.get_node_ip_address())
+
+
+def _find_own_node(ray: Any) -> str:
+    """Return the name of this process's node, or its id if Ray does not list it yet."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id), node_id)
 
 
 class _RayClient:
@@ -250,7 +277,7 @@ class _RayClient:
             self._on_lost()
         try:
             if is_reachable and not self._is_closed:
-                with contextlib.suppress(PeerLost, TimeoutError):
+                with contextlib.suppress(RamifyError, TimeoutError, self._ray.exceptions.RayError):
                     async with asyncio.timeout(CLOSE_TIMEOUT):
                         await self._call(self._actor.close.remote())
         finally:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 from ramify.async_calls import call_storage, cancel_all
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed, failure_classes
@@ -33,7 +34,7 @@ from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
-from ramify.processes.restart_budget import RestartBudget
+from ramify.processes.restart_budget import RESTART_WINDOW, RestartBudget
 from ramify.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
@@ -71,6 +72,11 @@ class ProcessStatus:
     """Seconds after which it is dead for certain if its node cannot be reached; None for one that runs on the head."""
 
 
+class _Crash(NamedTuple):
+    last_line: str  # of the log
+    time: float  # of the monotonic clock
+
+
 OnChange = Callable[[Sequence[ProcessStatus]], None]
 
 
@@ -101,8 +107,8 @@ class Supervisor:
         self._earlier_processes = earlier_processes or {}
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
         self._processes: dict[str, SupervisedProcess] = {}
-        # The last line of each consecutive crash of a process, as long as they are identical.
-        self._crash_lines: dict[str, list[str]] = {spec.name: [] for spec in process_specs}
+        # The consecutive crashes of each process, as long as they are identical.
+        self._crashes: dict[str, list[_Crash]] = {spec.name: [] for spec in process_specs}
         # Set and replaced when the leader restarts: a follower that was done is needed again.
         self._leader_restarted = asyncio.Event()
         # Set when a process has a place for the first time, or the run starts without it.
@@ -319,16 +325,19 @@ class Supervisor:
             self._leader_restarted = asyncio.Event()
 
     def _count_identical_crashes(self, process: SupervisedProcess, code: int) -> int:
-        """Return how many crashes in a row, not by a signal or a Ramify failure, had the same last line."""
-        crash_lines, tail = self._crash_lines[process.spec.name], process.tail()
+        """Return how many crashes in a row, not by a signal or a Ramify failure, had the same last line.
+
+        Each must be within RESTART_WINDOW of the one before: hardware may fail in the same way once a day.
+        """
+        crashes, tail, now = self._crashes[process.spec.name], process.tail(), time.monotonic()
         if is_signal_exit(code) or parse_failure_from_log(tail) is not None:
-            crash_lines.clear()
+            crashes.clear()
             return 0
-        last_line = tail.splitlines()[-1]
-        if crash_lines and crash_lines[-1] != last_line:
-            crash_lines.clear()
-        crash_lines.append(last_line)
-        return len(crash_lines)
+        crash = _Crash(tail.splitlines()[-1], now)
+        if crashes and (crashes[-1].last_line != crash.last_line or crashes[-1].time <= now - RESTART_WINDOW):
+            crashes.clear()
+        crashes.append(crash)
+        return len(crashes)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
