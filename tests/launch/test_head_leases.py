@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from ramify.errors import ProcessReplaced
+from ramify.errors import ProcessReplaced, StorageFailed
 from ramify.fencing.lease import LeaseTerms
 from ramify.fencing.token import FencingToken
 from ramify.launch.head import prepare_head
@@ -100,6 +100,15 @@ def test_head_that_was_replaced_before_it_has_written_its_leases_starts_nothing(
         hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path)),
     ):
         raise AssertionError("it would start its processes beside those of the new head")
+
+
+def test_damaged_file_is_named(tmp_path):
+    first = make_config(tmp_path, "first")
+    train_step(first)
+    with run_head(tmp_path, first):
+        (first.shared_path / "leases" / "0").write_bytes(b"")
+        with pytest.raises(StorageFailed, match=r"leases/0 is damaged: .*; remove it when no process of epoch 0 runs"):
+            find_waits(tmp_path, "second")
 
 
 def test_run_without_placed_processes_or_shared_directory_has_no_leases(tmp_path):

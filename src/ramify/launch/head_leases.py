@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.errors import StorageFailed
 from ramify.fencing.token import FencingToken
 from ramify.files import write_atomically
 from ramify.launch.head import check_newest_head
@@ -70,10 +71,14 @@ def _merge(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str
 
 
 def _read(directory: Path, epoch: int) -> dict[str, float]:
+    path = _get_path(directory, epoch)
     try:
-        return msgspec.json.decode(_get_path(directory, epoch).read_bytes(), type=dict[str, float])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
     except FileNotFoundError:
         return {}
+    except msgspec.MsgspecError as error:
+        advice = f"remove it when no process of epoch {epoch} runs any more"
+        raise StorageFailed(f"{path} is damaged: {error}; {advice}") from error
 
 
 def _get_path(directory: Path, epoch: int) -> Path:
