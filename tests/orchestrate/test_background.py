@@ -1,9 +1,12 @@
 """Background tasks of an orchestrator."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
 
+from ramify.errors import StorageFailed
 from ramify.orchestrate import background
 from ramify.store import Ledger, RunStore
 from ramify.store.group_state import DropReason
@@ -27,3 +30,18 @@ def test_snapshot_describes_only_recently_dropped_groups(tmp_path, monkeypatch, 
         ledger = Ledger.open(store)
         asyncio.run(drop(ledger))
         assert background.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text
+
+
+def test_run_directory_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(background, "STORAGE_TIMEOUT", 0.1)
+    monkeypatch.setattr(background, "save_snapshot", lambda path, text: answers.wait())
+    monkeypatch.setattr(background, "build_status", lambda run: {"groups": {}})
+    monkeypatch.setattr(background, "list_waits", lambda run: [])
+    monkeypatch.setattr(background, "describe_recent_drops", lambda ledger, total: "")
+    run = SimpleNamespace(config=SimpleNamespace(path=tmp_path), ledger=None)
+    try:
+        with pytest.raises(StorageFailed, match=r"status.json: the storage did not answer within 0.1 s"):
+            asyncio.run(asyncio.wait_for(background.write_snapshots(run), 60))
+    finally:
+        answers.set()

@@ -8,14 +8,17 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
+from ramify.async_calls import call_storage
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
 from ramify.orchestrate.run_context import RunContext
-from ramify.orchestrate.snapshot import write_snapshot
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, encode_snapshot, save_snapshot
 from ramify.orchestrate.status import build_status, list_waits
 from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.store.group_state import GroupState
+from ramify.store.head_replication import STORAGE_TIMEOUT
 from ramify.store.ledger import BatchRecord, Ledger
 from ramify.store.summary import get_error_before_reply
 from ramify.trace import Trace
@@ -89,11 +92,15 @@ async def watch_for_stalls(run: RunContext) -> None:
 
 
 async def write_snapshots(run: RunContext) -> None:
-    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
+    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer.
+
+    Raises StorageFailed if the run directory hangs for STORAGE_TIMEOUT seconds.
+    """
     while True:
         status = build_status(run)
         drops = describe_recent_drops(run.ledger, status["groups"].get(GroupState.DROPPED.value, 0))
-        write_snapshot(run.config.path, status, list_waits(run), drops)
+        save = partial(save_snapshot, run.config.path, encode_snapshot(status, list_waits(run), drops))
+        await call_storage(save, SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
         await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 

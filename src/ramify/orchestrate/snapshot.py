@@ -43,9 +43,18 @@ class Snapshot:
 
 def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:
     """Replace the snapshot of the run at `path`. If the disk cannot be written, the old snapshot stays."""
-    snapshot = Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)
+    save_snapshot(path, encode_snapshot(status, waits, dropped))
+
+
+def encode_snapshot(status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> str:
+    """Return a snapshot of this moment as JSON."""
+    return json.dumps(asdict(Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)))
+
+
+def save_snapshot(path: Path, text: str) -> None:
+    """Replace the snapshot of the run at `path` by an encoded one, as `write_snapshot` does."""
     with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
-        write_atomically(path / SNAPSHOT_FILE, json.dumps(asdict(snapshot)))
+        write_atomically(path / SNAPSHOT_FILE, text)
 
 
 def read_snapshot(path: Path) -> Snapshot | None:
