@@ -262,7 +262,8 @@ from ramify.processes.watcher import exec_command, fork_under_watcher
 if os.fork():
     os._exit(0)
 os.setsid()
-while not pathlib.Path({str(tmp_path / "file")!r}).exists():
+deadline = time.monotonic() + 60
+while not pathlib.Path({str(tmp_path / "file")!r}).exists() and time.monotonic() < deadline:
     time.sleep(0.01)
 fork_under_watcher(stop_timeout=float(sys.argv[2]))
 exec_command(sys.argv[3:])
