@@ -96,8 +96,12 @@ class SlurmCluster:
         return self.hosts[0].run(*command, env=self.environment).stdout
 
     def get_state(self, job: str) -> tuple[str, int]:
-        """Return the state of a job, and how often it was requeued."""
-        fields = dict(field.partition("=")[::2] for field in self.run("scontrol", "show", "job", job).split())
+        """Return the state of a job, and how often it was requeued. A busy controller may answer with nothing."""
+        for _ in range(10):
+            fields = dict(field.partition("=")[::2] for field in self.run("scontrol", "show", "job", job).split())
+            if "JobState" in fields:
+                break
+            time.sleep(1)
         return fields["JobState"], int(fields["Restarts"])
 
     def close(self) -> None:
