@@ -1,15 +1,18 @@
 """Models that the engine cannot hold or compute are rejected when they are loaded."""
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import warning_once
 
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
-from ramify.model.load import load_model
+from ramify.model.load import load_config, load_model
+from ramify.model.resolve import resolve_model_path
 from tests.infer.llama import build_core, reference, run, sampled_ids, scores, write_llama
 
 SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -124,3 +127,12 @@ def test_damaged_model_directory_is_rejected(damage, error, message, tmp_path):
     damage(write_llama(tmp_path))
     with pytest.raises(error, match=message):
         load_model(tmp_path)
+
+
+def test_config_of_an_idefics3_model_is_loaded_without_a_warning(caplog):
+    warning_once.cache_clear()
+    load_config(resolve_model_path("tiny-vision"))
+    assert caplog.messages == []
+    message = "pad_token_id must be within the vocabulary (between 0 and 287), got 300"  # of a model's own config
+    logging.getLogger("transformers.configuration_utils").warning(message)
+    assert caplog.messages == [message]
