@@ -226,3 +226,14 @@ def test_directory_of_csv_or_json_files_ignores_datasets_metadata(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(ROWS))
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')
     assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
+
+
+def test_images_column_is_refused_unless_the_messages_have_the_images(tmp_path):
+    row = {"prompt": "Which colour?", "answer": "red", "images": ["red.png"]}
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [{**row, "images": []}, row]), eval_share=0)
+    with pytest.raises(ConfigInvalid, match=r"row 2 has images in its column 'images'.*image_url"):
+        list(taskset.load())
+    parts = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "Which colour?"}]
+    messages = [{"role": "user", "content": parts}]
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [{**row, "prompt": messages}]), eval_share=0)
+    assert [task.prompt for task in taskset.load()] == [tuple(messages)]

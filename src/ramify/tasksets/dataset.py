@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
+from ramify.config.schema import is_dict, is_list
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
@@ -31,6 +32,7 @@ DEFAULT_INSTRUCTIONS = {
     TESTS_REWARD: CODE_INSTRUCTIONS,
 }
 MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
+IMAGES_COLUMN = "images"  # as `ramify sft` reads it
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
 Scorer = Callable[[rf.Task, rf.Trace], float]
@@ -119,6 +121,7 @@ class Dataset(rf.Taskset):
         seen: set[str] = set()
         for row_number, row in enumerate(read_rows(config.path, config.part), 1):
             prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
+            _check_images(row, prompt, row_number)
             prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
             if assign_split(prompt_text, config.eval_share) != config.split:
                 continue
@@ -214,6 +217,17 @@ def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ..
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return tuple(value)
     raise ConfigInvalid(f"dataset: the prompt of row {row_number} is neither text nor messages, but {value!r:.80}")
+
+
+def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_number: int) -> None:
+    """Raise ConfigInvalid if a row has images that the model would not see."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = [part for content in contents if is_list(content) for part in content]
+    if row.get(IMAGES_COLUMN) and not any(is_dict(part) and part.get("type") == "image_url" for part in parts):
+        raise ConfigInvalid(
+            f"dataset: row {row_number} has images in its column {IMAGES_COLUMN!r}, which is not read; put them as "
+            "data URLs into parts of type image_url of its messages, or remove the column"
+        )
 
 
 def _load_scorer(name: str) -> Scorer:
