@@ -10,6 +10,7 @@ from ramify.evals import EvalConfig
 from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
 from ramify.store.environments import ENVIRONMENTS_KEY
+from ramify.tasksets.color_codeword import make_square
 from tests.evals.scripted_engine import run_scripted_engine
 
 ENVIRONMENT = """
@@ -24,6 +25,19 @@ class Words(rf.Taskset):
     @rf.reward
     def any(self, trace):
         return {reward}
+"""
+IMAGE_ENVIRONMENT = """
+import ramify as rf
+
+class Squares(rf.Taskset):
+    def load(self):
+        parts = [{{"type": "image_url", "image_url": {{"url": "{url}"}}}}]
+        messages = [{{"role": "user", "content": parts}}, {{"role": "user", "content": "Which colour?"}}]
+        yield rf.Task(prompt=messages, key="square")
+
+    @rf.reward
+    def any(self, trace):
+        return 1.0
 """
 WORDS = ("one", "two", "three", "four")
 
@@ -191,3 +205,13 @@ def test_run_without_stored_digests_resumes_with_unrecorded_revision(environment
     assert re.search(r"revisions\s+2 of an unrecorded revision, 2 of revision 1", text_of(result))
     with pytest.raises(EnvironmentChanged):
         evaluate(environment(), num_tasks=4)
+
+
+def test_changed_image_file_of_a_task_is_refused(evaluate, tmp_path):
+    image, path = tmp_path / "square.png", tmp_path / "squares.py"
+    path.write_text(IMAGE_ENVIRONMENT.format(url=f"file://{image}"))
+    image.write_bytes(make_square((255, 0, 0)))
+    evaluate(path, num_tasks=1, client_type="chat")
+    image.write_bytes(make_square((0, 0, 255)))
+    with pytest.raises(EnvironmentChanged, match=r"task 0 \(square\) has changed"):
+        evaluate(path, num_tasks=1, repetitions=2, client_type="chat")

@@ -23,6 +23,7 @@ from ramify.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import build_row, flatten_row
+from ramify.evals.task_digest import compute_task_digest
 from ramify.evals.watchdog import Watchdog
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.rollout import Environment
@@ -233,7 +234,7 @@ def _observe_environment(
     tasks = [rollout.task for rollout in rollouts if rollout.repetition == 0]
     return ObservedEnvironment(
         environment.identity,
-        {number: task.content_digest for number, task in enumerate(tasks)},
+        {number: compute_task_digest(task) for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
         num_tasks=len(tasks) if len(tasks) < config.num_tasks else None,
     )
