@@ -34,6 +34,12 @@ class Empty(Sound):
 class Promptless(Sound):
     def load(self):
         yield rf.Task(answer="1")
+
+
+class Linked(Sound):
+    def load(self):
+        image = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+        yield rf.Task(prompt=[{"role": "user", "content": [image]}], answer="1")
 """
 ADDRESS = "orchestrator.address: tcp://0.0.0.0:5555 can be reached from other machines"
 
@@ -122,3 +128,21 @@ def test_flags_that_a_command_adds_itself_are_not_named(capsys):
         lines = capsys.readouterr().err.splitlines()
         assert any(line.endswith("taskset.id: envs.py has no Sond; did you mean Sound?") for line in lines)
         assert any(line.endswith(f"({flag})") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["rl", "eval"])
+def test_first_task_with_an_unusable_image_is_refused(command, capsys):
+    assert main([command, "envs.py:Linked", "-m", "tiny-vision", "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert "task.prompt" in message and "https://example.com/cat.png" in message
+
+
+def test_eval_refuses_images_for_a_text_model(capsys):
+    refusal = "color-codeword needs a model that takes images; tiny is a text model: set model.name to another one"
+    for flags in (["--dry-run"], []):
+        assert main(["eval", "color-codeword", "-m", "tiny", *flags]) == 2
+        assert refusal in capsys.readouterr().err
+    vllm = ["--inference.engine", "vllm", "--dry-run"]
+    assert main(["eval", "color-codeword", "-m", "tiny-vision", *vllm]) == 2
+    assert "images are not sent to vLLM: set inference.engine to 'native'" in capsys.readouterr().err
+    assert main(["eval", "color-codeword", "-m", "tiny-vision", "--dry-run"]) == 0

@@ -57,6 +57,61 @@ class Ungolden(rf.Taskset):
         return [0.0 for _ in traces]
 """
 
+IMAGES = """
+import base64
+import struct
+
+import ramify as rf
+from ramify.tasksets.color_codeword import make_square
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
+PNG = make_square((255, 0, 0))
+
+
+def encode(data, mime="image/png"):
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+URLS = {
+    "fine": encode(PNG),
+    "address": "https://example.com/cat.png",
+    "path": "ok.png",
+    "empty": "",
+    "svg": encode(SVG, "image/svg+xml"),
+    "svg-as-png": encode(SVG),
+    "gif": encode(b"GIF89a" + bytes(20), "image/gif"),
+    "huge": encode(PNG[:16] + struct.pack(">II", 6000, 6000) + PNG[24:]),
+    "truncated": encode(PNG[:60]),
+}
+
+
+def show(url):
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+
+
+class Shows(rf.User):
+    def respond(self, task):
+        return show(task.shown)
+
+
+class Pictures(rf.Taskset):
+    def load(self):
+        for key, url in URLS.items():
+            yield rf.Task(key=key, prompt=[{"role": "user", "content": show(url)}], answer="A")
+        yield rf.Task(key="user", answer="A", shown=URLS["svg"])
+        yield rf.Task(key="many", prompt=[{"role": "user", "content": show(URLS["fine"]) * 33}], answer="A")
+
+    def user(self, task):
+        return Shows() if task.key == "user" else None
+
+    def gold(self, task):
+        return task.answer
+
+    @rf.reward
+    def right(self, task, trace):
+        return float(trace.last_reply == task.answer)
+"""
+
 
 def test_built_in_taskset_is_valid():
     result = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
@@ -189,3 +244,24 @@ def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
     assert "gold[0]: unknown key 'tool_call'; did you mean 'tool_calls'?" in output
     assert "gold[0]: role 'user', expected 'assistant'" in output
     assert "gold[0].tool_calls[0] needs a name" in output
+
+
+def test_images_that_a_rollout_would_refuse_fail_their_task(tmp_path, capsys):
+    (tmp_path / "pictures.py").write_text(IMAGES)
+    assert main(["validate", str(tmp_path / "pictures.py")]) == 1
+    output = capsys.readouterr().out
+    assert "11 tasks, 1 valid, 0 checked in part, 10 failed" in output
+    lines = {words[1]: line for line in output.splitlines() if len(words := line.split()) > 3}
+    assert lines["fine"].startswith("ok")
+    reasons = {
+        "address": "https://example.com/cat.png",
+        "svg": "format 'svg'",
+        "svg-as-png": "format 'svg'",
+        "gif": "format 'gif'",
+        "huge": "6000 × 6000 pixels",
+        "truncated": "damaged or incomplete png",
+        "user": "format 'svg'",
+        "many": "at most 32",
+    }
+    for key, reason in reasons.items():
+        assert "EnvironmentFault" in lines[key] and reason in lines[key]

@@ -10,14 +10,17 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
+from ramify.env import Task
+from ramify.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, RamifyError
 from ramify.evals.config import EvalConfig
 from ramify.evals.engine_process import EngineProcess
 from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
 from ramify.rollout import Environment
+from ramify.rollout.prompt_image_check import check_prompt_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,30 @@ class ServedPolicy:
 
 
 def check_server(config: EvalConfig, environment: Environment) -> None:
-    """Raise ConfigInvalid if the eval has to serve a model that is missing or too short for the harness, or at a port
-    that is in use."""
+    """Raise ConfigInvalid if the eval has to serve a model that is missing, that is too short for the harness or that
+    takes no images although the taskset requires it, or if it has to serve it at a port that is in use."""
     if not isinstance(config.inference, ExternalConfig):
+        if environment.taskset.requires_vision:
+            _check_takes_images(config, environment)
         lengths = (config.inference.max_model_len, read_max_positions(_resolve_model(config)), config.seq_len)
         seq_len = min((length for length in lengths if length is not None), default=None)
         environment.harness.check_limits(environment.limits.model_copy(update={"seq_len": seq_len}))
         _check_port(config.server.host, config.server.port)
+
+
+def check_first_task(config: EvalConfig, environment: Environment, task: Task) -> None:
+    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take."""
+    try:
+        has_images = check_prompt_images(task)
+    except EnvironmentFault as error:
+        raise ConfigInvalid(f"taskset: {error.message}") from error
+    if has_images and not isinstance(config.inference, ExternalConfig):
+        _check_takes_images(config, environment)
+
+
+def _check_takes_images(config: EvalConfig, environment: Environment) -> None:
+    if reason := find_image_problem(config.model.name, config.inference.engine):
+        raise ConfigInvalid(f"taskset: {environment.name} {reason}")
 
 
 @contextlib.asynccontextmanager

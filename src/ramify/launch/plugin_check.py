@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.config import parse_problems, raise_config_invalid
-from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, ModelNotFound, RamifyError
+from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.interpreter import find_other_interpreter
 
@@ -91,8 +91,10 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
     """Check a request in this process, which is the subprocess; return the problems and the environment identities."""
     from ramify.env import plugin
     from ramify.env.decorators import MISSING_REWARD_ADVICE
+    from ramify.model.image_support import find_image_problem
     from ramify.rollout import Environment, SourceConfig
 
+    model, engine = request["model"], request["engine"]
     problems: list[tuple[str, str]] = []
     environments: dict[str, dict[str, Any]] = {}
     for source_key, table in request["sources"].items():
@@ -102,7 +104,7 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
             if source_key.startswith("train.") and not environment.has_rewards:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
                 problems.append((f"{source_key}.taskset", text))
-            if environment.taskset.requires_vision and (reason := _find_vision_problem(request)):
+            if environment.taskset.requires_vision and (reason := find_image_problem(model, engine)):
                 problems.append((f"{source_key}.taskset", f"{environment.name} {reason}"))
         except ConfigInvalid as error:
             problems += [_prefix_key(source_key, key, text) for key, text in parse_problems(error)]
@@ -119,40 +121,22 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_first_task_problems(environment: "Environment", request: dict[str, Any]) -> list[str]:
-    from ramify.harness.initial_messages import build_initial_messages
+    from ramify.model.image_support import find_image_problem
+    from ramify.rollout.prompt_image_check import check_prompt_images
 
     try:
         task = next(environment.iter_tasks(), None)
         if task is None:
             return ["has no tasks"]
         environment.check_task(task)
-        _, images = build_initial_messages(task)
-        if images and not environment.taskset.requires_vision and (reason := _find_vision_problem(request)):
-            return [f"{environment.name} {reason}"]
+        if check_prompt_images(task) and not environment.taskset.requires_vision:
+            reason = find_image_problem(request["model"], request["engine"])
+            return [f"{environment.name} {reason}"] if reason else []
     except RamifyError as error:
         return [error.message]
     except Exception as error:  # noqa: BLE001 - `load` is user code
         return [f"load raised {type(error).__name__}: {error}"]
     return []
-
-
-def _find_vision_problem(request: dict[str, Any]) -> str | None:
-    """Return why the run's model cannot be shown images; None if it can, or if its files are not known."""
-    from ramify.images import load_image_family
-    from ramify.model.resolve import resolve_model_path
-
-    needed = "needs a model that takes images"
-    if request.get("engine") == "vllm":
-        return f"{needed}; images are not sent to vLLM: set inference.engine to 'native'"
-    if (model := request.get("model")) is None:
-        return None
-    try:
-        family = load_image_family(resolve_model_path(model))
-    except ModelNotFound:
-        return None
-    except RamifyError as error:
-        return f"{needed}; {error.message}"
-    return f"{needed}; {model} is a text model: set model.name to another one" if family is None else None
 
 
 def _find_loss_problems(loss: dict[str, Any]) -> list[tuple[str, str]]:

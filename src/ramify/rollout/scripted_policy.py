@@ -1,10 +1,12 @@
 """A policy that replays a fixed list of replies, without a model."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 
 from ramify.errors import EnvironmentFault, RamifyError
 from ramify.gateway.policy import MessagePolicy, PolicyRequest, SampledReply
-from ramify.trace import Message, Usage
+from ramify.images import decode_image
+from ramify.trace import Media, Message, Usage
 
 
 class ScriptedPolicy(MessagePolicy):
@@ -18,6 +20,11 @@ class ScriptedPolicy(MessagePolicy):
         self.replies: list[str | Message] = list(replies)
         self.exhausted_error = exhausted_error
         self.num_played = 0
+
+    async def process_images(self, images: Iterable[Media]) -> None:
+        """Decode images as a policy with a vision model does. Raises ImageInvalid."""
+        for image in images:
+            await asyncio.to_thread(decode_image, image.data)
 
     async def sample(self, request: PolicyRequest) -> SampledReply:
         """Return the next reply."""
