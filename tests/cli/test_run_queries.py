@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -13,14 +14,16 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
+from ramify.launch.execution import lock_run
 from ramify.launch.liveness import get_process_state
 from ramify.monitor.plot import smooth
+from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import MetricPoint, RunLog
 from tests.launch.scripts import until
-from tests.launch.status_stub import serve_status
+from tests.launch.status_stub import STATUS, serve_status
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n"
@@ -146,10 +149,40 @@ def test_audit_reports_problems_or_none(run, capsys):
     assert "group 0 was dropped without a reason" in capsys.readouterr().out
 
 
-def test_run_that_is_locked_and_unresponsive_is_busy(run, capsys):
+def test_why_of_a_run_in_use_without_a_state_names_the_process_and_does_not_fail(run, capsys):
     with RunStore.open(run):
-        assert main(["why", "run"]) == 1
-    assert "RunBusy" in capsys.readouterr().err
+        assert main(["why", "run"]) == 0
+    output = capsys.readouterr().out
+    assert "state=starting" in output and f"is in use by process {os.getpid()}" in output
+
+
+def test_why_of_a_run_that_starts_shows_its_processes(run, capsys):
+    write_snapshot(run, {**STATUS, "run": str(run)})  # of an earlier start, whose orchestrator has exited
+    snapshot = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**snapshot, "pid": 2**22 + 1}))
+    process = {"node": "", "restarts": 0, "log": "x.log"}
+    processes = {"inference/0": {**process, "state": "starting"}, "orchestrator": {**process, "state": "waiting"}}
+    with lock_run(run):
+        for pid, rows in ((os.getpid(), {"inference/0 starting 0", "orchestrator waiting 0"}), (2**22 + 1, set())):
+            (run / "run.json").write_text(json.dumps({"pid": pid, "processes": processes}))
+            for is_open in (False, True):  # whether the orchestrator holds the database
+                with RunStore.open(run) if is_open else contextlib.nullcontext():
+                    assert main(["why", "run"]) == 0
+                lines = capsys.readouterr().out.splitlines()
+                assert lines[0].startswith(
+                    f"outputs/run state=starting: `ramify rl`, process {os.getpid()}, is running"
+                )
+                assert {" ".join(line.split()) for line in lines[2:]} == rows
+    assert main(["why", "run"]) == 0
+    assert "is stopped: 0 steps committed" in capsys.readouterr().out
+
+
+def test_audit_of_a_run_in_use_says_that_it_needs_a_stopped_run(run, capsys):
+    with RunStore.open(run):
+        assert main(["why", "run", "--audit"]) == 1
+    message = capsys.readouterr().err
+    assert f"in use by process {os.getpid()}; the audit needs a stopped run" in message
+    assert "`ramify why outputs/run`" in message
 
 
 HOLDS = """

@@ -1,7 +1,7 @@
 """`ramify why RUN`: what a running run is waiting for and since when, or how a run ended.
 
 A live run is queried over HTTP. If its orchestrator holds the run but does not respond, the last state that it wrote to
-disk is shown.
+disk is shown. While the orchestrator has not started, the processes of the run are shown.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def run(argv: Sequence[str]) -> int:
     """Query the live run, or read the files of an ended one; with --audit, check its files and its ledger."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
+    from ramify.launch.execution import find_supervisor
     from ramify.launch.run_queries import connect_if_running
 
     path = find_run(options.run)
@@ -44,10 +45,15 @@ def run(argv: Sequence[str]) -> int:
         _print_live_run(client.get("/status"), client.get("/why"), client.get("/dropped"))
         _print_nodes(path)
         return 0
+    if (supervisor := find_supervisor(path)) is not None and _is_starting(path, supervisor):
+        where = f"process {supervisor}" if supervisor else "in another container"
+        _print_starting_run(path, f"`ramify rl`, {where}, is running", supervisor)
+        return 0
     try:
         _print_ended_run(path)
     except RunBusy as busy:
-        _print_unresponsive_run(path, busy)
+        if not _print_unresponsive_run(path):
+            _print_starting_run(path, busy.message, supervisor)
     return 0
 
 
@@ -95,24 +101,58 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
 
 def _print_nodes(path: Path) -> None:
     """Print which node runs which process and whether it answers, if the run has processes on several nodes."""
-    from rich.table import Table
-
-    from ramify.cli.console import make_console
     from ramify.launch.run_record import read_record
 
     processes: dict[str, dict[str, Any]] = read_record(path).get("processes", {})
-    if not any(process.get("node") for process in processes.values()):
-        return
-    table = Table("process", "node", "state", "restarts", box=None, padding=(0, 2, 0, 0))
+    if any(process.get("node") for process in processes.values()):
+        _print_processes(processes)
+
+
+def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
+    """Print the state of each process, and its node if some of them are on other nodes than the head."""
+    from rich.table import Table
+
+    from ramify.cli.console import make_console
+
+    has_nodes = any(process.get("node") for process in processes.values())
+    table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", box=None, padding=(0, 2, 0, 0))
     for name, process in processes.items():
         node = process.get("node")
         state = "its node does not answer" if node and process["state"] == "silent" else process["state"]
-        table.add_row(name, node or "head", state, str(process["restarts"]))
+        table.add_row(name, *([node or "head"] if has_nodes else []), state, str(process["restarts"]))
     make_console().print(table)
 
 
-def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
-    """Print the last state of a run whose orchestrator does not respond; raise `busy` if it has written none."""
+def _is_starting(path: Path, supervisor: int) -> bool:
+    """Return whether the orchestrator of a supervised run has not written a state yet, and has not ended."""
+    import platform
+
+    from ramify.launch.liveness import get_process_state
+    from ramify.launch.run_record import read_record
+    from ramify.orchestrate.snapshot import read_snapshot
+
+    record, snapshot = read_record(path), read_snapshot(path)
+    orchestrator = record.get("processes", {}).get("orchestrator", {})
+    if record.get("pid") == supervisor and orchestrator.get("state") == "ended":
+        return False
+    is_alive = snapshot and (snapshot.host != platform.node() or get_process_state(snapshot.pid) != "gone")
+    return not is_alive
+
+
+def _print_starting_run(path: Path, reason: str, supervisor: int | None) -> None:
+    """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
+    from ramify.cli.console import make_console
+    from ramify.launch.run_record import read_record
+
+    line = f"{path} state=starting: {reason}; its orchestrator does not answer yet"
+    make_console().print(line, markup=False, soft_wrap=True)
+    record = read_record(path)
+    if supervisor is not None and record.get("pid") == supervisor:  # otherwise the record is of an earlier start
+        _print_processes(record.get("processes", {}))
+
+
+def _print_unresponsive_run(path: Path) -> bool:
+    """Print the last state of a run whose orchestrator does not respond; return False if it has written none."""
     import platform
 
     from ramify.cli.console import make_console
@@ -122,7 +162,7 @@ def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
 
     snapshot = read_snapshot(path)
     if snapshot is None:
-        raise busy
+        return False
     is_local = snapshot.host == platform.node()
     state = get_process_state(snapshot.pid) if is_local else f"on {snapshot.host}"
     address = read_record(path).get("status") or "its status address"
@@ -133,6 +173,7 @@ def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
     _print_live_run(snapshot.status, snapshot.waits, snapshot.dropped)
     _print_nodes(path)
     _print_log_tails(path, make_console())
+    return True
 
 
 def _print_ended_run(path: Path) -> None:
@@ -207,7 +248,12 @@ def _print_audit(path: Path) -> int:
     from ramify.store import RunStore
     from ramify.store.integrity import check_storage
 
-    with RunStore.open(path, write=False) as store:
+    try:
+        opened = RunStore.open(path, write=False)
+    except RunBusy as busy:
+        advice = f"stop it first, or use `ramify why {path}` for its state"
+        raise RunBusy(f"{busy.message}; the audit needs a stopped run: {advice}") from None
+    with opened as store:
         problems = check_storage(store)
         try:
             size, lines = _audit_ledger(store)

@@ -27,7 +27,7 @@ from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
-from ramify.store.locks import describe_holders, write_holder
+from ramify.store.locks import describe_holders, find_writer, write_holder
 from ramify.store.run_log import RunLog, read_metrics_by_step
 
 LOCK_SUFFIX = "lock"  # of the file beside the run directory
@@ -160,7 +160,7 @@ def lock_run(path: Path) -> Generator[None]:
     """
     with wrap_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path.parent / f".{path.name}.{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(_get_lock_file(path), os.O_RDWR | os.O_CREAT, 0o644)
     with os.fdopen(fd):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,3 +173,12 @@ def lock_run(path: Path) -> Generator[None]:
             raise StorageFailed(f"{path} cannot be locked: {error.strerror}; use a file system with locks") from error
         write_holder(fd)
         yield
+
+
+def find_supervisor(path: Path) -> int | None:
+    """Return the pid of the process on this machine that supervises the run, 0 in another container; else None."""
+    return find_writer(_get_lock_file(path.absolute()))
+
+
+def _get_lock_file(path: Path) -> Path:
+    return path.parent / f".{path.name}.{LOCK_SUFFIX}"
