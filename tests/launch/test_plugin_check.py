@@ -87,6 +87,20 @@ def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
         )
 
 
+def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
+    squares = {"taskset": {"id": "color-codeword"}, "algorithm": {"id": "grpo", "beta": 0.1}}
+    vision = {"eval": [], "model": {"name": "tiny-vision"}}
+    with pytest.raises(ConfigInvalid, match=r"train.0.algorithm: .*color-codeword has images.*'start'.*without beta"):
+        check_plugin_tables(config(tmp_path, train=[squares], **vision))
+    check_plugin_tables(config(tmp_path, train=[squares], trainer={"lora": {"enabled": True}}, **vision))
+    image = base64.b64encode(make_square((255, 0, 0)).data).decode()
+    (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)
+    taught = {"taskset": {"id": str(tmp_path / "looking.py")}, "algorithm": {"id": "opd"}, "teacher": "larger"}
+    models = {"larger": {"name": "tiny-vision"}}
+    with pytest.raises(ConfigInvalid, match=r"train.0.algorithm: .*looking.py has images.*'larger'"):
+        check_plugin_tables(config(tmp_path, train=[taught], models=models, **vision), include_start_checks=True)
+
+
 def test_a_first_task_with_an_image_is_refused_for_a_text_model(tmp_path):
     image = base64.b64encode(make_square((255, 0, 0)).data).decode()
     (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)

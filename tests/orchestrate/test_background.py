@@ -8,6 +8,7 @@ import pytest
 
 from ramify.errors import StorageFailed
 from ramify.orchestrate import background
+from ramify.orchestrate.patience import PatienceCounter
 from ramify.store import Ledger, RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord
@@ -30,6 +31,26 @@ def test_snapshot_describes_only_recently_dropped_groups(tmp_path, monkeypatch, 
         ledger = Ledger.open(store)
         asyncio.run(drop(ledger))
         assert background.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text
+
+
+@pytest.mark.parametrize(("reason", "has_advice"), [(DropReason.FILTERED, True), (DropReason.UNSCORED, False)])
+def test_partial_credit_is_advised_only_for_groups_without_advantage(tmp_path, reason, has_advice):
+    patience = PatienceCounter()
+
+    async def drop(ledger: Ledger) -> str:
+        await ledger.declare_source("reverse", 100)
+        patience.restore(ledger, 2)
+        for number in range(2):
+            await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
+            await ledger.drop_group(number, reason, "zero_advantage" if has_advice else "ProviderError: no answer")
+            patience.record_dropped(reason)
+        return await patience.report(ledger)
+
+    with RunStore.open(tmp_path / "run") as store:
+        report = asyncio.run(drop(Ledger.open(store)))
+    assert ("partial credit" in report) == has_advice
+    assert ("ProviderError: no answer" in report) != has_advice
+    assert 'orchestrator.on_no_signal = "warn" continues the run' in report
 
 
 def test_run_directory_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, monkeypatch):

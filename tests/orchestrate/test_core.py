@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ramify.env import plugin
 from ramify.envserver.messages import GroupScores
-from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, RequestInvalid, TransitionRefused
+from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, ModelUnsupported, RequestInvalid, TransitionRefused
 from ramify.orchestrate import connected_source
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig
@@ -576,6 +576,37 @@ def test_failing_group_reward_is_retried_and_reported(ledger, monkeypatch, times
         assert group.state is GroupState.SCORED
     else:
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
+
+
+class UnsupportedScorer:
+    """A scorer whose model cannot score the rollouts, whatever they are."""
+
+    async def score(self, group, traces, algorithm) -> None:
+        raise ModelUnsupported("rollouts with images cannot be scored")
+
+
+def test_rollouts_that_no_model_can_score_end_the_run(ledger):
+    async def main():
+        core = await open_core(ledger, World(size=2))
+        await core.issue_groups()
+        for attempt in range(2):
+            core.next_attempt(99)
+            await core.record_attempt(0, attempt, [rollout(f"0.{attempt}", 0.0, (10, 11 + attempt))])
+        dispatcher = AttemptDispatcher(
+            core,
+            {"reverse": connect(FlakyGroupReward([]))},
+            seed=0,
+            get_limit=lambda: 0,
+            on_group_scored=lambda *_: None,
+            on_failure=lambda *_: None,
+            reference_scorer=UnsupportedScorer(),
+        )
+        async with asyncio.timeout(30):
+            await dispatcher.run()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(main())
+    assert [type(error) for error in ended.value.exceptions] == [ModelUnsupported]
 
 
 def connect(client, *, max_tries: int = 1, group_rewards: frozenset[str] = frozenset()) -> ConnectedSource:

@@ -371,7 +371,8 @@ class RunStalled(RamifyError, blame="system", retryable=False):
 class NoTrainableGroups(RamifyError, blame="system", retryable=False):
     """A run dropped `orchestrator.patience` groups in a row and could train on none of them.
 
-    Compare the replies with the reward: equal rewards give no advantage, so use partial credit or easier tasks.
+    The message counts the reasons. Equal rewards give no advantage: compare the replies with the reward, and use
+    partial credit or easier tasks.
     """
 
 

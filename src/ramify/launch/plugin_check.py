@@ -84,6 +84,11 @@ def _build_request(config: RunConfig) -> dict[str, Any]:
         "loss": config.trainer.loss.model_dump(mode="json"),
         "model": config.model.name,
         "engine": config.inference.engine,
+        "score_models": {
+            f"train.{number}": source.score_model
+            for number, source in enumerate(config.train)
+            if source.score_model in config.all_models
+        },
     }
 
 
@@ -91,10 +96,8 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
     """Check a request in this process, which is the subprocess; return the problems and the environment identities."""
     from ramify.env import plugin
     from ramify.env.decorators import MISSING_REWARD_ADVICE
-    from ramify.model.image_support import find_image_problem
     from ramify.rollout import Environment, SourceConfig
 
-    model, engine = request["model"], request["engine"]
     problems: list[tuple[str, str]] = []
     environments: dict[str, dict[str, Any]] = {}
     for source_key, table in request["sources"].items():
@@ -104,13 +107,13 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
             if source_key.startswith("train.") and not environment.has_rewards:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
                 problems.append((f"{source_key}.taskset", text))
-            if environment.taskset.requires_vision and (reason := find_image_problem(model, engine)):
-                problems.append((f"{source_key}.taskset", f"{environment.name} {reason}"))
+            if environment.taskset.requires_vision:
+                problems += _find_vision_problems(source_key, environment, request)
         except ConfigInvalid as error:
             problems += [_prefix_key(source_key, key, text) for key, text in parse_problems(error)]
             continue
         if request.get("start"):
-            problems += [(f"{source_key}.taskset", text) for text in _find_first_task_problems(environment, request)]
+            problems += _find_first_task_problems(source_key, environment, request)
     try:
         plugin.resolve_plugins(request["tables"])
     except ConfigInvalid as error:
@@ -120,23 +123,42 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
     return {"problems": problems, "environments": environments}
 
 
-def _find_first_task_problems(environment: "Environment", request: dict[str, Any]) -> list[str]:
-    from ramify.model.image_support import find_image_problem
+def _find_first_task_problems(
+    source_key: str, environment: "Environment", request: dict[str, Any]
+) -> list[tuple[str, str]]:
     from ramify.rollout.prompt_image_check import check_prompt_images
 
+    key = f"{source_key}.taskset"
     try:
         task = next(environment.iter_tasks(), None)
         if task is None:
-            return ["has no tasks"]
+            return [(key, "has no tasks")]
         environment.check_task(task)
-        if check_prompt_images(task) and not environment.taskset.requires_vision:
-            reason = find_image_problem(request["model"], request["engine"])
-            return [f"{environment.name} {reason}"] if reason else []
+        has_images = check_prompt_images(task)
     except RamifyError as error:
-        return [error.message]
+        return [(key, error.message)]
     except Exception as error:  # noqa: BLE001 - `load` is user code
-        return [f"load raised {type(error).__name__}: {error}"]
+        return [(key, f"load raised {type(error).__name__}: {error}")]
+    if has_images and not environment.taskset.requires_vision:
+        return _find_vision_problems(source_key, environment, request)
     return []
+
+
+def _find_vision_problems(
+    source_key: str, environment: "Environment", request: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """Return why the run cannot train or evaluate on a source with images."""
+    from ramify.model.image_support import find_image_problem
+
+    problems: list[tuple[str, str]] = []
+    if reason := find_image_problem(request["model"], request["engine"]):
+        problems.append((f"{source_key}.taskset", f"{environment.name} {reason}"))
+    if score_model := request["score_models"].get(source_key):
+        problem = (
+            f"{environment.name} has images, and rollouts with images cannot be scored by the model {score_model!r}"
+        )
+        problems.append((f"{source_key}.algorithm", f"{problem}; use an algorithm without teacher and without beta"))
+    return problems
 
 
 def _find_loss_problems(loss: dict[str, Any]) -> list[tuple[str, str]]:

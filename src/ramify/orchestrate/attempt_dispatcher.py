@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ramify.env.task import compute_content_digest
-from ramify.errors import EnvironmentChanged, Failure, RamifyError
+from ramify.errors import EnvironmentChanged, Failure, ModelUnsupported, RamifyError
 from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
@@ -161,6 +161,8 @@ class AttemptDispatcher:
         try:
             algorithm = self._core.sources[group.source].algorithm
             reference_scores = await self.reference_scorer.score(group, traces, algorithm)
+        except ModelUnsupported:
+            raise  # no group of the source could be scored
         except RamifyError as error:
             self._on_failure(source.name, failure := Failure.from_exception(error))
             await self._core.drop_group(group_number, DropReason.UNSCORED, format_failure(failure))

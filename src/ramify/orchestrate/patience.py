@@ -15,6 +15,13 @@ REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers we
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
 
+EQUAL_REWARDS_ADVICE = (
+    "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
+    "expects (`ramify show`), give partial credit, or choose easier tasks; if every reward is the highest, the tasks "
+    "are solved"
+)
+DROP_REASONS_ADVICE = "no group was dropped for equal rewards: remove the causes that the dropped groups name"
+
 
 class PatienceCounter:
     """The number of groups dropped since the last trainable one.
@@ -84,12 +91,12 @@ def _describe_dropped_groups(ledger: Ledger, num_dropped: int, limit: int | None
         lines.append(f"  {source}: {num_groups} groups, {num_rollouts} rollouts, {rewards}")
     lines.append(f"  dropped groups: {ledger.describe_drops(limit=num_dropped)}")
     lines += [_describe_reply(ledger, number) for *_, number in rows[:1] if number is not None]
-    advice = (
-        "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
-        "expects (`ramify show`), give partial credit, or choose easier tasks; if every reward is the highest, the "
-        'tasks are solved. orchestrator.on_no_signal = "warn" continues the run nevertheless'
+    [(has_equal_rewards,)] = ledger.store.select(
+        f"SELECT count(*) FROM groups WHERE number IN ({counted_groups}) AND detail LIKE ?",
+        (*values, "%zero_advantage%"),
     )
-    return "\n".join([*lines, advice])
+    advice = EQUAL_REWARDS_ADVICE if has_equal_rewards else DROP_REASONS_ADVICE
+    return "\n".join([*lines, f'{advice}. orchestrator.on_no_signal = "warn" continues the run nevertheless'])
 
 
 def _describe_reply(ledger: Ledger, group_number: int) -> str:
