@@ -214,6 +214,12 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
             "launch.gpu_placement: 'colocated' requires both engine and trainer on GPUs",
         ),
         ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 requires launch.gpu_placement = 'split'"),
+        ({"trainer_gpus": 2}, 0, "launch.trainer_gpus: 2 requires a trainer on GPUs; it runs on the CPU"),
+        (
+            {"trainer_gpus": 2, "gpu_placement": "split"},
+            0,
+            "launch.trainer_gpus: 2 requires a trainer on GPUs; it runs on the CPU",
+        ),
     ],
 )
 def test_missing_gpus_are_refused(tmp_path, launch, gpus, text):

@@ -112,7 +112,11 @@ def allocate_devices(
     """
     engine_gpu, trainer_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
-    if trainer_gpus > 1 and not (trainer_gpu and (placement == "split" or not both)):
+    if trainer_gpus > 1 and not trainer_gpu:
+        problem = f"{trainer_gpus} requires a trainer on GPUs; it runs on the CPU (trainer.device is {trainer!r})"
+        advice = "set trainer.device to 'cuda', or launch.trainer_gpus to 1"
+        raise_config_invalid([("launch.trainer_gpus", f"{problem}: {advice}")])
+    if trainer_gpus > 1 and both and placement != "split":
         raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpu_placement = 'split'")])
     if placement != "auto" and not both:
         component = "engine" if trainer_gpu else "trainer"
