@@ -97,3 +97,11 @@ def test_processes_that_must_not_use_gpus_get_none():
     placed, demands = place(build_nodes(2, 16, 2), inference={"device": "cpu"}, trainer={"device": "cpu"})
     assert not any(demand.gpus for demand in demands.values())
     assert "inference/0" in placed
+
+
+def test_a_vision_model_is_trained_by_one_rank():
+    vision = {"model": {"name": "tiny-vision"}}
+    _, demands = place(build_nodes(2, 64, 8), **vision)
+    assert demands["trainer"].num_ranks == 1
+    with pytest.raises(ConfigInvalid, match=r"cluster.trainer.num_ranks: .* one rank.*got 2; set it to 1"):
+        place(build_nodes(2, 64, 8), cluster={"trainer": {"num_ranks": 2}}, **vision)

@@ -204,6 +204,15 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
     assert "--nproc-per-node" in trainer.command
 
 
+def test_several_ranks_are_refused_for_a_vision_model(tmp_path):
+    launch, gpus = {"gpu_placement": "split", "trainer_gpus": 2}, [gpu(number) for number in range(3)]
+    vision = {"model": {"name": "tiny-vision"}}
+    for dry_run in (False, True):
+        with pytest.raises(ConfigInvalid, match=r"launch.trainer_gpus: .*tiny-vision.* one rank.*got 2; set it to 1"):
+            build_plan(config(tmp_path, launch=launch, **vision), dry_run=dry_run, gpus=gpus)
+    build_plan(config(tmp_path, launch={"gpu_placement": "split"}, **vision), gpus=gpus)
+
+
 @pytest.mark.parametrize(
     ("launch", "gpus", "text"),
     [

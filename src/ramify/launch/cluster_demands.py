@@ -23,6 +23,7 @@ from ramify.launch.memory import (
     estimate_trainer,
 )
 from ramify.launch.placement import ProcessDemand, find_unknown_nodes
+from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.names import suggest
 from ramify.orchestrate.cluster_config import (
     ClusterConfig,
@@ -94,8 +95,11 @@ class _DemandBuilder:
             min(int(node.num_gpus), placement.max_per_node or node.num_gpus)
             for node in self._list_allowed_nodes(placement)
         )
-        derived_ranks = max(1, min(self.num_gpus // 4, int(room))) if gpus else 1
+        can_shard = bool(gpus) and not is_vision_model(self.config.model.name)
+        derived_ranks = max(1, min(self.num_gpus // 4, int(room))) if can_shard else 1
         num_ranks = placement.num_ranks or derived_ranks
+        if problem := find_rank_problem(self.config.model.name, num_ranks):
+            raise_config_invalid([("cluster.trainer.num_ranks", problem)])
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
         return self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, num_ranks=num_ranks)
 

@@ -125,8 +125,16 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Raise ConfigInvalid if a model or a package of the run is missing; a dry run needs no model."""
+    """Raise ConfigInvalid if a model or a package of the run is missing, or if the trainer has too many ranks.
+
+    A dry run needs no model.
+    """
     _check_models(config, dry_run=dry_run)
+    if config.launch.trainer_gpus > 1:
+        from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
+
+        if problem := find_rank_problem(config.model.name, config.launch.trainer_gpus):
+            raise_config_invalid([("launch.trainer_gpus", problem)])
     if config.monitor.sinks:
         from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
 
