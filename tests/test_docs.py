@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli.app import main
 from ramify.config import parse
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
@@ -44,13 +45,19 @@ def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monk
             assert printed.getvalue() == expected
 
 
-@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md", "training.md"])
+@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md", "training.md", "vision.md"])
 def test_run_files_of_the_docs_are_valid(page: str, tmp_path: Path) -> None:
     files = [text for _, text in NAMED_TOML.findall((DOCS / page).read_text()) if "[[train]]" in text]
     assert files
     for text in files:
         (tmp_path / "run.toml").write_text(text)
         parse(RunConfig, ["@", str(tmp_path / "run.toml")])
+
+
+def test_the_taskset_of_the_vision_page_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("squares.py").write_text(python_blocks(DOCS / "vision.md")[0][0])
+    assert main(["validate", "squares.py", "-n", "4"]) == 0
 
 
 def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> None:
