@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.env import plugin
-from ramify.envserver.messages import GroupScores
+from ramify.envserver.messages import GroupScores, TaskItem, TaskPage
 from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, ModelUnsupported, RequestInvalid, TransitionRefused
 from ramify.orchestrate import connected_source
 from ramify.orchestrate.admission import AdmissionLimits
@@ -669,6 +670,67 @@ def test_run_may_end_while_groups_of_an_earlier_process_are_scored(ledger):
         await run_until_scored(core, dispatcher)
         assert client.num_calls == 1
         assert {group.reason for group in ledger.groups()} == {DropReason.UNSCORED, DropReason.RUN_ENDED}
+
+    asyncio.run(main())
+
+
+class HeldEnvServer:
+    """An env server that holds each request until the test releases it; a rollout then fails."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+        self.address: str | None = None
+
+    def find_address(self, rollout_id: str) -> str | None:
+        return self.address
+
+    async def hold(self) -> None:
+        await self.requests.put(release := asyncio.Event())
+        await release.wait()
+
+    async def tasks(self, start, count, **_) -> TaskPage:
+        await self.hold()
+        return TaskPage([TaskItem(str(number), {"idx": number}) for number in range(count)], True)
+
+    async def run(self, task, **_) -> None:
+        self.address = "tcp://10.0.0.1:5000"
+        try:
+            await self.hold()
+            raise RequestInvalid("it cannot")
+        finally:
+            self.address = None
+
+
+def test_oldest_attempt_says_where_it_is(ledger, monkeypatch):
+    monkeypatch.setattr(connected_source, "RETRY_DELAY", 60.0)
+
+    async def main() -> None:
+        client, failed = HeldEnvServer(), asyncio.Event()
+        dispatcher = AttemptDispatcher(
+            await open_core(ledger, World()),
+            dict.fromkeys(TASKS, connect(client)),
+            seed=0,
+            get_limit=lambda: 1,
+            on_group_scored=lambda *_: None,
+            on_failure=lambda *_: failed.set(),
+        )
+        dispatcher.weights_ready.set()
+        running = asyncio.create_task(dispatcher.run())
+        async with asyncio.timeout(30):
+            release = await client.requests.get()
+            assert re.fullmatch(r"0\.0: 0 s \(timeout 9 s\), source \w+, not sent yet", describe_oldest(dispatcher))
+            release.set()
+            release = await client.requests.get()
+            assert describe_oldest(dispatcher).endswith(" at tcp://10.0.0.1:5000")
+            release.set()
+            await failed.wait()
+            assert describe_oldest(dispatcher).endswith(", returned by its env server")
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    def describe_oldest(dispatcher: AttemptDispatcher) -> str:
+        return dispatcher.describe_oldest_attempt().removeprefix("oldest attempt ")
 
     asyncio.run(main())
 

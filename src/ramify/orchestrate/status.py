@@ -29,12 +29,7 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     if not run.dispatcher.weights_ready.is_set():
         add_wait("sampling", "the trainer's first weights", "the engines do not serve the current policy version")
     elif num_in_flight:
-        rollout_id, name, seconds = run.dispatcher.get_oldest_attempt()
-        source = run.dispatcher.sources[name]
-        address = source.servers.find_address(rollout_id) or "no env server yet"
-        timeout, where = f"timeout {source.attempt_timeout:g} s", f"source {name} at {address}"
-        detail = f"oldest attempt {rollout_id}: {seconds:.0f} s ({timeout}), {where}"
-        add_wait("sampling", format_count(num_in_flight, "attempt"), detail)
+        add_wait("sampling", format_count(num_in_flight, "attempt"), run.dispatcher.describe_oldest_attempt())
     elif not admission.num_free_slots and not admission.is_finished:
         add_wait("sampling", "a free slot", f"{admission.num_active} of {admission.limits.slots} groups active")
     scoring_waits = list(run.dispatcher.reference_scorer.waits.values())
