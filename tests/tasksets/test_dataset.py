@@ -228,12 +228,19 @@ def test_directory_of_csv_or_json_files_ignores_datasets_metadata(tmp_path):
     assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
 
 
-def test_images_column_is_refused_unless_the_messages_have_the_images(tmp_path):
-    row = {"prompt": "Which colour?", "answer": "red", "images": ["red.png"]}
+@pytest.mark.parametrize("prompt", ["Which colour?", [{"role": "user", "content": [{"type": "image"}]}]])
+def test_images_column_is_refused(tmp_path, prompt):
+    row = {"prompt": prompt, "answer": "red", "images": ["red.png"]}
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [{**row, "images": []}, row]), eval_share=0)
     with pytest.raises(ConfigInvalid, match=r"row 2 has images in its column 'images'.*image_url"):
         list(taskset.load())
-    parts = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "Which colour?"}]
-    messages = [{"role": "user", "content": parts}]
-    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [{**row, "prompt": messages}]), eval_share=0)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "image", "image": "data:"}]
+)
+def test_images_column_is_ignored_if_the_messages_have_images(tmp_path, part):
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "Which colour?"}]}]
+    row = {"prompt": messages, "answer": "red", "images": ["red.png"]}
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [row]), eval_share=0)
     assert [task.prompt for task in taskset.load()] == [tuple(messages)]

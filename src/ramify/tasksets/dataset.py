@@ -32,6 +32,7 @@ DEFAULT_INSTRUCTIONS = {
     TESTS_REWARD: CODE_INSTRUCTIONS,
 }
 MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
+IMAGE_TYPES = ("image_url", "input_image", "image")
 IMAGES_COLUMN = "images"  # as `ramify sft` reads it
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
@@ -223,7 +224,9 @@ def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_nu
     """Raise ConfigInvalid if a row has images that the model would not see."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = [part for content in contents if is_list(content) for part in content]
-    if row.get(IMAGES_COLUMN) and not any(is_dict(part) and part.get("type") == "image_url" for part in parts):
+    # A part with nothing but its type refers to the column.
+    has_images = any(is_dict(part) and part.get("type") in IMAGE_TYPES and len(part) > 1 for part in parts)
+    if row.get(IMAGES_COLUMN) and not has_images:
         raise ConfigInvalid(
             f"dataset: row {row_number} has images in its column {IMAGES_COLUMN!r}, which is not read; put them as "
             "data URLs into parts of type image_url of its messages, or remove the column"
