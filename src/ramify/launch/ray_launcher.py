@@ -15,11 +15,12 @@ from importlib import import_module
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ramify.async_calls import call_in_daemon_thread, cancel_all
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
+from ramify.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.fencing.lease import LeaseTerms, RoleLeases
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
+from ramify.launch.ray_connection import connect_to_ray
 from ramify.launch.remote_slot import RemoteSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 
@@ -45,17 +46,7 @@ class RayLauncher:
     @classmethod
     def connect(cls, address: str = "auto") -> Self:
         """Connect to a running Ray cluster. Raises ConfigInvalid if Ray is missing or the cluster does not answer."""
-        try:
-            ray: Any = import_module("ray")
-            import_module("ray.util.scheduling_strategies")
-        except ImportError as error:
-            raise ConfigInvalid("cluster.launcher: 'ray' needs the extra `ray`: pip install 'ramify[ray]'") from error
-        try:
-            ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-            advice = "start it with `ray start --head`, or set cluster.address"
-            raise ConfigInvalid(f"cluster.address: no Ray cluster answers at {address!r}: {error}; {advice}") from error
-        return cls(ray)
+        return cls(connect_to_ray(address))
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return the nodes that Ray takes for alive; the head is the one of this process."""

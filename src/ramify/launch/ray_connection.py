@@ -1,0 +1,81 @@
+"""Connects to a running Ray cluster, within deadlines.
+
+`ray.init` itself waits without end for an address at which nobody answers, in native code, which delays Ctrl-C too. So
+the address is tried first with a TCP connection, and `ray.init` runs in a thread that can be left behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Generator
+from importlib import import_module
+from typing import Any
+from urllib.parse import urlsplit
+
+from ramify.async_calls import call_in_daemon_thread
+from ramify.errors import ConfigInvalid
+from ramify.interactive import run_coroutine
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray uses its value for the address `auto`
+TCP_TIMEOUT = 5.0  # seconds to open a TCP connection
+INIT_TIMEOUT = 60.0  # seconds for all of it; Ray needs a few if the machine is not busy
+
+
+def connect_to_ray(address: str) -> Any:
+    """Return the module `ray`, connected to the cluster at `address`: `auto`, HOST:PORT or ray://HOST:PORT.
+
+    Raises ConfigInvalid if Ray is missing or the cluster does not answer.
+    """
+    try:
+        ray: Any = import_module("ray")
+        import_module("ray.util.scheduling_strategies")
+    except ImportError as error:
+        raise ConfigInvalid("cluster.launcher: 'ray' needs the extra `ray`: pip install 'ramify[ray]'") from error
+    variable = os.environ.get(ADDRESS_VARIABLE, "") if address == "auto" else ""
+
+    def initialize() -> None:
+        _check_listening(variable or address)
+        with _hide_thread_warning():
+            ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
+
+    try:
+        run_coroutine(_run_with_deadline(initialize))
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"{variable!r} ({ADDRESS_VARIABLE})" if variable else repr(address)
+        reason = str(error) or f"no answer within {INIT_TIMEOUT:g} s"
+        advice = "start it with `ray start --head`, or set cluster.address"
+        raise ConfigInvalid(f"cluster.address: no Ray cluster answers at {where}: {reason}; {advice}") from error
+    return ray
+
+
+async def _run_with_deadline(initialize: Callable[[], None]) -> None:
+    async with asyncio.timeout(INIT_TIMEOUT):
+        await call_in_daemon_thread(initialize, "ray.init")
+
+
+def _check_listening(address: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT; an address of another form is left to Ray."""
+    try:
+        parts = urlsplit(f"//{address.removeprefix('ray://')}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return
+    if host and port:
+        socket.create_connection((host, port), timeout=TCP_TIMEOUT).close()
+
+
+@contextlib.contextmanager
+def _hide_thread_warning() -> Generator[None]:
+    """Hide Ray's warning that it handles no SIGTERM because it is not in the main thread: the supervisor handles it."""
+    logger = logging.getLogger("ray._private.worker")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("SIGTERM handler is not set")
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
