@@ -80,6 +80,13 @@ def test_an_unknown_key_in_a_file_is_reported_with_a_suggestion_and_the_file(fil
     assert path in line
 
 
+def test_a_key_of_the_top_level_inside_a_section_is_reported_with_the_keys_of_the_section(file):
+    line = get_problem(["@", file("name = 'x'\n[wandb]\nmax_steps = 3\n")])
+    assert line.startswith(
+        "wandb.max_steps: unknown key; max_steps is a key of the top level; valid here: project, entity"
+    )
+
+
 def test_a_key_without_a_similar_one_is_reported_with_the_valid_keys():
     line = get_problem(["--name", "x", "--wandb.zzz", "1"])
     assert "valid here: project, entity" in line

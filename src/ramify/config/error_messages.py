@@ -128,6 +128,8 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
         return f"did you mean {dashes}{format_key((*section, similar))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}
     if similar := find_similar(str(name), elsewhere, cutoff=0.8):
+        if section and len(elsewhere[similar]) == 1 and not dashes:  # in a file, "did you mean" would repeat the name
+            return f"{similar} is a key of the top level; valid here: {', '.join(valid_keys)}"
         return f"did you mean {dashes}{format_key(elsewhere[similar])}?"
     return f"valid here: {', '.join(valid_keys)}"
 
