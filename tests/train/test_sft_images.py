@@ -16,6 +16,7 @@ from ramify.train.sft import run_sft
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
 from ramify.train.sft.forests import build_sft_forest
+from ramify.train.sft.plan import build_sft_plan
 from tools.tiny.vision_model import write_initial_vision_model
 
 RED, BLUE = make_square((255, 0, 0)), make_square((0, 0, 255))
@@ -86,6 +87,19 @@ def test_wrong_images_are_refused_with_their_row(row, problem, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     with pytest.raises(ConfigInvalid, match=f"row 1 .*{problem}"):
         parse(write_rows(tmp_path, row))
+
+
+@pytest.mark.parametrize("table", [{}, {"validation": {"path": "rows.jsonl"}}])
+def test_images_for_a_text_model_are_refused_with_their_row(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = {"messages": [{"role": "user", "content": "Which letters?"}, REPLY]}
+    write_rows(tmp_path, text, make_row({"type": "image_url", "image_url": {"url": make_square_url("A")}}))
+    (tmp_path / "texts.jsonl").write_text(json.dumps(text))
+    data = "texts.jsonl" if table else "rows.jsonl"
+    problem = r"data: row 2 of rows.jsonl needs a model that takes images; tiny is a text model: set model.name"
+    with pytest.raises(ConfigInvalid, match=problem):
+        build_sft_plan(SftConfig(model={"name": "tiny"}, data={"path": data}, **table))
+    build_sft_plan(SftConfig(model={"name": "tiny-vision"}, data={"path": data}, **table))
 
 
 def test_equal_texts_with_different_images_fork(model, tmp_path):

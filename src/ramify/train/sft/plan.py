@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import ConfigInvalid
+from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import resolve_model_path
 from ramify.render import Renderer, load_renderer
 from ramify.store import default_run_name
@@ -58,6 +59,7 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
     if validation_config.path is not None:
         data_config = config.data.model_copy(update={"path": validation_config.path})
         validation = parse_conversations(read_rows(validation_config.path, validation_config.split), data_config)
+    _check_takes_images(config.model.name, [*conversations, *validation])
     name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
     digest = {"count": len(conversations), "digest": _hash_conversations(conversations)}
     return SftPlan(
@@ -69,6 +71,13 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
         order=ExampleOrder(len(train_indices), config.epochs, config.seed),
         identity={**config.identity, "conversations": digest},
     )
+
+
+def _check_takes_images(model: str, conversations: Sequence[SftConversation]) -> None:
+    """Raise ConfigInvalid for the first conversation with images if the model takes none."""
+    with_images = next((conversation for conversation in conversations if conversation.media), None)
+    if with_images is not None and (reason := find_image_problem(model, "native")):
+        raise ConfigInvalid(f"data: {with_images.location} {reason}")
 
 
 def _hash_conversations(conversations: Sequence[SftConversation]) -> str:
