@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.dialects.media import media_from_base64, media_from_url, media_to_url
+from ramify.dialects.media import media_from_base64, media_from_url, media_to_url, read_environment_url
 from ramify.errors import ImageInvalid
 from ramify.images.decode import MAX_BYTES
 from tests.images.samples import encode_image, make_pixels
@@ -56,13 +56,13 @@ def make_large_file(directory: Path) -> Path:
 )
 def test_a_file_that_is_no_image_is_not_read(make_path, problem, tmp_path):
     with pytest.raises(ImageInvalid, match=problem) as caught:
-        media_from_url(f"file://{make_path(tmp_path)}", read_files=True)
+        read_environment_url(f"file://{make_path(tmp_path)}")
     assert "1234" not in caught.value.message
 
 
 def test_files_are_read_only_for_environments(tmp_path):
     (tmp_path / "a b.png").write_bytes(PNG)
     url = f"file://{tmp_path}/a%20b.png"
-    media = media_from_url(url, read_files=True)
+    media = read_environment_url(url)
     assert media.data == PNG and media.mime == "image/png"
     assert media_from_url(url).data == url.encode()

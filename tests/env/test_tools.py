@@ -176,7 +176,7 @@ def test_bad_image_is_an_error_that_the_model_reads():
         return Media.from_bytes(b"<svg></svg>", "image/svg+xml")
 
     context = make_context()
-    assert "ImageInvalid: image: expected a complete png" in run(Tool.wrap(look).call(context, {}))
+    assert "ImageInvalid: content[0]: image: expected a complete png" in run(Tool.wrap(look).call(context, {}))
     assert context.trace.graph.media == []
 
 

@@ -1,6 +1,5 @@
 """The chat harness: its messages and its stop reasons."""
 
-import base64
 import sys
 
 import pytest
@@ -185,8 +184,7 @@ def test_prompt_may_be_messages():
 
 
 def test_image_in_the_prompt_reaches_the_policy():
-    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
-    parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
+    parts = [{"type": "text", "text": "look"}, make_media(8, 8)]
     trace = run_one(load_env(OneTask), ["ok"], rf.Task(prompt=({"role": "user", "content": parts},)))
     assert error_names(trace) == ["EnvironmentFault"]  # tiny takes no images
     assert "is a text model" in trace.errors[0].message

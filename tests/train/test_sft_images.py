@@ -68,6 +68,20 @@ def test_images_stand_in_parts_beside_the_file_or_in_a_column(tmp_path):
     assert conversation.media[part.hash].data == RED
 
 
+def test_a_file_below_the_directory_may_be_named_by_its_absolute_path(tmp_path, monkeypatch):
+    (tmp_path / "red 1.png").write_bytes(RED)
+    url = f"file://{tmp_path}/red%201.png"
+    write_rows(
+        tmp_path,
+        make_row({"type": "image", "path": str(tmp_path / "red 1.png")}),
+        make_row({"type": "image_url", "image_url": {"url": url}}),
+        make_row({"type": "image"}, images=[url]),
+    )
+    monkeypatch.chdir(tmp_path.parent)
+    for conversation in parse(f"{tmp_path.name}/rows.jsonl"):  # a relative path to the dataset
+        assert [media.data for media in conversation.media.values()] == [RED]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -77,8 +91,12 @@ def test_images_stand_in_parts_beside_the_file_or_in_a_column(tmp_path):
         (make_row({"type": "image", "path": "../other.png"}), "expected a file below the directory of the dataset"),
         (make_row({"type": "image", "path": "/dev/zero"}), "expected a file below the directory of the dataset"),
         (make_row({"type": "image", "path": "rows.jsonl"}), "format 'unknown'"),
-        (make_row({"type": "image", "url": "https://example.com/a.png"}), "expected a data URL, a file or bytes"),
+        (make_row({"type": "image", "url": "https://example.com/a.png"}), "addresses are not fetched"),
         (make_row({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}), "expected a complete"),
+        (make_row({"type": "image_url", "image_url": {"url": "file://red.png"}}), "expected an absolute path"),
+        (make_row({"type": "image_url", "image_url": {"uri": "red.png"}}), "found {'uri': 'red.png'}"),
+        (make_row({"type": "image"}, images=[3]), "expected an image such as .*found 3"),
+        (make_row({"type": "text"}), "expected a part such as"),
         (make_row({"type": "video"}), "'video'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image", "path": "red.png"}]}]}, "only text"),
     ],

@@ -2,14 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
-from ramify.config.schema import is_dict, is_list
-from ramify.dialects.media import media_from_url
+from ramify.config.schema import is_dict, is_list, is_tuple
+from ramify.dialects.media import (
+    EXPECTED_PART,
+    IMAGE_TYPES,
+    ReadUrl,
+    describe_value,
+    find_image_value,
+    media_from_url,
+    read_image,
+)
 from ramify.dialects.model_call import ModelRequest
-from ramify.errors import RequestInvalid
+from ramify.errors import ImageInvalid, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
 
@@ -22,11 +30,11 @@ TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "reasoning_te
 
 @dataclass(slots=True)
 class MessageParser:
-    """Collects the messages of a body and their media; with `read_files` also from files, for environments."""
+    """Collects messages and their media. `read_url` reads the URL of an image; it depends on who sent the messages."""
 
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
-    read_files: bool = False
+    read_url: ReadUrl = media_from_url
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""
@@ -41,27 +49,40 @@ class MessageParser:
         """Parse content to a text, or to parts if some are images."""
         if content is None or isinstance(content, str):
             return content or ""
-        if not is_list(content):
-            raise RequestInvalid(f"content: expected a string or a list of parts, found {content!r:.80}")
-        parts = [self.parse_part(entry) for entry in content]
+        parts = self.parse_parts(content)
         if any(isinstance(part, MediaPart) for part in parts):
-            return tuple(parts)
+            return parts
         return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+    def parse_parts(self, content: Any) -> tuple[ContentPart, ...]:
+        """Parse a list of parts, or one image. Raises RequestInvalid or ImageInvalid, which name the part."""
+        if isinstance(content, Media):
+            content = [content]
+        if not is_list(content) and not is_tuple(content):
+            raise RequestInvalid(f"content: expected a text or a list of parts, found {describe_value(content)}")
+        parts: list[ContentPart] = []
+        for index, entry in enumerate(content):
+            try:
+                parts.append(self.parse_part(entry))
+            except (RequestInvalid, ImageInvalid) as error:
+                raise type(error)(f"content[{index}]: {error.message}") from error
+        return tuple(parts)
 
     def parse_part(self, entry: Any) -> ContentPart:
         """Parse one part of a content: a text or an image."""
+        if isinstance(entry, TextPart | MediaPart):
+            return entry
         if isinstance(entry, str):
             return TextPart(entry)
-        kind = entry.get("type")
-        if kind in TEXT_TYPES:
-            return TextPart(str(entry.get("text") or entry.get("refusal") or ""))
-        if kind in ("image_url", "input_image"):
-            image_url = entry.get("image_url")
-            if not image_url:
-                raise RequestInvalid(f"content: a part of type {kind!r} has no image_url")
-            url = image_url if isinstance(image_url, str) else image_url["url"]
-            return self.add_media(media_from_url(url, read_files=self.read_files))
-        raise RequestInvalid(f"content: parts of type {kind!r} are not supported; send text or images")
+        if isinstance(entry, Media):
+            return self.add_media(read_image(entry, self.read_url))
+        part: Mapping[str, Any] = cast(Mapping[str, Any], entry) if isinstance(entry, Mapping) else {}
+        if part.get("type") in TEXT_TYPES and ("text" in part or "refusal" in part):
+            return TextPart(str(part.get("text") or part.get("refusal") or ""))
+        if part.get("type") in IMAGE_TYPES and (value := find_image_value(part)) is not None:
+            return self.add_media(read_image(value, self.read_url))
+        text_part = "{'type': 'text', 'text': TEXT}"
+        raise RequestInvalid(f"expected a part such as {text_part} or {EXPECTED_PART}, found {describe_value(entry)}")
 
     def add_media(self, media: Media) -> MediaPart:
         """Add an image and return the part that refers to it."""

@@ -2,29 +2,32 @@
 
 The model sees a JSON schema, built from the function's annotations and docstring, and writes arguments, which are
 validated against the same annotations. Wrong arguments and failing tools are part of the conversation: the model gets
-an error text. Only `SandboxError` and `AgentExit` are raised, since no reply of the model can fix a lost sandbox.
+an error text. Only `SandboxError`, `EnvironmentFault` and `AgentExit` are raised, since no reply of the model can fix a
+lost sandbox or a tool whose result nobody can read.
 """
 
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
-from ramify.config.schema import is_dict, is_list
+from ramify.config.schema import is_dict, is_list, is_tuple
+from ramify.dialects.media import MEDIA_ADVICE, read_data_url
+from ramify.dialects.message_parser import MessageParser
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
-from ramify.images import check_image
+from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
+from ramify.images.image_header import detect_format
 from ramify.names import find_duplicates, find_similar
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 
@@ -57,7 +60,7 @@ class Tool(ABC):
         """Run the tool and return its result. Errors are returned as text that starts with `error:`."""
         try:
             return await self.execute(context, _parse_arguments(arguments))
-        except (SandboxError, AgentExit):
+        except (SandboxError, EnvironmentFault, AgentExit):
             raise
         except ToolArgumentsInvalid as error:
             return _truncate(f"error: {self.name}: {error}")
@@ -130,27 +133,58 @@ class ToolSet:
 
 
 def to_content(result: Any, context: RolloutContext) -> ToolContent:
-    """Convert a tool's result to message content: text unchanged, images by hash, anything else as JSON text."""
+    """Convert a tool's result to message content: text unchanged, images by hash, anything else as JSON text.
+
+    Images are `Media` or parts `image_url` with a data URL. Raises EnvironmentFault for an image in another form, and
+    ImageInvalid for a bad image.
+    """
     if isinstance(result, str):
         return result
     if result is None:
         return ""
-    if isinstance(result, TextPart | MediaPart | Media):
-        result = (result,)
-    items: Sequence[Any] = cast(Sequence[Any], result) if isinstance(result, list | tuple) else ()
-    if any(isinstance(item, TextPart | MediaPart | Media) for item in items):
-        return tuple(_to_part(item, context) for item in items)
-    return to_json(result, fallback=str).decode()
+    items: Iterable[Any] = result if is_list(result) or is_tuple(result) else (result,)
+    if not any(map(_is_part, items)):
+        return _to_json(result)
+    parser = MessageParser(read_url=read_data_url)  # no files: a tool may return what the model wrote
+    try:
+        content = parser.parse_parts([item if _is_part(item) or _is_text(item) else _to_json(item) for item in items])
+    except RequestInvalid as error:
+        raise EnvironmentFault(f"the result of a tool cannot be read: {error.message}") from error
+    for image in parser.media.values():
+        context.trace.add_media(image)
+    return content
 
 
-def _to_part(item: Any, context: RolloutContext) -> TextPart | MediaPart:
-    if isinstance(item, TextPart | MediaPart):
-        return item
-    if isinstance(item, Media):
-        check_image(item.data)
-        context.trace.add_media(item)
-        return MediaPart(item.hash)
-    return TextPart(item if isinstance(item, str) else to_json(item, fallback=str).decode())
+def _is_part(item: Any) -> bool:
+    """Return whether an item of a result is a part of a content and not data."""
+    if is_dict(item):
+        return item.get("type") in ("image_url", "input_image") and "image_url" in item
+    _refuse_image_object(item)
+    return isinstance(item, TextPart | MediaPart | Media)
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, str) or (is_dict(item) and item.get("type") == "text" and "text" in item)
+
+
+def _to_json(value: Any) -> str:
+    objects: list[Any] = []  # that are no data
+
+    def format_object(item: Any) -> str:
+        objects.append(item)
+        return str(item)
+
+    text = to_json(value, fallback=format_object).decode()
+    for item in objects:
+        _refuse_image_object(item)  # pydantic would hide what its fallback raises
+    return text
+
+
+def _refuse_image_object(value: Any) -> None:
+    """Raise EnvironmentFault for an image of Pillow and for the bytes of an image."""
+    is_image = isinstance(value, bytes) and detect_format(value) != "unknown"
+    if is_image or type(value).__module__.startswith("PIL."):
+        raise EnvironmentFault(f"the result of a tool has a {type(value).__qualname__} with an image; {MEDIA_ADVICE}")
 
 
 @dataclass(frozen=True, slots=True)

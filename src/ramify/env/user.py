@@ -6,13 +6,14 @@ speaks first: it is called with `reply=None`. Each rollout has its own `User` ob
 
 from typing import Any
 
-from ramify.config.schema import is_list
+from ramify.config.schema import is_list, is_tuple
+from ramify.dialects.media import MEDIA_ADVICE, read_environment_url
 from ramify.dialects.message_parser import MessageParser
 from ramify.env.chat_client import ChatClient, ChatClientConfig, add_usage
 from ramify.env.context import CONTEXT_FIELDS, Endpoint, RolloutContext
 from ramify.env.hook import Hook
 from ramify.errors import ConfigInvalid, EnvironmentFault, RamifyError
-from ramify.trace import Message, Trace
+from ramify.trace import Media, Message, Trace
 
 FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # the first message to a model that plays the user
 
@@ -22,8 +23,8 @@ _RESPOND_PARAMETERS = ("reply", "turn", *CONTEXT_FIELDS)
 class User:
     """Base class of simulated users.
 
-    A subclass implements `respond`, sync or async. It returns a text, a list of text and image parts in OpenAI's
-    format, a Message, or None to end the conversation. It may name the parameters
+    A subclass implements `respond`, sync or async. It returns a text, a list of texts, images (`Media`) and parts in
+    OpenAI's format, one image, a Message, or None to end the conversation. It may name the parameters
 
     - `reply`: the text of the agent's last reply; None if the user starts the conversation;
     - `turn`: the number of replies that the user has received, this one included: 0 if the user starts the
@@ -41,20 +42,20 @@ class User:
             return message
         if isinstance(message, str):
             return Message(role="user", content=message)
-        if is_list(message):
+        if is_list(message) or is_tuple(message) or isinstance(message, Media):
             return self._parse_parts(message, context)
         raise EnvironmentFault(
-            f"{type(self).__name__}.respond: expected str, list, Message or None, found a {type(message).__qualname__}"
+            f"{type(self).__name__}.respond: expected str, list, Media, Message or None, found a "
+            f"{type(message).__qualname__}; {MEDIA_ADVICE}"
         )
 
-    def _parse_parts(self, parts: list[Any], context: RolloutContext) -> Message:
+    def _parse_parts(self, parts: Any, context: RolloutContext) -> Message:
         """Return a message of parts, and add its images to the trace."""
-        parser = MessageParser(read_files=True)
+        parser = MessageParser(read_url=read_environment_url)
         try:
             content = parser.parse_content(parts)
-        except (LookupError, TypeError, AttributeError, RamifyError) as error:
-            reason = error.message if isinstance(error, RamifyError) else repr(error)
-            raise EnvironmentFault(f"{type(self).__name__}.respond: the parts are not valid: {reason}") from error
+        except RamifyError as error:
+            raise EnvironmentFault(f"{type(self).__name__}.respond: {error.message}") from error
         for image in parser.media.values():
             context.trace.add_media(image)
         return Message(role="user", content=content)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.dialects.chat_format import parse_tool_calls
+from ramify.dialects.chat_format import format_message, parse_tool_calls
+from ramify.dialects.media import read_environment_url
 from ramify.dialects.message_parser import MessageParser
 from ramify.env import Task
 from ramify.errors import EnvironmentFault, RamifyError
@@ -15,7 +16,7 @@ ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]:
     """Return the initial messages of a task, and their images by hash. Raises EnvironmentFault for an invalid one."""
     messages = [] if task.system is None else [Message("system", task.system)]
-    parser = MessageParser(read_files=True)
+    parser = MessageParser(read_url=read_environment_url)
     if isinstance(task.prompt, str):
         messages.append(Message("user", task.prompt))
     for index, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
@@ -25,6 +26,12 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
             reason = error.message if isinstance(error, RamifyError) else repr(error)
             raise EnvironmentFault(f"task.prompt[{index}] is not a chat message: {reason}") from error
     return messages, parser.media
+
+
+def format_initial_messages(task: Task) -> list[dict[str, Any]]:
+    """Return the initial messages of a task in OpenAI's format, with its images as data URLs."""
+    messages, media = build_initial_messages(task)
+    return [format_message(message, media) for message in messages]
 
 
 def join_prompt_text(task: Task) -> str:
@@ -58,7 +65,7 @@ def _parse_message(data: Mapping[str, Any], parser: MessageParser) -> Message:
     content = data.get("content") or ""
     return Message(
         role=data["role"],
-        content=content if isinstance(content, str) else tuple(map(parser.parse_part, content)),
+        content=content if isinstance(content, str) else parser.parse_parts(content),
         reasoning=data.get("reasoning_content"),
         tool_calls=parse_tool_calls(data.get("tool_calls")),
         tool_call_id=data.get("tool_call_id"),

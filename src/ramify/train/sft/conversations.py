@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, ImageInvalid
+from ramify.errors import ConfigInvalid, ImageInvalid, RequestInvalid
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.train.sft.config import SftDataConfig
 from ramify.train.sft.content import ContentParser
@@ -43,7 +43,7 @@ def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> li
         location = f"row {number} of {config.path}"
         try:
             conversations.append(replace(parse_conversation(row, config, content_parser), location=location))
-        except (ValueError, KeyError, TypeError, AttributeError, ImageInvalid) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ImageInvalid, RequestInvalid) as error:
             raise ConfigInvalid(f"data: {location} is not a conversation: {error}") from error
     if not conversations:
         raise ConfigInvalid(f"data: {config.path} has no rows")
@@ -53,7 +53,7 @@ def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> li
 def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: ContentParser) -> SftConversation:
     """Parse one row.
 
-    Raises ValueError, KeyError, TypeError, AttributeError or ImageInvalid if it is not a conversation.
+    Raises ValueError, KeyError, TypeError, AttributeError, ImageInvalid or RequestInvalid if it is not a conversation.
     """
     if row.get(config.messages_column) not in (None, ""):  # a csv file has an empty string where a row has no value
         raw_messages = row[config.messages_column]
