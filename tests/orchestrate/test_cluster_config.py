@@ -50,7 +50,11 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
         (["--launch.base_port", "5000"], "launch.base_port: not allowed on a cluster"),
         (["--cluster.engines.gpus", "2"], "cluster.engines.gpus: the native engine uses one GPU"),
         (["-b", "http://10.0.0.1:8000", "--cluster.engines.num_replicas", "2"], "cluster.engines: not allowed"),
-        (["--cluster.slurm.time_limit", "a day"], "cluster.slurm.time_limit"),
+        (["--cluster.slurm.time_limit", "8h"], "cluster.slurm.time_limit: expected [DAYS-]HH:MM:SS, got '8h'"),
+        (
+            ["--cluster.slurm.time_limit", "0:05:00"],
+            "time_limit: expected more than stop_seconds (300 s), got '0:05:00' (300 s)",
+        ),
         (["--record_batches"], "record_batches: not supported on a cluster"),
     ],
 )
@@ -66,3 +70,15 @@ def test_the_tables_of_the_docs_are_valid_one_after_another(tmp_path):
         file.write_text(text)
     config = read("--cluster", "ray", *(word for file in files for word in ("@", str(file))))
     assert (config.cluster.trainer.num_ranks, config.cluster.node.gpus, len(tables)) == (8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-3", 183600), ("2-3:10", 184200), ("2-3:10:05", 184205)],
+)
+def test_time_limits_are_those_of_sbatch(text, seconds):
+    limit = read("--cluster.slurm.time_limit", text, "--cluster.slurm.stop_seconds", str(seconds - 1)).cluster.slurm
+    assert limit.time_limit == text
+    with pytest.raises(ConfigInvalid, match=rf"\({seconds} s\), got"):
+        read("--cluster.slurm.time_limit", text, "--cluster.slurm.stop_seconds", str(seconds))
+    assert read("--cluster.slurm.time_limit", "0").cluster.slurm.time_limit == "0"  # no limit

@@ -1,11 +1,25 @@
 """`[cluster]`: where the processes of a run are placed when it runs on several nodes."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config
+
+TIME_LIMIT_PATTERN = r"(\d+-)?\d+(:\d{2}){0,2}"
+
+
+def _count_seconds(time_limit: str) -> int:
+    """Return the seconds of a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 is no limit."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class PlacementConfig(Config):
@@ -68,16 +82,33 @@ class SlurmConfig(Config):
 
     partition: str | None = None
     account: str | None = None
-    time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
-    """Wall time of one allocation, in the format of `sbatch --time`; the job is requeued until the run is finished."""
+    time_limit: str = "24:00:00"
+    """Wall time of one allocation, in the format of `sbatch --time`, longer than `stop_seconds`; the job is requeued
+    until the run is finished."""
     stop_seconds: int = Field(default=300, ge=60)
     """Seconds before the end of the allocation at which the run is asked to stop. It then has 30 seconds less than
     this to save a checkpoint; that time replaces `launch.grace_period`."""
     setup: list[str] = []
     """Shell commands that the script runs first, such as `source /shared/venv/bin/activate`. Variables that they export
-    reach all nodes."""
+    reach all nodes. The job ends if one fails."""
     extra_args: list[str] = []
     """Further options of sbatch, such as `--constraint=h100`."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _time_limit_is_one_of_sbatch(cls, text: str) -> str:
+        if not re.fullmatch(TIME_LIMIT_PATTERN, text):
+            raise ValueError(f"expected [DAYS-]HH:MM:SS, got {text!r}")
+        return text
+
+    @model_validator(mode="after")
+    def _time_limit_exceeds_stop_seconds(self) -> "SlurmConfig":
+        seconds = _count_seconds(self.time_limit)
+        if 0 < seconds <= self.stop_seconds:  # the job would be asked to stop at its start, and requeued without end
+            expected = f"expected more than stop_seconds ({self.stop_seconds} s)"
+            advice = "raise it, or lower stop_seconds"
+            raise ValueError(f"time_limit: {expected}, got {self.time_limit!r} ({seconds} s); {advice}")
+        return self
 
 
 class KubernetesConfig(Config):
