@@ -63,6 +63,12 @@ def test_the_configuration_in_the_manifest_is_that_of_the_run(config, manifests,
     assert job["spec"]["entrypoint"] == "ramify rl @ /etc/ramify/run.toml -o /ramify/outputs"
 
 
+def test_the_job_does_not_use_the_cluster_of_the_configuration(config):
+    cluster = config.cluster.model_copy(update={"address": "10.0.0.1:6379"})
+    config_map, _ = build_manifests(config.model_copy(update={"cluster": cluster}))
+    assert "10.0.0.1" not in config_map["data"]["run.toml"]
+
+
 def test_each_node_is_a_pod_with_its_cores_gpus_memory_and_volumes(manifests):
     _, job = manifests
     head, worker = list_pods(job)
@@ -146,6 +152,13 @@ def test_the_command_prints_the_manifest(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     assert main(["k8s", "@", "run.toml"]) == 0
-    config_map, job = yaml.safe_load_all(capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert output.err.startswith("warning: [cluster.node] is not set, so each node is allocated 8 cores, 0 GPUs")
+    config_map, job = yaml.safe_load_all(output.out)
     assert (config_map["kind"], job["kind"]) == ("ConfigMap", "RayJob")
     assert job["spec"]["rayClusterSpec"]["workerGroupSpecs"] == []
+    assert main(["k8s", "@", "run.toml", "--cluster.engines.num_replicas", "40"]) == 2
+    output = capsys.readouterr()
+    assert "ClusterTooSmall: the run does not fit" in output.err and output.out == ""
+    assert main(["k8s", "@", "run.toml", "--cluster.node.cores", "16"]) == 0
+    assert capsys.readouterr().err == ""

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
+from ramify.cli.rl import expand_arguments
+from ramify.config import parse
 from ramify.errors import ConfigInvalid
 from ramify.launch.slurm import build_batch_script
 from ramify.orchestrate.config import RunConfig
@@ -23,7 +27,6 @@ CLUSTER = {
     "slurm": {
         "partition": "gpu",
         "time_limit": "4:00:00",
-        "setup": ["export GREETING=hello"],
         "extra_args": ["--qos=x"],
     },
 }
@@ -48,15 +51,15 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture
-def job(tmp_path):
-    """A directory with a batch script and the programs that it calls."""
+def build_job(tmp_path: Path, *setup: str) -> Path:
+    """Write a batch script and the programs that it calls to a directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(stat.S_IRWXU)
-    config = RunConfig(name="run", output=tmp_path, train=[TRAIN], cluster=CLUSTER)
+    cluster = {**CLUSTER, "slurm": {**CLUSTER["slurm"], "setup": setup}}
+    config = RunConfig(name="run", output=tmp_path, train=[TRAIN], cluster=cluster)
     script = build_batch_script(
         config,
         arguments=["@", "my run.toml"],
@@ -68,10 +71,17 @@ def job(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def job(tmp_path):
+    """A directory with a batch script and the programs that it calls."""
+    return build_job(tmp_path, "# greet", "export GREETING=hello", "", "true  # a comment")
+
+
 def start(job: Path, **variables: str) -> subprocess.Popen:
     environment = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "x", "CALLS": str(job / "calls"), **variables}
     command = ["bash", str(job / "job.sh")]
-    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True, stdout=subprocess.PIPE)
+    env = {**os.environ, **environment}
+    return subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen) -> int:
@@ -92,7 +102,7 @@ def test_the_head_starts_first_and_the_others_in_growing_waves(job):
     assert finish(start(job)) == 0
     started = [line.removeprefix("start ") for line in calls(job) if line.startswith("start")]
     assert started[:2] == ["a", "b"] and sorted(started[2:4]) == ["c", "d"] and started[4] == "e"
-    command = "ramify rl --launch.grace_period 270 @ my run.toml"
+    command = "ramify rl --launch.grace_period 270 @ my run.toml --cluster.address auto"
     assert calls(job)[-1] == f"{command} RAY_ADDRESS=127.0.0.1:12000 GREETING=hello"
 
 
@@ -139,6 +149,14 @@ def test_a_node_on_which_ray_does_not_start_ends_the_job_at_once(job):
     assert not any(line.startswith("ramify") for line in calls(job))
 
 
+def test_a_setup_command_that_fails_ends_the_job(tmp_path):
+    job = build_job(tmp_path, "source /nowhere/activate  # the environment", "export GREETING=hello")
+    process = start(job)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and calls(job) == []
+    assert b"setup failed: source /nowhere/activate  # the environment\n" in errors
+
+
 def test_a_failed_run_is_not_requeued(job):
     assert finish(start(job, CODE="1")) == 1
     assert not any("requeue" in line for line in calls(job))
@@ -152,6 +170,44 @@ def test_the_number_of_nodes_is_needed(tmp_path):
         )
 
 
+CLUSTER_TABLE = '[cluster]\nnum_nodes = 4\nshared_directory = "/shared/runs"\nnode = { cores = 64, gpus = 8 }\n'
+
+
+def write_config(tmp_path: Path, cluster: str) -> None:
+    (tmp_path / "run.toml").write_text(f'name = "run"\n[[train]]\ntaskset = {{ id = "reverse-text" }}\n{cluster}')
+
+
+def test_a_run_that_does_not_fit_the_allocation_is_refused(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path, CLUSTER_TABLE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "@", "run.toml", "--cluster.engines.num_replicas", "40"]) == 2
+    assert "ClusterTooSmall: the run does not fit" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
+    # Slurm has names for its nodes that are not known before the job starts.
+    assert main(["slurm", "@", "run.toml", "--cluster.engines.nodes", '["gpu7"]']) == 0
+
+
+def test_an_allocation_of_unspecified_nodes_is_reported(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path, CLUSTER_TABLE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "@", "run.toml"]) == 0
+    assert capsys.readouterr().err == ""
+    write_config(tmp_path, CLUSTER_TABLE.partition("node =")[0])
+    assert main(["slurm", "@", "run.toml"]) == 0
+    warning = "warning: [cluster.node] is not set, so each node is allocated 8 cores, 0 GPUs and 32 GiB of memory"
+    assert capsys.readouterr().err.startswith(warning)
+
+
+def test_the_job_does_not_use_the_cluster_of_the_configuration(tmp_path, monkeypatch):
+    write_config(tmp_path, CLUSTER_TABLE + 'address = "10.0.0.1:6379"\n')
+    monkeypatch.chdir(tmp_path)
+    for args in ([], ["--cluster.address", "10.0.0.1:6379"]):
+        assert main(["slurm", "@", "run.toml", *args]) == 0
+        (line,) = re.findall(r"^ramify rl .*", (tmp_path / "outputs" / "run.slurm" / "job.sh").read_text(), re.M)
+        job_args = expand_arguments(shlex.split(line.removesuffix(" &"))[2:])
+        assert parse(RunConfig, job_args, prog="ramify rl").cluster.address == "auto"
+
+
 def test_the_command_writes_and_submits_the_script(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.toml").write_text(
         'name = "run"\n[[train]]\ntaskset = { id = "reverse-text" }\n'
@@ -160,7 +216,7 @@ def test_the_command_writes_and_submits_the_script(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert main(["slurm", "@", "run.toml"]) == 0
     script = tmp_path / "outputs" / "run.slurm" / "job.sh"
-    assert "ramify rl --launch.grace_period 270 @ run.toml --cluster ray &" in script.read_text()
+    assert "ramify rl --launch.grace_period 270 @ run.toml --cluster ray --cluster.address auto &" in script.read_text()
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     programs = tmp_path / "bin"
     programs.mkdir()

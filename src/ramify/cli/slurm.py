@@ -30,7 +30,8 @@ SUBMIT_TIMEOUT = 60.0  # seconds
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, write the script, and submit it if asked to."""
-    from ramify.launch.slurm import build_batch_script  # loaded here, not for help
+    from ramify.launch.cluster_placement import check_allocation, describe_default_allocation  # not loaded for help
+    from ramify.launch.slurm import build_batch_script
 
     (submit,), rest = pop_flags(argv, COMMAND_FLAGS)
     rest += ["--cluster", "ray"]
@@ -45,6 +46,9 @@ def run(argv: Sequence[str]) -> int:
         bin_directory=Path(sys.executable).parent,
         job_directory=job_directory,
     )
+    check_allocation(config)
+    if warning := describe_default_allocation(config):
+        print(warning, file=sys.stderr)
     file = job_directory / "job.sh"
     with wrap_storage_errors(file):
         job_directory.mkdir(parents=True, exist_ok=True)  # sbatch does not create the directory of its log

@@ -49,6 +49,28 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlaceme
     return ClusterPlacement(tuple(nodes), placed_demands, node_names)
 
 
+def check_allocation(config: RunConfig) -> None:
+    """Check that the run fits the nodes that a job allocates. Raises ClusterTooSmall with all that does not fit.
+
+    Nodes that the configuration names are not checked: their names are known only when the job has started.
+    """
+    cluster = config.cluster
+    update = {
+        role: getattr(cluster, role).model_copy(update={"nodes": []})
+        for role in ("engines", "models", "env_servers", "trainer")
+    }
+    place_run(config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config))
+
+
+def describe_default_allocation(config: RunConfig) -> str | None:
+    """Return a warning that a job allocates default nodes; None if the configuration has `[cluster.node]`."""
+    node = config.cluster.node
+    if "node" in config.cluster.model_fields_set:
+        return None
+    resources = f"{node.cores} cores, {node.gpus} GPUs and {node.memory_gib:g} GiB of memory"
+    return f"warning: [cluster.node] is not set, so each node is allocated {resources}; set it to what a job can get"
+
+
 def list_planned_nodes(config: RunConfig) -> list[ClusterNode]:
     """Return the nodes that `[cluster]` describes; the first is the head."""
     cluster, shape = config.cluster, config.cluster.node

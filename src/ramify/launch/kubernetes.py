@@ -26,7 +26,8 @@ def build_manifests(config: RunConfig) -> list[Manifest]:
     cluster = _check_cluster(config)
     settings = cluster.kubernetes
     metadata = {"name": build_resource_name(config.path.name), "namespace": settings.namespace}
-    run_config = config.model_copy(update={"name": config.path.name})
+    own_cluster = cluster.model_copy(update={"address": "auto"})  # the one of the RayJob
+    run_config = config.model_copy(update={"name": config.path.name, "cluster": own_cluster})
     entrypoint = f"ramify rl @ {CONFIG_DIRECTORY}/run.toml"
     if not config.output.is_absolute():
         entrypoint += f" -o {OUTPUT_DIRECTORY}"

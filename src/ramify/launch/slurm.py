@@ -142,7 +142,9 @@ def build_batch_script(
     values = {"cores": node.cores, "gpus": node.gpus, "start_timeout": START_TIMEOUT, "job": job_directory}
     settings = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
     grace_period = ["--launch.grace_period", str(slurm.stop_seconds - STOP_MARGIN)]
-    command = shlex.join(["ramify", "rl", *grace_period, *arguments])  # of two values of a key the last one counts
+    address = ["--cluster.address", "auto"]  # the cluster that the script starts, at RAY_ADDRESS
+    # Of two values of a key the last one counts.
+    command = shlex.join(["ramify", "rl", *grace_period, *arguments, *address])
     return "\n".join(
         [
             "#!/bin/bash",
@@ -151,7 +153,7 @@ def build_batch_script(
             "",
             f"cd {shlex.quote(str(working_directory))} || exit 1",
             f"export PATH={shlex.quote(str(bin_directory))}:$PATH",
-            *slurm.setup,
+            *(line for setup in slurm.setup for line in _check_command(setup)),
             *settings,
             START_RAY.rstrip(),
             "",
@@ -164,3 +166,9 @@ def build_batch_script(
             "",
         ]
     )
+
+
+def _check_command(command: str) -> list[str]:
+    """Return the lines that run a shell command, and end the script if it fails."""
+    message = shlex.quote(f"setup failed: {command}")
+    return [command, f"(($? == 0)) || {{ echo {message} >&2; exit 1; }}"]
