@@ -157,9 +157,30 @@ def test_nodes_are_waited_for_until_the_timeout_even_if_ray_hangs(monkeypatch):
     launcher = RayLauncher(ray)
     assert [node.name for node in launcher.wait_for_nodes(2, timeout=60)] == ["a", "b"]
     ray.names.append("a")  # Ray was started there again
-    with pytest.raises(DeadlineExceeded, match=r"2 of 3 nodes \(cluster.num_nodes\) joined within 0.1 s: a, b"):
+    with pytest.raises(DeadlineExceeded, match=r"after 0.1 s, 2 of 3 nodes have joined \(a, b\), fewer than "):
         launcher.wait_for_nodes(3, timeout=0.1)
     monkeypatch.setattr(ray, "nodes", released.wait)
     with pytest.raises(DeadlineExceeded, match="0 of 3 nodes"):
         launcher.wait_for_nodes(3, timeout=0.1)
     released.set()
+
+
+def test_waiting_for_nodes_is_reported_at_once_and_then_at_intervals(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "NODE_POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(ray_launcher, "NODE_REPORT_INTERVAL", 0.05)
+    ray, lines = StubRay("a"), []
+
+    def print_line(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            ray.names += ["b", "c"]
+
+    assert len(RayLauncher(ray).wait_for_nodes(3, timeout=60, print_line=print_line)) == 3
+    assert lines == ["1 of 3 nodes have joined (a); waiting up to 60 s"] * 2
+    RayLauncher(ray).wait_for_nodes(3, timeout=60, print_line=print_line)
+    assert len(lines) == 2
+
+
+@with_timeout
+async def test_nodes_are_waited_for_inside_a_running_event_loop():
+    assert len(RayLauncher(StubRay("a")).wait_for_nodes(1, timeout=60)) == 1

@@ -61,16 +61,18 @@ def _run_on_cluster(
     from ramify.launch.execution import execute_plan
     from ramify.launch.ray_launcher import RayLauncher
 
-    cluster = config.cluster
+    cluster, display = config.cluster, display or choose_api_display(RunContent())
     launcher = RayLauncher.connect(cluster.address)
     try:
-        nodes = launcher.wait_for_nodes(cluster.num_nodes or 1, timeout=cluster.join_timeout)
+        nodes = launcher.wait_for_nodes(
+            cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=display.print_line
+        )
         return execute_plan(
             build_cluster_plan(config, nodes),
             fresh=fresh,
             accept_changes=accept_changes,
             environments=check_plugin_tables(config),
-            display=display or choose_api_display(RunContent()),
+            display=display,
             launcher=launcher,
         )
     finally:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ramify.async_calls import call_in_daemon_thread, cancel_all
 from ramify.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.fencing.lease import LeaseTerms, RoleLeases
+from ramify.interactive import run_coroutine
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
@@ -27,6 +28,7 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
+NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
 MAX_OPEN_TRIES = 3  # a node that neither starts an actor nor dies takes this part of the time to find a place
 # Seconds for which a node is avoided after a process was lost there. Ray needs about one minute to notice a dead node.
@@ -176,12 +178,21 @@ class RayLauncher:
         advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
         return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
 
-    def wait_for_nodes(self, num_nodes: int, *, timeout: float) -> list[ClusterNode]:
-        """Return the nodes when there are `num_nodes`. Raises DeadlineExceeded after `timeout` seconds."""
-        return asyncio.run(self._wait_for_nodes(num_nodes, timeout))
+    def wait_for_nodes(
+        self, num_nodes: int, *, timeout: float, print_line: Callable[[str], None] = print
+    ) -> list[ClusterNode]:
+        """Return the nodes when there are `num_nodes`; meanwhile, print how many there are.
 
-    async def _wait_for_nodes(self, num_nodes: int, timeout: float) -> list[ClusterNode]:
+        Raises DeadlineExceeded after `timeout` seconds.
+        """
+        return run_coroutine(self._wait_for_nodes(num_nodes, timeout, print_line))
+
+    async def _wait_for_nodes(
+        self, num_nodes: int, timeout: float, print_line: Callable[[str], None]
+    ) -> list[ClusterNode]:
         nodes: list[ClusterNode] = []
+        next_report = time.monotonic()
+        deadline = next_report + timeout
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -189,10 +200,12 @@ class RayLauncher:
                         nodes = await self._call_ray(self.list_nodes)
                     if len(nodes) >= num_nodes:
                         return nodes
+                    if (now := time.monotonic()) >= next_report:
+                        next_report = now + NODE_REPORT_INTERVAL
+                        print_line(f"{describe_joined(nodes, num_nodes)}; waiting up to {deadline - now:.0f} s")
                     await asyncio.sleep(NODE_POLL_INTERVAL)
         except TimeoutError as error:
-            joined = ", ".join(node.name for node in nodes)
-            message = f"{len(nodes)} of {num_nodes} nodes (cluster.num_nodes) joined within {timeout:g} s: {joined}"
+            message = f"after {timeout:g} s, {describe_joined(nodes, num_nodes)}, fewer than cluster.num_nodes"
             raise DeadlineExceeded(f"{message}; start Ray on the other nodes") from error
 
     def disconnect(self) -> None:
@@ -202,6 +215,12 @@ class RayLauncher:
     async def close(self) -> None:
         """Disconnect from Ray."""
         self.disconnect()
+
+
+def describe_joined(nodes: Sequence[ClusterNode], num_nodes: int) -> str:
+    """Return how many of the expected nodes have joined, and which."""
+    names = f" ({', '.join(node.name for node in nodes)})" if nodes else ""
+    return f"{len(nodes)} of {num_nodes} nodes have joined{names}"
 
 
 class _RayNode(NamedTuple):
