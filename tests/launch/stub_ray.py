@@ -93,3 +93,5 @@ class StubRay:
 
     def kill(self, actor: StubActor) -> None:
         actor.is_killed = True
+
+    def shutdown(self) -> None: ...

@@ -6,6 +6,7 @@ from ramify.cli import main
 from ramify.errors import ConfigInvalid
 from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.orchestrate.config import RunConfig
+from tests.launch.stub_ray import StubRay
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -55,3 +56,15 @@ def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
     error = capsys.readouterr().err
     assert error.startswith("ClusterTooSmall: the run does not fit the cluster:")
     assert "cluster.trainer: trainer: 4 of 5 ranks fit" in error and "no room for env/train/reverse/0" in error
+    assert "\n  nodes as in [cluster.node], because cluster." in error
+
+
+def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file, capsys, monkeypatch):
+    monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: StubRay("a"))
+    assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.trainer.num_ranks", "1"]) == 0
+    _, origin, *lines = capsys.readouterr().out.splitlines()
+    assert origin == (
+        "nodes of the Ray cluster at 'auto': 1 of 2 nodes have joined (a); "
+        "the run would wait up to 600 s for the others, planned as in [cluster.node]"
+    )
+    assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB"} <= set(lines)

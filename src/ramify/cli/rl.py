@@ -12,7 +12,7 @@ from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import add_origins, dry_run, parse, pop_flags
 from ramify.display import choose_display
-from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
+from ramify.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import RunConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
@@ -65,19 +65,27 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
 def _plan_cluster(config: RunConfig) -> list[str]:
     """Return who runs where: on the nodes of the Ray cluster or, if none answers, on those of the configuration."""
     from ramify.launch.cluster_placement import list_planned_nodes, place_run
-    from ramify.launch.ray_launcher import RayLauncher
+    from ramify.launch.ray_launcher import LIST_NODES_TIMEOUT, RayLauncher, describe_joined
 
-    address = config.cluster.address
+    cluster, planned_nodes = config.cluster, list_planned_nodes(config)
     try:
-        launcher = RayLauncher.connect(address)
+        launcher = RayLauncher.connect(cluster.address)
     except ConfigInvalid as error:
-        nodes, origin = list_planned_nodes(config), f"nodes as in [cluster.node], because {error.message}"
+        nodes, origin = planned_nodes, f"nodes as in [cluster.node], because {error.message}"
     else:
         try:
-            nodes, origin = launcher.list_nodes(), f"nodes of the Ray cluster at {address!r}"
+            nodes = launcher.wait_for_nodes(1, timeout=LIST_NODES_TIMEOUT)
         finally:
             launcher.disconnect()
-    return [origin, *place_run(config, nodes).format_lines()]
+        origin = f"nodes of the Ray cluster at {cluster.address!r}"
+        if missing_nodes := planned_nodes[len(nodes) :]:
+            joined = describe_joined(nodes, len(planned_nodes))
+            wait = f"the run would wait up to {cluster.join_timeout:g} s for the others, planned as in [cluster.node]"
+            nodes, origin = [*nodes, *missing_nodes], f"{origin}: {joined}; {wait}"
+    try:
+        return [origin, *place_run(config, nodes).format_lines()]
+    except ClusterTooSmall as error:
+        raise ClusterTooSmall(f"{error.message}\n  {origin}") from error
 
 
 @contextlib.contextmanager
