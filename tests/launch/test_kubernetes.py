@@ -136,6 +136,7 @@ def test_one_error_lists_every_missing_key():
         build_manifests(config)
     for key in ("num_nodes", "shared_directory", "kubernetes.image", "kubernetes.volume_claim"):
         assert f"cluster.{key}: expected" in str(error.value)
+    assert "ray[default]" in str(error.value)  # with Ray's dashboard, through which KubeRay submits jobs
 
 
 @pytest.mark.parametrize(

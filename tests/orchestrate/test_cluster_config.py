@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli import main
 from ramify.cli.rl import expand_arguments
 from ramify.config import parse
 from ramify.errors import ConfigInvalid
@@ -29,6 +30,26 @@ def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
     file.write_text('[cluster]\nnum_nodes = 2\nshared_directory = "/shared"\n')
     assert read("@", str(file), "--cluster", "ray").cluster.num_nodes == 2
     assert read("--cluster", "ray", "--cluster.engines.num_replicas", "3").cluster.engines.num_replicas == 3
+
+
+@pytest.mark.parametrize("rest", [[], ["--max_steps", "3"], ["@", "run.toml"]])
+def test_the_flag_needs_a_value(rest):
+    with pytest.raises(ConfigInvalid, match="--cluster: expected ray, got no value"):
+        read("--cluster", *rest)
+
+
+def test_a_local_run_warns_of_cluster_settings_without_effect(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ramify.cli.rl._print_plan", lambda *_, **__: 0)
+    args = ["rl", "reverse-text", "--dry-run", "--cluster.num_nodes", "2", "--cluster.node.gpus", "8"]
+    assert main(args) == 0
+    warning = "warning: cluster.node, cluster.num_nodes have no effect without --cluster ray: the run is local\n"
+    assert capsys.readouterr().err == warning
+    for more in (["--cluster", "local"], ["--cluster", "ray", "--cluster.shared_directory", "/shared"]):
+        assert main([*args, *more]) == 0
+        assert capsys.readouterr().err == ""
+    assert main(["rl", "reverse-text", "--dry-run", "--cluster.shared_directory", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

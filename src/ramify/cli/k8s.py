@@ -11,7 +11,7 @@ USAGE = """usage: ramify k8s @ FILE [--key value] > job.yaml; kubectl apply -f j
 
 Prints a ConfigMap with the resolved configuration, and a RayJob, for a Kubernetes cluster with the operator KubeRay.
 Each of the `cluster.num_nodes` nodes is a pod with what `[cluster.node]` says; `[cluster.kubernetes]` names the image
-and the volume.
+and the volume. The image needs `ray[default]`, because KubeRay submits the job through Ray's dashboard.
 
 All keys are those of `ramify rl`:
 """

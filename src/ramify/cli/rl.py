@@ -13,6 +13,7 @@ from ramify.cli.short_flags import expand_short_flags
 from ramify.config import add_origins, dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
+from ramify.orchestrate.cluster_config import find_unused_keys
 from ramify.orchestrate.config import RunConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
@@ -39,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
     (fresh, accept, dry, view), rest = pop_flags(argv, COMMAND_FLAGS)
     args = expand_arguments(rest)
     config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
+    if unused := find_unused_keys(config.cluster):
+        print(f"warning: {', '.join(unused)} have no effect without --cluster ray: the run is local", file=sys.stderr)
     with add_origins(RunConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)
@@ -145,11 +148,14 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def _expand_cluster_flag(args: Sequence[str]) -> list[str]:
-    """Return the arguments with `--cluster NAME` replaced by `--cluster.launcher NAME`."""
+    """Return the arguments with `--cluster NAME` replaced by `--cluster.launcher NAME`. Raises ConfigInvalid."""
     expanded = list(args)
-    for index, (arg, value) in enumerate(itertools.pairwise(args)):
-        if arg == "--cluster" and not value.startswith(("-", "@", "{")):
-            expanded[index] = "--cluster.launcher"
+    for index, (arg, value) in enumerate(itertools.pairwise([*args, "@"])):
+        if arg != "--cluster" or value.startswith("{"):
+            continue
+        if value.startswith(("-", "@")):
+            raise ConfigInvalid("--cluster: expected ray, got no value; without the flag the run is local")
+        expanded[index] = "--cluster.launcher"
     return expanded
 
 

@@ -76,7 +76,7 @@ def _check_cluster(config: RunConfig) -> ClusterConfig:
     needed = [
         ("cluster.num_nodes", cluster.num_nodes is not None, "the number of pods"),
         ("cluster.shared_directory", cluster.shared_directory is not None, "the directory to mount the volume at"),
-        ("cluster.kubernetes.image", bool(settings.image), "a container image with ramify[ray,local]"),
+        ("cluster.kubernetes.image", bool(settings.image), "a container image with ramify[ray,local] and ray[default]"),
         (
             "cluster.kubernetes.volume_claim",
             bool(settings.volume_claim),

@@ -115,7 +115,7 @@ class KubernetesConfig(Config):
     """The RayJob that `ramify k8s` writes."""
 
     image: str = ""
-    """Container image with Ramify, its extra `ray`, and the plugins of the run. Required by `ramify k8s`."""
+    """Container image with Ramify, `ray[default]`, and the plugins of the run. Required by `ramify k8s`."""
     namespace: str = "default"
     volume_claim: str = ""
     """PersistentVolumeClaim (ReadWriteMany) that is mounted at `shared_directory`. Required by `ramify k8s`."""
@@ -169,3 +169,10 @@ class ClusterConfig(Config):
     def is_distributed(self) -> bool:
         """Whether the processes of the run are started on the nodes of a cluster."""
         return self.launcher != "local"
+
+
+def find_unused_keys(cluster: ClusterConfig) -> list[str]:
+    """Return the keys that have no effect because no launcher is chosen; [] if one is, even if it is `local`."""
+    if "launcher" in cluster.model_fields_set:
+        return []
+    return [f"cluster.{key}" for key in sorted(cluster.model_fields_set - {"shared_directory"})]
