@@ -49,12 +49,27 @@ def test_one_error_lists_every_shortage():
     demands = [trainer(3), engine(0), engine(1), ProcessDemand("env/train/a", "cluster.env_servers", cores=99)]
     with pytest.raises(ClusterTooSmall) as error:
         place_processes(demands, build_nodes((4, 0), (8, 2)))
-    left = "left are 0 GPUs and 4 cores, most of them on n0: 0 GPUs and 4 cores"
+    left = "left: 0 GPUs and 4 cores, all on n0"
     assert str(error.value).splitlines() == [
         "the run does not fit the cluster:",
         f"  cluster.trainer: trainer: 2 of 3 ranks fit; each needs 1 GPU, 4 cores; {left}",
         f"  cluster.env_servers: no room for env/train/a; each needs 99 cores; {left}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "left"),
+    [
+        ([(4, 0)], "no GPU and no core is left"),
+        ([(5, 0)], "left: 0 GPUs and 1 core, all on n0"),
+        ([(5, 0), (2, 1)], "left: 1 GPU and 3 cores, most of it on n1: 1 GPU and 2 cores"),
+    ],
+)
+def test_many_processes_without_a_place_are_summarized(shapes, left):
+    with pytest.raises(ClusterTooSmall) as error:
+        place_processes([engine(number, gpus=0) for number in range(9)], build_nodes(*shapes))
+    names = "inference/1 … inference/8 (8 of 9)"
+    assert str(error.value).endswith(f"  cluster.engines: no room for {names}; each needs 4 cores; {left}")
 
 
 def test_a_refused_gang_takes_no_room_from_the_others():

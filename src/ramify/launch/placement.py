@@ -14,6 +14,8 @@ from ramify.errors import ClusterTooSmall
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import GIB
 
+MAX_LISTED = 4  # processes in a line of an error
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessDemand:
@@ -45,9 +47,9 @@ class ProcessDemand:
     def describe(self) -> str:
         """Return what one rank needs, as text."""
         sizes = {"memory": self.memory, "GPU memory": self.gpu_memory}
-        amounts = [_count(self.gpus, "GPU"), _count(self.cores, "core")]
-        amounts += [f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size]
-        return ", ".join(amount for amount in amounts if amount)
+        counts = {"GPU": self.gpus, "core": self.cores}
+        amounts = [_count(number, noun) for noun, number in counts.items() if number]
+        return ", ".join([*amounts, *(f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size)])
 
 
 @dataclass(slots=True)
@@ -107,7 +109,8 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
             elif not is_optional:
                 refused.setdefault(demand.role, []).append((demand, len(node_names)))
         if refused:
-            lines = [_describe_shortage(role, unplaced, free_nodes) for role, unplaced in refused.items()]
+            counts = Counter(demand.role for demand in demands if not demand.is_optional)
+            lines = [_describe_shortage(role, refused[role], counts[role], free_nodes) for role in refused]
             raise ClusterTooSmall("\n".join(["the run does not fit the cluster:", *(f"  {line}" for line in lines)]))
     return {demand.name: placed[demand.name] for demand in demands if demand.name in placed}
 
@@ -144,30 +147,44 @@ def _rate_for_server(free: FreeNode, demand: ProcessDemand) -> tuple[int, ...]:
     return free.num_by_group[demand.group], free.num_by_role[demand.role], gpus, -free.cores
 
 
-def _describe_shortage(role: str, unplaced: Sequence[tuple[ProcessDemand, int]], free_nodes: Sequence[FreeNode]) -> str:
-    """Describe which processes of a role do not fit, what they need, and what is left."""
+def _describe_shortage(
+    role: str, unplaced: Sequence[tuple[ProcessDemand, int]], num_processes: int, free_nodes: Sequence[FreeNode]
+) -> str:
+    """Describe which of the `num_processes` of a role do not fit, what they need, and what is left."""
     demand, num_fitting = unplaced[0]
     names = ", ".join(demand.name for demand, _ in unplaced)
+    if len(unplaced) > MAX_LISTED:
+        names = f"{demand.name} … {unplaced[-1][0].name} ({len(unplaced)} of {num_processes})"
     if demand.num_ranks > 1:
         names = f"{names}: {num_fitting} of {demand.num_ranks} ranks fit"
     else:
         names = f"no room for {names}"
     limit = f", at most {demand.max_per_node} per node" if demand.max_per_node is not None else ""
     where = f" on {', '.join(demand.allowed_nodes)}" if demand.allowed_nodes else ""
+    return f"{role}: {names}; each needs {demand.describe()}{limit}{where}; {_describe_free(free_nodes)}"
+
+
+def _describe_free(free_nodes: Sequence[FreeNode]) -> str:
+    """Return what is left of the nodes, and where most of it is."""
     largest = max(free_nodes, key=lambda free: (free.gpus, free.cores), default=None)
-    left = "there is no node"
-    if largest is not None:
-        total = _format_room(sum(free.gpus for free in free_nodes), sum(free.cores for free in free_nodes))
-        left = f"left are {total}, most of them on {largest.node.name}: {_format_room(largest.gpus, largest.cores)}"
-    return f"{role}: {names}; each needs {demand.describe()}{limit}{where}; {left}"
+    if largest is None:
+        return "there is no node"
+    gpus, cores = sum(free.gpus for free in free_nodes), sum(free.cores for free in free_nodes)
+    if not gpus and not cores:
+        return "no GPU and no core is left"
+    total, name = format_room(gpus, cores), largest.node.name
+    if (gpus, cores) == (largest.gpus, largest.cores):
+        return f"left: {total}, all on {name}"
+    return f"left: {total}, most of it on {name}: {format_room(largest.gpus, largest.cores)}"
 
 
-def _format_room(gpus: int, cores: int) -> str:
-    return f"{gpus} GPUs and {cores} cores"
+def format_room(gpus: float, cores: float) -> str:
+    """Return numbers of GPUs and cores as text."""
+    return f"{_count(gpus, 'GPU')} and {_count(cores, 'core')}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}" if number else ""
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def list_by_node(placed: Mapping[str, Sequence[str]], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
