@@ -129,3 +129,13 @@ def test_executed_run_is_linked_and_its_checkpoints_are_not_taken_for_those_of_a
     execute_plan(fresh, fresh=True, display=Display())
     assert not checkpoint.exists()
     assert (tmp_path / "shared/run/checkpoints.old-1/step_000001-0").is_dir()
+
+
+def test_shared_directory_whose_parent_is_missing_is_refused_and_not_created(tmp_path):
+    config = make_config(tmp_path, cluster={"shared_directory": tmp_path / "mount" / "runs"})
+    with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: .*/mount/runs cannot be created, because .*"):
+        prepare_head(config)
+    assert not (tmp_path / "mount").exists()
+    (tmp_path / "mount").mkdir()
+    prepare_head(config)
+    assert (tmp_path / "mount/runs/run/checkpoints").is_dir()

@@ -27,7 +27,12 @@ from ramify.fencing.directory_store import DirectoryStore
 from ramify.fencing.head_log import HeadLog, LogPosition
 from ramify.fencing.token import FencingToken
 from ramify.files import fsync_path
-from ramify.launch.shared_directory import SHARED_SUBDIRECTORIES, link_shared_directory, move_shared_aside
+from ramify.launch.shared_directory import (
+    SHARED_SUBDIRECTORIES,
+    check_shared_parent,
+    link_shared_directory,
+    move_shared_aside,
+)
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, wrap_storage_errors
@@ -53,12 +58,14 @@ def prepare_head(
 ) -> int:
     """Make the run directory that of the newest head of the run, and link it to the shared directory.
 
-    Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the history on shared storage
-    is that of another run, unless `accept_changes`; ProcessReplaced if another head takes over at the same time.
+    Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
+    missing, or if its history is that of another run, unless `accept_changes`; ProcessReplaced if another head takes
+    over at the same time.
     """
     run, shared = config.path, config.shared_path
     assert shared is not None
     with wrap_storage_errors(shared):
+        check_shared_parent(shared.parent)
         if run.exists():
             _wait_until_unused(run)  # a process that is still ending might create one more entry
         log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)

@@ -18,6 +18,15 @@ from ramify.train.weights_directory import WEIGHTS_DIR
 SHARED_SUBDIRECTORIES = (CHECKPOINTS_DIR, WEIGHTS_DIR, MEDIA_DIR, TOKEN_STATS_DIR)
 
 
+def check_shared_parent(directory: Path) -> None:
+    """Raise ConfigInvalid if not even the parent of `cluster.shared_directory` exists: its storage is not mounted."""
+    parent = directory.absolute().parent
+    if not parent.is_dir():
+        problem = f"{directory} cannot be created, because {parent} is not a directory on this machine"
+        advice = "mount the shared file system, or create that directory on it"
+        raise ConfigInvalid(f"cluster.shared_directory: {problem}; {advice}")
+
+
 def link_shared_directory(run: Path, shared: Path) -> None:
     """Create the subdirectories of `shared`, and links to them in the run directory.
 
