@@ -60,12 +60,13 @@ class StubRay:
     """What `RayLauncher` uses of Ray.
 
     `failures` says what happens to actors on a node: `full`, `crashes`, `dies` (the node), the text of an error in
-    their constructor, or an exception of a method.
+    their constructor, or an exception of a method. `used_cores` are those of other jobs.
     """
 
     def __init__(self, *names: str, failures: dict[str, str | Exception] | None = None) -> None:
         self.names, self.failures = list(names), failures or {}
         self.actors: list[StubActor] = []
+        self.used_cores = 0
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)
         self.util = SimpleNamespace(scheduling_strategies=strategies)
         self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -81,6 +82,10 @@ class StubRay:
             }
             for name in self.names
         ]
+
+    def available_resources(self) -> dict[str, float]:
+        num_running = sum(not actor.is_killed for actor in self.actors)
+        return {"CPU": 4.0 * len(set(self.names)) - self.used_cores - num_running}
 
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: f"id-{self.names[0]}")

@@ -64,7 +64,18 @@ def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.trainer.num_ranks", "1"]) == 0
     _, origin, *lines = capsys.readouterr().out.splitlines()
     assert origin == (
-        "nodes of the Ray cluster at 'auto': 1 of 2 nodes have joined (a); "
+        "nodes of the Ray cluster at 'auto'; 1 of 2 nodes have joined (a); "
         "the run would wait up to 600 s for the others, planned as in [cluster.node]"
     )
     assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB"} <= set(lines)
+
+
+def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
+    ray = StubRay("a", "b")
+    ray.used_cores = 3
+    monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: ray)
+    args = ["--cluster.trainer.num_ranks", "1", "--cluster.env_servers.cores", "1"]
+    assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", *args]) == 0
+    usage = "other Ray jobs use 0 GPUs and 3 cores, and 0 GPUs and 5 cores are free"
+    origin = "nodes of the Ray cluster at 'auto', planned as if they were free"
+    assert capsys.readouterr().out.splitlines()[1] == f"{origin}: {usage}"

@@ -57,12 +57,23 @@ async def test_actor_that_cannot_start_is_named_and_ends_the_others():
 @with_timeout
 async def test_full_cluster_is_reported_with_what_the_nodes_have():
     ray = StubRay("a", failures={"a": "full"})
-    needed = "it needs 1 cores and 0 GPUs on a node; the nodes have in total a: 4 and 0"
+    needed = "it needs 0 GPUs and 1 core on a node; the nodes have in total a: 0 GPUs and 4 cores; add a node, or lower"
     message = f"role could not be placed within 0.2 s: {needed}"
     for placement in (choose_first("a"), Placement(choose_nodes=lambda nodes: ())):
         with pytest.raises(DeadlineExceeded, match=message):
             await RayLauncher(ray).open_slots(build_leases(), placement, timeout=0.2)
     assert all(actor.is_killed for actor in ray.actors)
+
+
+@with_timeout
+async def test_cluster_that_others_have_filled_is_reported_with_what_they_use():
+    ray = StubRay("a", "b", failures={"b": "full"})
+    launcher = RayLauncher(ray)
+    await launcher.open_slots(build_leases(), choose_one("a"), timeout=60)
+    ray.used_cores = 6
+    usage = "other Ray jobs use 0 GPUs and 6 cores, and 0 GPUs and 1 core are free; wait until they end, add a node"
+    with pytest.raises(DeadlineExceeded, match=f"could not be placed within 0.2 s: .*; {usage}, or lower"):
+        await launcher.open_slots(build_leases(), choose_one("b"), timeout=0.2)
 
 
 @with_timeout
@@ -148,7 +159,7 @@ async def test_failure_of_an_earlier_try_is_not_named_if_there_was_no_room_later
     ray = StubRay("a", "b", failures={"b": "dies"})
     with pytest.raises(DeadlineExceeded) as raised:
         await RayLauncher(ray).open_slots(build_leases(), choose_first("b"), timeout=0.5)
-    assert "the nodes have in total a: 4 and 0" in raised.value.message
+    assert "the nodes have in total a: 0 GPUs and 4 cores" in raised.value.message
     assert "last try" not in raised.value.message
 
 
@@ -157,11 +168,11 @@ def test_nodes_are_waited_for_until_the_timeout_even_if_ray_hangs(monkeypatch):
     launcher = RayLauncher(ray)
     assert [node.name for node in launcher.wait_for_nodes(2, timeout=60)] == ["a", "b"]
     ray.names.append("a")  # Ray was started there again
-    with pytest.raises(DeadlineExceeded, match=r"after 0.1 s, 2 of 3 nodes have joined \(a, b\), fewer than "):
-        launcher.wait_for_nodes(3, timeout=0.1)
+    with pytest.raises(DeadlineExceeded, match=r"after 1 s, 2 of 3 nodes have joined \(a, b\), fewer than "):
+        launcher.wait_for_nodes(3, timeout=1.0)
     monkeypatch.setattr(ray, "nodes", released.wait)
     with pytest.raises(DeadlineExceeded, match="0 of 3 nodes"):
-        launcher.wait_for_nodes(3, timeout=0.1)
+        launcher.wait_for_nodes(3, timeout=1.0)
     released.set()
 
 

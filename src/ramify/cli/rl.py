@@ -78,13 +78,16 @@ def _plan_cluster(config: RunConfig) -> list[str]:
     else:
         try:
             nodes = launcher.wait_for_nodes(1, timeout=LIST_NODES_TIMEOUT)
+            usage = launcher.describe_usage(nodes)
         finally:
             launcher.disconnect()
         origin = f"nodes of the Ray cluster at {cluster.address!r}"
+        if usage:
+            origin = f"{origin}, planned as if they were free: {usage}"
         if missing_nodes := planned_nodes[len(nodes) :]:
             joined = describe_joined(nodes, len(planned_nodes))
             wait = f"the run would wait up to {cluster.join_timeout:g} s for the others, planned as in [cluster.node]"
-            nodes, origin = [*nodes, *missing_nodes], f"{origin}: {joined}; {wait}"
+            nodes, origin = [*nodes, *missing_nodes], f"{origin}; {joined}; {wait}"
     try:
         return [origin, *place_run(config, nodes).format_lines()]
     except ClusterTooSmall as error:

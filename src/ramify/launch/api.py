@@ -67,6 +67,8 @@ def _run_on_cluster(
         nodes = launcher.wait_for_nodes(
             cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=display.print_line
         )
+        if usage := launcher.describe_usage(nodes):
+            display.print_line(f"{usage}; a process without room waits up to {config.launch.startup_timeout:g} s")
         return execute_plan(
             build_cluster_plan(config, nodes),
             fresh=fresh,

@@ -21,6 +21,7 @@ from ramify.interactive import run_coroutine
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
+from ramify.launch.placement import format_room
 from ramify.launch.ray_connection import connect_to_ray
 from ramify.launch.remote_slot import RemoteSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
@@ -43,6 +44,7 @@ class RayLauncher:
         """Use an initialized `ray`; `connect` is the usual way."""
         self._ray, self._local = ray, LocalLauncher()
         self._avoided_until: dict[str, float] = {}  # monotonic time, by node
+        self._clients: list[_RayClient] = []  # of actors that were not ended
         self._actor_class = ray.remote(_NodeProcessActor)
 
     @classmethod
@@ -133,9 +135,12 @@ class RayLauncher:
     ) -> list[RemoteSlot]:
         """Start one actor per rank. If one of them fails, all are ended."""
         clients = [
-            _RayClient(self._ray, self._create_actor(placement, node), node, on_lost=partial(self._avoid, node))
+            _RayClient(
+                self._ray, self._create_actor(placement, node), node, placement, on_lost=partial(self._avoid, node)
+            )
             for node in nodes
         ]
+        self._clients = [client for client in (*self._clients, *clients) if not client.is_closed]
         tasks = [asyncio.create_task(client.open()) for client in clients]
         try:
             addresses = await asyncio.gather(*tasks)
@@ -165,18 +170,43 @@ class RayLauncher:
 
     async def _describe_shortage(self, leases: RoleLeases, placement: Placement) -> str:
         """Return what the ranks of a process need, and what the nodes have."""
-        needed = f"{placement.num_cpus:g} cores and {placement.num_gpus:g} GPUs on a node"
+        needed = f"{format_room(placement.num_gpus, placement.num_cpus)} on a node"
         ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
         try:
             async with asyncio.timeout(LIST_NODES_TIMEOUT):
                 nodes = await self._call_ray(self.list_nodes)
+                usage = await self._call_ray(lambda: self._describe_usage(nodes))
         except PeerLost as error:
             return f"{ranks} {needed}; {error.message}"
         except TimeoutError:
             return f"{ranks} {needed}; Ray did not list its nodes within {LIST_NODES_TIMEOUT:g} s; check `ray status`"
-        sizes = ", ".join(f"{node.name}: {node.num_cpus:g} and {node.num_gpus:g}" for node in nodes)
+        sizes = ", ".join(f"{node.name}: {format_room(node.num_gpus, node.num_cpus)}" for node in nodes)
         advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
+        if usage:
+            advice = f"{usage}; wait until they end, {advice}"
         return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
+
+    def describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
+        """Return what other Ray jobs use of these nodes, as text; empty for nothing, or if Ray does not answer."""
+        return run_coroutine(self._describe_usage_within_timeout(nodes))
+
+    async def _describe_usage_within_timeout(self, nodes: Sequence[ClusterNode]) -> str:
+        with contextlib.suppress(PeerLost, TimeoutError):
+            async with asyncio.timeout(LIST_NODES_TIMEOUT):
+                return await self._call_ray(lambda: self._describe_usage(nodes))
+        return ""
+
+    def _describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
+        """Compare what Ray says is free with what the nodes have, less the actors of this launcher."""
+        free: dict[str, float] = self._ray.available_resources()
+        placements = [client.placement for client in self._clients if not client.is_closed]
+        free_gpus, free_cores = free.get("GPU", 0.0), free.get("CPU", 0.0)
+        gpus = sum(node.num_gpus for node in nodes) - free_gpus - sum(placement.num_gpus for placement in placements)
+        cores = sum(node.num_cpus for node in nodes) - free_cores - sum(placement.num_cpus for placement in placements)
+        if gpus <= 0 and cores <= 0:
+            return ""
+        used = format_room(max(0.0, gpus), max(0.0, cores))
+        return f"other Ray jobs use {used}, and {format_room(free_gpus, free_cores)} are free"
 
     def wait_for_nodes(
         self, num_nodes: int, *, timeout: float, print_line: Callable[[str], None] = print
@@ -247,8 +277,11 @@ def _find_own_node(ray: Any) -> str:
 class _RayClient:
     """The connection to one actor."""
 
-    def __init__(self, ray: Any, actor: Any, node: _RayNode | None, *, on_lost: Callable[[], None]) -> None:
-        self._ray, self._actor, self._is_closed, self._on_lost = ray, actor, False, on_lost
+    def __init__(
+        self, ray: Any, actor: Any, node: _RayNode | None, placement: Placement, *, on_lost: Callable[[], None]
+    ) -> None:
+        self.placement, self.is_closed = placement, False
+        self._ray, self._actor, self._on_lost = ray, actor, on_lost
         self._where = f" on {node.name}" if node is not None else ""
 
     async def open(self) -> SlotAddress:
@@ -286,7 +319,7 @@ class _RayClient:
         if not is_reachable:
             self._on_lost()
         try:
-            if is_reachable and not self._is_closed:
+            if is_reachable and not self.is_closed:
                 with contextlib.suppress(RamifyError, TimeoutError, self._ray.exceptions.RayError):
                     async with asyncio.timeout(CLOSE_TIMEOUT):
                         await self._call(self._actor.close.remote())
@@ -295,8 +328,8 @@ class _RayClient:
 
     def kill(self) -> None:
         """End the actor at once; its watcher stops the process."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._ray.kill(self._actor)
 
 
