@@ -6,7 +6,7 @@ from PIL import Image
 import ramify as rf
 from ramify.env.tools import Tool
 from ramify.errors import EnvironmentFault, ValueRefused
-from ramify.harness.initial_messages import build_initial_messages, format_initial_messages
+from ramify.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.env.helpers import make_context, run
 from tests.gateway.test_images import data_url
@@ -118,16 +118,6 @@ def test_a_task_may_name_a_file_in_every_kind_of_part(tmp_path):
     url = f"file://{tmp_path}/a.png"
     for part in ({"type": "image", "path": url}, {"type": "image_url", "image_url": url}):
         assert send_as_task(part)[1] == [IMAGE]
-
-
-def test_initial_messages_in_openai_format_hold_the_data_of_files(tmp_path):
-    (tmp_path / "a.png").write_bytes(IMAGE.data)
-    part = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}
-    task = rf.Task(system="be short", prompt=[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}])
-    text = {"type": "text", "text": "What?"}
-    expected = [{"role": "system", "content": "be short"}, {"role": "user", "content": [PART, text]}]
-    assert format_initial_messages(task) == expected
-    assert format_initial_messages(rf.Task(prompt="hi")) == [{"role": "user", "content": "hi"}]
 
 
 def test_the_type_of_a_media_is_that_of_its_data():

@@ -4,6 +4,9 @@ import pytest
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
+from ramify.harness.config import HarnessConfig
+from tests.gateway.test_images import data_url
+from tests.images.samples import make_media
 
 
 def test_a_harness_with_the_former_name_of_requires_endpoint_is_refused():
@@ -12,3 +15,21 @@ def test_a_harness_with_the_former_name_of_requires_endpoint_is_refused():
 
         class Agent(rf.Harness):
             wants_endpoint = True
+
+
+class Agent(rf.Harness):
+    async def run(self, context, session, tools, user, stop_hooks) -> str:
+        return "done"
+
+
+def test_a_harness_gets_the_prompt_as_messages_with_the_data_of_image_files(tmp_path):
+    image = make_media(8, 8)
+    (tmp_path / "a.png").write_bytes(image.data)
+    text = {"type": "text", "text": "What?"}
+    file_part = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}
+    data_part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    agent = Agent(HarnessConfig(id="agent"))
+    task = rf.Task(system="be short", prompt=({"role": "user", "content": [file_part, text]},))
+    expected = [{"role": "system", "content": "be short"}, {"role": "user", "content": [data_part, text]}]
+    assert agent.format_prompt(task) == expected
+    assert agent.format_prompt(rf.Task(prompt="hi")) == [{"role": "user", "content": "hi"}]

@@ -9,6 +9,7 @@ from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSe
 from ramify.errors import ConfigInvalid
 from ramify.gateway.config import RolloutLimits
 from ramify.harness.config import HarnessConfig
+from ramify.harness.initial_messages import format_initial_messages
 
 if TYPE_CHECKING:
     from ramify.gateway import RolloutSession
@@ -51,6 +52,13 @@ class Harness(ABC):
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if this harness cannot start the task."""
         return
+
+    def format_prompt(self, task: Task) -> list[dict[str, Any]]:
+        """Return the system message and the prompt of a task in OpenAI's format, with its images as data URLs.
+
+        Raises EnvironmentFault if the prompt is not valid.
+        """
+        return format_initial_messages(task)
 
     @abstractmethod
     async def run(
