@@ -14,10 +14,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ramify.config.schema import is_dict, is_list, is_tuple
-from ramify.dialects.media import MEDIA_ADVICE, media_to_url
-from ramify.errors import ValueRefused
-from ramify.trace import Media
+from ramify.config.schema import is_dict
+from ramify.env.prompt_parts import to_plain_prompt
 from ramify.trace.plain_data import to_plain
 
 IDENTITY_DIGITS = 16
@@ -77,9 +75,7 @@ class Task(BaseModel):
     @classmethod
     def _prompt_parts_must_be_plain(cls, prompt: Any) -> Any:
         """Convert images to data URLs, and check parts at construction, for the same reason."""
-        if not is_list(prompt) and not is_tuple(prompt):
-            return prompt
-        return tuple(_to_plain_message(message, f"task.prompt[{index}]") for index, message in enumerate(prompt))
+        return to_plain_prompt(prompt)
 
     @field_validator("outputs")
     @classmethod
@@ -108,30 +104,6 @@ class Task(BaseModel):
     def from_wire(cls, wire: dict[str, Any]) -> Self:
         """Return the task that `to_wire` converted."""
         return cls.model_validate(wire)
-
-
-def _to_plain_message(message: Any, key: str) -> Any:
-    """Return a message whose parts are plain data. Raises ValueRefused, which names the part."""
-    if not is_dict(message):
-        return message
-    content = message.get("content")
-    if isinstance(content, Media):
-        content = [content]
-    if not is_list(content) and not is_tuple(content):
-        return message
-    return {
-        **message,
-        "content": [_to_plain_part(part, f"{key}.content[{index}]") for index, part in enumerate(content)],
-    }
-
-
-def _to_plain_part(part: Any, key: str) -> Any:
-    if isinstance(part, Media):
-        return {"type": "image_url", "image_url": {"url": media_to_url(part)}}
-    try:
-        return to_plain(part, key)
-    except ValueRefused as error:
-        raise ValueRefused(f"{error.message}; {MEDIA_ADVICE} as the part") from error
 
 
 def compute_content_digest(wire: dict[str, Any]) -> str:

@@ -54,10 +54,7 @@ class Harness(ABC):
         return
 
     def format_prompt(self, task: Task) -> list[dict[str, Any]]:
-        """Return the system message and the prompt of a task in OpenAI's format, with its images as data URLs.
-
-        Raises EnvironmentFault if the prompt is not valid.
-        """
+        """Return the system message and the prompt of a task in OpenAI's format, with its images as data URLs."""
         return format_initial_messages(task)
 
     @abstractmethod
