@@ -112,8 +112,20 @@ time.sleep(60)
     )
 
 
+@pytest.mark.parametrize(
+    ("head_node", "report"),
+    [
+        ("node-9", "env: its node node-0 does not answer; env is replaced when its lease has ended"),
+        (
+            "node-0",
+            "env: its node node-0, which is this machine, does not answer; check `ray status`; if Ray has "
+            "ended, press Ctrl-C, start Ray again and repeat the command",
+        ),
+    ],
+    ids=["other", "head"],
+)
 @with_timeout
-async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, monkeypatch, tmp_path):
+async def test_supervisor_reports_a_node_that_does_not_answer(launcher, monkeypatch, tmp_path, head_node, report):
     monkeypatch.setattr(liveness, "REACHABILITY_INTERVAL", 0.05)
     lines, states = [], []
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)"
@@ -133,13 +145,16 @@ async def test_supervisor_reports_a_node_that_does_not_answer(launcher, log, mon
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
     supervisor = Supervisor(
-        specs, max_restarts=0, grace_period=1.0, launcher=launcher, print_line=lines.append, on_change=on_change
+        specs,
+        max_restarts=0,
+        grace_period=1.0,
+        launcher=launcher,
+        print_line=lines.append,
+        on_change=on_change,
+        head_node=head_node,
     )
     assert await supervisor.run() is RunOutcome.FINISHED
-    assert lines == [
-        "env: its node node-0 does not answer; env is replaced when its lease has ended",
-        "env: its node answers again",
-    ]
+    assert lines == [report, "env: its node answers again"]
     assert supervisor.get_process_statuses()[0].node == "node-0"
 
 

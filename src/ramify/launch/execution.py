@@ -120,6 +120,7 @@ async def _supervise(
             launcher=launcher,
             epoch=epoch,
             earlier_processes=earlier_processes,
+            head_node=plan.placement.head.name if isinstance(plan, ClusterPlan) else "",
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)

@@ -86,7 +86,7 @@ class Supervisor:
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
     processes after every change, in a thread of its own. `earlier_processes` are those of earlier supervisors and
     heads: one of them that may still run on a node is replaced when its lease has ended. `epoch` is that of this head,
-    and part of the tokens of its processes.
+    and part of the tokens of its processes. `head_node` is the name of this machine in the cluster.
     """
 
     def __init__(
@@ -100,9 +100,11 @@ class Supervisor:
         launcher: Launcher | None = None,
         earlier_processes: Mapping[str, EarlierProcess] | None = None,
         epoch: int = 0,
+        head_node: str = "",
     ) -> None:
         self.process_specs, self.grace_period, self.epoch = list(process_specs), grace_period, epoch
         self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
+        self._head_node = head_node
         self._leases: dict[str, RoleLeases] = {}
         self._earlier_processes = earlier_processes or {}
         self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
@@ -281,7 +283,10 @@ class Supervisor:
     async def _report_reachability(self, process: SupervisedProcess) -> None:
         """Print that a node cannot be reached, or can be again, and report the new state of its process."""
         name, node = process.spec.name, process.unreachable_node
-        if node:
+        if node and node == self._head_node:
+            advice = "check `ray status`; if Ray has ended, press Ctrl-C, start Ray again and repeat the command"
+            self._print_line(f"{name}: its node {node}, which is this machine, does not answer; {advice}")
+        elif node:
             self._print_line(f"{name}: its node {node} does not answer; {name} is replaced when its lease has ended")
         else:
             self._print_line(f"{name}: its node answers again")
