@@ -3,7 +3,7 @@
 import pytest
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid
+from ramify.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.orchestrate.config import RunConfig
 from tests.launch.stub_ray import StubRay
@@ -17,6 +17,20 @@ def test_several_nodes_without_a_shared_directory_are_refused():
     assert len(nodes) == 1 and place_run(config, nodes).head.is_head
     with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: the cluster has 2 nodes"):
         place_run(config, nodes * 2)
+
+
+@pytest.mark.parametrize("cores", [5, 8])
+def test_cores_that_are_not_configured_are_lowered_before_a_run_is_refused(cores):
+    def place(num_cores: int, **cluster: object) -> dict[str, int]:
+        config = {"launcher": "ray", "node": {"cores": num_cores}, **cluster}
+        run = RunConfig(train=[TRAIN], eval=[TRAIN], cluster=config)
+        return {demand.name: demand.cores for demand in place_run(run, list_planned_nodes(run)).demands}
+
+    assert set(place(cores).values()) == {1} and len(place(cores)) == 5
+    assert place(16)["trainer"] == 3 and place(32)["trainer"] == 10
+    for num_cores, cluster in ((4, {}), (cores, {"trainer": {"cores": cores}})):
+        with pytest.raises(ClusterTooSmall, match="no room for"):
+            place(num_cores, **cluster)
 
 
 @pytest.fixture

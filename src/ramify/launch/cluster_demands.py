@@ -48,12 +48,14 @@ def build_demands(
     nodes: Sequence[ClusterNode],
     *,
     find_size: Callable[[str], ModelSize | None] = ModelSize.from_name,
+    max_derived_cores: int | None = None,
 ) -> list[ProcessDemand]:
     """Return what every process of the run needs. `find_size` returns the size of a model; None if it is unknown.
 
+    `max_derived_cores` limits the cores of processes for which none are configured.
     Raises ConfigInvalid for a node that the cluster does not have.
     """
-    builder = _DemandBuilder(config, cluster, nodes, find_size)
+    builder = _DemandBuilder(config, cluster, nodes, find_size, max_derived_cores)
     fixed = [builder.build_orchestrator(), builder.build_trainer(), *builder.build_models()]
     num_free_gpus = builder.num_gpus - sum(demand.num_ranks * demand.gpus for demand in fixed)
     demands = [*fixed, *builder.build_engines(num_free_gpus), *builder.build_env_servers()]
@@ -77,8 +79,10 @@ class _DemandBuilder:
         cluster: ClusterConfig,
         nodes: Sequence[ClusterNode],
         find_size: Callable[[str], ModelSize | None],
+        max_derived_cores: int | None,
     ) -> None:
         self.config, self.cluster, self.nodes, self.find_size = config, cluster, nodes, find_size
+        self.max_derived_cores = max_derived_cores
         self.num_gpus = sum(int(node.num_gpus) for node in nodes)
         self.gpu_memory = min((node.gpu_memory or ASSUMED_GPU_BYTES for node in nodes), default=ASSUMED_GPU_BYTES)
         self.node_memory = min((node.memory for node in nodes if node.memory is not None), default=ASSUMED_GPU_BYTES)
@@ -134,7 +138,7 @@ class _DemandBuilder:
 
     def _build_env_server(self, name: str, placement: PlacementConfig) -> ProcessDemand:
         smallest = int(min((node.num_cpus for node in self._list_allowed_nodes(placement)), default=1))
-        cores = placement.cores or max(1, min(MAX_ENV_SERVER_CORES, smallest // 4))
+        cores = placement.cores or self._limit_cores(min(MAX_ENV_SERVER_CORES, smallest // 4))
         allowed, memory = tuple(placement.nodes), PROCESS_BASE_BYTES * (1 + cores)  # one worker per core
         return ProcessDemand(
             name,
@@ -182,8 +186,11 @@ class _DemandBuilder:
         nodes = [node for node in self._list_allowed_nodes(placement) if not gpus or node.num_gpus]
         if gpus:
             per_gpu = min((node.num_cpus / node.num_gpus for node in nodes), default=1)
-            return max(1, min(MAX_THREADS_WITH_GPU, int(gpus * per_gpu / 2)))
-        return max(1, int(min((node.num_cpus for node in nodes), default=1)) // 3)
+            return self._limit_cores(min(MAX_THREADS_WITH_GPU, int(gpus * per_gpu / 2)))
+        return self._limit_cores(int(min((node.num_cpus for node in nodes), default=1)) // 3)
+
+    def _limit_cores(self, cores: int) -> int:
+        return max(1, cores if self.max_derived_cores is None else min(cores, self.max_derived_cores))
 
     def _derive_gpus(self, device: Literal["auto", "cpu", "cuda"]) -> int:
         return int(device == "cuda" or (device == "auto" and self.num_gpus > 0))

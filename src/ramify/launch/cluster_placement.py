@@ -1,9 +1,11 @@
 """Where the processes of a run go on the nodes of a cluster: checked before anything starts; `--dry-run` prints it."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ramify.config import raise_config_invalid
+from ramify.errors import ClusterTooSmall
 from ramify.launch.cluster_demands import build_demands
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import GIB
@@ -39,12 +41,24 @@ class ClusterPlacement:
 
 
 def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
-    """Place the processes of a run. Raises ClusterTooSmall with all that does not fit, or ConfigInvalid."""
+    """Place the processes of a run, with fewer cores where none are configured if it does not fit otherwise.
+
+    Raises ClusterTooSmall with all that does not fit, or ConfigInvalid.
+    """
     if len(nodes) > 1 and config.cluster.shared_directory is None:
         problem = f"the cluster has {len(nodes)} nodes, so a directory that all of them reach is needed"
         raise_config_invalid([("cluster.shared_directory", problem)])
     demands = build_demands(config, config.cluster, nodes)
-    node_names = place_processes(demands, nodes)
+    try:
+        node_names = place_processes(demands, nodes)
+    except ClusterTooSmall:
+        for max_cores in range(max(demand.cores for demand in demands) - 1, 0, -1):
+            demands = build_demands(config, config.cluster, nodes, max_derived_cores=max_cores)
+            with contextlib.suppress(ClusterTooSmall):
+                node_names = place_processes(demands, nodes)
+                break
+        else:
+            raise
     placed_demands = tuple(demand for demand in demands if demand.name in node_names)
     return ClusterPlacement(tuple(nodes), placed_demands, node_names)
 
