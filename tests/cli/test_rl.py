@@ -80,14 +80,13 @@ from ramify.launch import plugin_check
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 
-merged = {"sources": {}, "tables": []}
+problems = []
 for file in sys.argv[2:]:
     config = parse(RunConfig, ["@", file, "--output", sys.argv[1]])
     assert build_plan(config, dry_run=True).format_lines()
-    request = plugin_check._build_request(config)
-    merged["sources"] |= {f"{file}.{key}": table for key, table in request["sources"].items()}
-    merged["tables"] += [(kind, f"{file}.{key}", table) for kind, key, table in request["tables"]]
-print(json.dumps(plugin_check.run_checks(merged)["problems"]))
+    result = plugin_check.run_checks(plugin_check._build_request(config))
+    problems += [(file, key, text) for key, text in result["problems"]]
+print(json.dumps(problems))
 """
 
 
