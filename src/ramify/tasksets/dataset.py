@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
-from ramify.config.schema import is_dict, is_list
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
@@ -222,10 +221,11 @@ def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ..
 
 def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_number: int) -> None:
     """Raise ConfigInvalid if a row has images that the model would not see."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = [part for content in contents if is_list(content) for part in content]
+    contents: list[Any] = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in cast(list[Any], content)]
+    dict_parts = [cast(dict[str, Any], part) for part in parts if isinstance(part, dict)]
     # A part with nothing but its type refers to the column.
-    has_images = any(is_dict(part) and part.get("type") in IMAGE_TYPES and len(part) > 1 for part in parts)
+    has_images = any(part.get("type") in IMAGE_TYPES and len(part) > 1 for part in dict_parts)
     if row.get(IMAGES_COLUMN) and not has_images:
         raise ConfigInvalid(
             f"dataset: row {row_number} has images in its column {IMAGES_COLUMN!r}, which is not read; put them as "
