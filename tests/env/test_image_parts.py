@@ -67,9 +67,10 @@ def test_another_object_is_refused_with_advice(send, value):
         send(value, "What?")
 
 
-def test_an_image_of_pillow_inside_the_data_of_a_tool_is_refused():
+@pytest.mark.parametrize("value", [Image.new("RGB", (9, 9)), IMAGE.data, bytearray(IMAGE.data)], ids=type)
+def test_an_image_inside_the_data_of_a_tool_is_refused(value):
     with pytest.raises(EnvironmentFault, match=r"Media\.from_bytes"):
-        send_as_tool_result({"screen": Image.new("RGB", (9, 9))})
+        send_as_tool_result({"screens": [value]})
 
 
 def test_the_data_of_a_tool_stays_data():

@@ -13,12 +13,13 @@ from ramify.cli import main
 from ramify.errors import ConfigInvalid
 from ramify.launch import ray_connection
 from ramify.launch.ray_connection import connect_to_ray
+from tests.launch.stub_ray import RayError
 
 
 @pytest.fixture
 def ray(monkeypatch):
     """A module `ray` that records how it is initialized; `init_calls` has the addresses."""
-    module = SimpleNamespace(init_calls=[], on_init=lambda: None)
+    module = SimpleNamespace(init_calls=[], on_init=lambda: None, exceptions=SimpleNamespace(RayError=RayError))
 
     def init(*, address, **_):
         module.init_calls.append(address)
@@ -103,3 +104,12 @@ def test_dry_run_without_an_answer_plans_the_configured_nodes(ray, closed_addres
     assert main(["rl", *args, "--dry-run"]) == 0
     reason = f"because cluster.address: no Ray cluster answers at '{closed_address}'"
     assert f"nodes as in [cluster.node], {reason}" in capsys.readouterr().out
+
+
+def test_error_of_ray_itself_is_named(ray, listening_address):
+    def fail():
+        raise RayError("wrong token")
+
+    ray.on_init = fail
+    with pytest.raises(ConfigInvalid, match=rf"no Ray cluster answers at '{listening_address}': wrong token"):
+        connect_to_ray(listening_address)

@@ -43,7 +43,7 @@ def test_a_local_run_warns_of_cluster_settings_without_effect(tmp_path, monkeypa
     monkeypatch.setattr("ramify.cli.rl._print_plan", lambda *_, **__: 0)
     args = ["rl", "reverse-text", "--dry-run", "--cluster.num_nodes", "2", "--cluster.node.gpus", "8"]
     assert main(args) == 0
-    warning = "warning: cluster.node, cluster.num_nodes have no effect without --cluster ray: the run is local\n"
+    warning = "warning: without --cluster ray the run is local and ignores cluster.node, cluster.num_nodes\n"
     assert capsys.readouterr().err == warning
     for more in (["--cluster", "local"], ["--cluster", "ray", "--cluster.shared_directory", "/shared"]):
         assert main([*args, *more]) == 0

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     args = expand_arguments(rest)
     config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
     if unused := find_unused_keys(config.cluster):
-        print(f"warning: {', '.join(unused)} have no effect without --cluster ray: the run is local", file=sys.stderr)
+        print(f"warning: without --cluster ray the run is local and ignores {', '.join(unused)}", file=sys.stderr)
     with add_origins(RunConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from ramify.config.schema import is_dict, is_list, is_tuple
 from ramify.dialects.media import MEDIA_ADVICE, read_data_url
@@ -174,15 +174,31 @@ def _to_json(value: Any) -> str:
         objects.append(item)
         return str(item)
 
-    text = to_json(value, fallback=format_object).decode()
+    try:
+        text = to_json(value, fallback=format_object).decode()
+    except PydanticSerializationError:  # bytes that are no text
+        _refuse_nested_images(value)
+        raise
     for item in objects:
         _refuse_image_object(item)  # pydantic would hide what its fallback raises
     return text
 
 
+def _refuse_nested_images(value: Any) -> None:
+    """Raise EnvironmentFault for an image anywhere in a value of dicts and lists."""
+    if is_dict(value):
+        for item in value.values():
+            _refuse_nested_images(item)
+    elif is_list(value) or is_tuple(value):
+        for item in value:
+            _refuse_nested_images(item)
+    else:
+        _refuse_image_object(value)
+
+
 def _refuse_image_object(value: Any) -> None:
     """Raise EnvironmentFault for an image of Pillow and for the bytes of an image."""
-    is_image = isinstance(value, bytes) and detect_format(value) != "unknown"
+    is_image = isinstance(value, bytes | bytearray) and detect_format(bytes(value)) != "unknown"
     if is_image or type(value).__module__.startswith("PIL."):
         raise EnvironmentFault(f"the result of a tool has a {type(value).__qualname__} with an image; {MEDIA_ADVICE}")
 

@@ -4,7 +4,8 @@
 
 A head writes its file before it starts a process, and removes it when it has seen all of them end. So a file that is
 left is that of a head that was lost, or that still runs. A head of a later epoch counts these seconds from when it
-reads the file: as it has claimed its epoch before, the old head grants no renewals any more, once it has noticed.
+reads the file. The old head may renew leases until it reads the new epoch, at most POLL_INTERVAL seconds later; the new
+head waits that much longer.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ def connect_to_ray(address: str) -> Any:
 
     try:
         run_coroutine(_run_with_deadline(initialize))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"{variable!r} ({ADDRESS_VARIABLE})" if variable else repr(address)
         reason = str(error) or f"no answer within {INIT_TIMEOUT:g} s"
         advice = "start it with `ray start --head`, or set cluster.address"

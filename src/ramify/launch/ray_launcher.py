@@ -221,22 +221,26 @@ class RayLauncher:
         self, num_nodes: int, timeout: float, print_line: Callable[[str], None]
     ) -> list[ClusterNode]:
         nodes: list[ClusterNode] = []
+        failure = ""
         next_report = time.monotonic()
         deadline = next_report + timeout
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    with contextlib.suppress(PeerLost):
-                        nodes = await self._call_ray(self.list_nodes)
+                    try:
+                        nodes, failure = await self._call_ray(self.list_nodes), ""
+                    except PeerLost as error:
+                        failure = f"; {error.message}"
                     if len(nodes) >= num_nodes:
                         return nodes
                     if (now := time.monotonic()) >= next_report:
                         next_report = now + NODE_REPORT_INTERVAL
-                        print_line(f"{describe_joined(nodes, num_nodes)}; waiting up to {deadline - now:.0f} s")
+                        joined = describe_joined(nodes, num_nodes)
+                        print_line(f"{joined}; waiting up to {deadline - now:.0f} s{failure}")
                     await asyncio.sleep(NODE_POLL_INTERVAL)
         except TimeoutError as error:
             message = f"after {timeout:g} s, {describe_joined(nodes, num_nodes)}, fewer than cluster.num_nodes"
-            raise DeadlineExceeded(f"{message}; start Ray on the other nodes") from error
+            raise DeadlineExceeded(f"{message}; start Ray on the other nodes{failure}") from error
 
     def disconnect(self) -> None:
         """Disconnect from Ray, which ends all actors that are left."""

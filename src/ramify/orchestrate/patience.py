@@ -91,11 +91,11 @@ def _describe_dropped_groups(ledger: Ledger, num_dropped: int, limit: int | None
         lines.append(f"  {source}: {num_groups} groups, {num_rollouts} rollouts, {rewards}")
     lines.append(f"  dropped groups: {ledger.describe_drops(limit=num_dropped)}")
     lines += [_describe_reply(ledger, number) for *_, number in rows[:1] if number is not None]
-    [(has_equal_rewards,)] = ledger.store.select(
+    [(num_zero_advantage,)] = ledger.store.select(
         f"SELECT count(*) FROM groups WHERE number IN ({counted_groups}) AND detail LIKE ?",
         (*values, "%zero_advantage%"),
     )
-    advice = EQUAL_REWARDS_ADVICE if has_equal_rewards else DROP_REASONS_ADVICE
+    advice = EQUAL_REWARDS_ADVICE if num_zero_advantage else DROP_REASONS_ADVICE
     return "\n".join([*lines, f'{advice}. orchestrator.on_no_signal = "warn" continues the run nevertheless'])
 
 

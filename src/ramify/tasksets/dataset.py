@@ -224,8 +224,9 @@ def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_nu
     contents: list[Any] = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = [part for content in contents if isinstance(content, list) for part in cast(list[Any], content)]
     dict_parts = [cast(dict[str, Any], part) for part in parts if isinstance(part, dict)]
-    # A part with nothing but its type refers to the column.
-    has_images = any(part.get("type") in IMAGE_TYPES and len(part) > 1 for part in dict_parts)
+    # A part with nothing but its type refers to the column. Structs of Parquet have all fields, some of them None.
+    image_parts = [part for part in dict_parts if part.get("type") in IMAGE_TYPES]
+    has_images = any(value is not None for part in image_parts for key, value in part.items() if key != "type")
     if row.get(IMAGES_COLUMN) and not has_images:
         raise ConfigInvalid(
             f"dataset: row {row_number} has images in its column {IMAGES_COLUMN!r}, which is not read; put them as "
