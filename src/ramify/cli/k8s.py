@@ -19,13 +19,13 @@ All keys are those of `ramify rl`:
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration and print the manifest."""
-    from ramify.launch.cluster_placement import check_allocation, describe_default_allocation  # not loaded for help
+    from ramify.launch.cluster_placement import build_allocation_warning, check_allocation  # not loaded for help
     from ramify.launch.kubernetes import build_manifests, format_yaml
 
     config = parse(RunConfig, expand_arguments([*argv, "--cluster", "ray"]), prog="ramify k8s", usage=USAGE)
     manifests = build_manifests(config)
     check_allocation(config)
-    if warning := describe_default_allocation(config):
+    if warning := build_allocation_warning(config):
         print(warning, file=sys.stderr)
     sys.stdout.write(format_yaml(manifests))
     return 0

@@ -30,7 +30,7 @@ SUBMIT_TIMEOUT = 60.0  # seconds
 
 def run(argv: Sequence[str]) -> int:
     """Read the configuration, write the script, and submit it if asked to."""
-    from ramify.launch.cluster_placement import check_allocation, describe_default_allocation  # not loaded for help
+    from ramify.launch.cluster_placement import build_allocation_warning, check_allocation  # not loaded for help
     from ramify.launch.slurm import build_batch_script
 
     (submit,), rest = pop_flags(argv, COMMAND_FLAGS)
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         job_directory=job_directory,
     )
     check_allocation(config)
-    if warning := describe_default_allocation(config):
+    if warning := build_allocation_warning(config):
         print(warning, file=sys.stderr)
     file = job_directory / "job.sh"
     with wrap_storage_errors(file):

@@ -23,9 +23,9 @@ from ramify.trace import Media
 
 URI_LIST_MIME = "text/uri-list"
 FILE_SCHEME = "file://"
-IMAGE_TYPES = ("image_url", "input_image", "image")
+IMAGE_PART_TYPES = ("image_url", "input_image", "image")
 IMAGE_KEYS = ("image_url", "image", "path", "url")
-EXPECTED_PART = "{'type': 'image_url', 'image_url': {'url': URL}}"
+IMAGE_PART_EXAMPLE = "{'type': 'image_url', 'image_url': {'url': URL}}"
 MEDIA_ADVICE = "for an image, use Media.from_bytes(data, 'image/png') of ramify.trace"
 
 ReadUrl = Callable[[str], Media]
@@ -53,7 +53,7 @@ def read_image(value: Any, read_url: ReadUrl) -> Media:
         data = bytes(cast(bytes, content))
         check_image(data)
         return _build_media(data, "")
-    raise RequestInvalid(f"expected an image such as {EXPECTED_PART}, found {describe_value(value)}")
+    raise RequestInvalid(f"expected an image such as {IMAGE_PART_EXAMPLE}, found {describe_value(value)}")
 
 
 def describe_value(value: Any) -> str:
@@ -68,7 +68,7 @@ def read_data_url(url: str, *, expected: str = "a data URL") -> Media:
     if not url.startswith("data:"):
         reason = "; addresses are not fetched" if url.startswith(("http://", "https://")) else ""
         raise ImageInvalid(f"image: expected {expected}, found {url!r:.200}{reason}")
-    media = media_from_url(url)
+    media = read_client_url(url)
     check_image(media.data)
     return media
 
@@ -104,7 +104,7 @@ def _parse_file_url(url: str) -> Path:
     return path
 
 
-def media_from_url(url: str) -> Media:
+def read_client_url(url: str) -> Media:
     """Return the image of a data URL, or an entry that holds any other URL. Raises ImageInvalid."""
     if not url.startswith("data:"):
         return Media.from_bytes(url.encode(), URI_LIST_MIME)

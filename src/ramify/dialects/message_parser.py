@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from ramify.config.schema import is_dict, is_list, is_tuple
 from ramify.dialects.media import (
-    EXPECTED_PART,
-    IMAGE_TYPES,
+    IMAGE_PART_EXAMPLE,
+    IMAGE_PART_TYPES,
     ReadUrl,
     describe_value,
     find_image_value,
-    media_from_url,
+    read_client_url,
     read_image,
 )
 from ramify.dialects.model_call import ModelRequest
@@ -34,7 +34,7 @@ class MessageParser:
 
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
-    read_url: ReadUrl = media_from_url
+    read_url: ReadUrl = read_client_url
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""
@@ -79,10 +79,12 @@ class MessageParser:
         part: Mapping[str, Any] = cast(Mapping[str, Any], entry) if isinstance(entry, Mapping) else {}
         if part.get("type") in TEXT_TYPES and ("text" in part or "refusal" in part):
             return TextPart(str(part.get("text") or part.get("refusal") or ""))
-        if part.get("type") in IMAGE_TYPES and (value := find_image_value(part)) is not None:
+        if part.get("type") in IMAGE_PART_TYPES and (value := find_image_value(part)) is not None:
             return self.add_media(read_image(value, self.read_url))
         text_part = "{'type': 'text', 'text': TEXT}"
-        raise RequestInvalid(f"expected a part such as {text_part} or {EXPECTED_PART}, found {describe_value(entry)}")
+        raise RequestInvalid(
+            f"expected a part such as {text_part} or {IMAGE_PART_EXAMPLE}, found {describe_value(entry)}"
+        )
 
     def add_media(self, media: Media) -> MediaPart:
         """Add an image and return the part that refers to it."""

@@ -76,7 +76,7 @@ def check_allocation(config: RunConfig) -> None:
     place_run(config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config))
 
 
-def describe_default_allocation(config: RunConfig) -> str | None:
+def build_allocation_warning(config: RunConfig) -> str | None:
     """Return a warning that a job allocates default nodes; None if the configuration has `[cluster.node]`."""
     node = config.cluster.node
     if "node" in config.cluster.model_fields_set:

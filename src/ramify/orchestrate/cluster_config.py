@@ -96,7 +96,7 @@ class SlurmConfig(Config):
 
     @field_validator("time_limit")
     @classmethod
-    def _time_limit_is_one_of_sbatch(cls, text: str) -> str:
+    def _time_limit_has_sbatch_format(cls, text: str) -> str:
         if not re.fullmatch(TIME_LIMIT_PATTERN, text):
             raise ValueError(f"expected [DAYS-]HH:MM:SS, got {text!r}")
         return text

@@ -31,7 +31,7 @@ DEFAULT_INSTRUCTIONS = {
     TESTS_REWARD: CODE_INSTRUCTIONS,
 }
 MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
-IMAGE_TYPES = ("image_url", "input_image", "image")
+IMAGE_PART_TYPES = ("image_url", "input_image", "image")
 IMAGES_COLUMN = "images"  # as `ramify sft` reads it
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
@@ -225,7 +225,7 @@ def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_nu
     parts = [part for content in contents if isinstance(content, list) for part in cast(list[Any], content)]
     dict_parts = [cast(dict[str, Any], part) for part in parts if isinstance(part, dict)]
     # A part with nothing but its type refers to the column. Structs of Parquet have all fields, some of them None.
-    image_parts = [part for part in dict_parts if part.get("type") in IMAGE_TYPES]
+    image_parts = [part for part in dict_parts if part.get("type") in IMAGE_PART_TYPES]
     has_images = any(value is not None for part in image_parts for key, value in part.items() if key != "type")
     if row.get(IMAGES_COLUMN) and not has_images:
         raise ConfigInvalid(

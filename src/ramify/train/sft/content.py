@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.config.schema import is_dict
-from ramify.dialects.media import IMAGE_TYPES, build_dataset_reader, find_image_value
+from ramify.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
 from ramify.dialects.message_parser import ContentPart, MessageParser
 from ramify.errors import RequestInvalid
 from ramify.trace import Media, MediaPart
@@ -42,7 +42,7 @@ class _RowParser(MessageParser):
     known: dict[str, Media] = field(default_factory=dict[str, Media])
 
     def parse_part(self, entry: Any) -> ContentPart:
-        if is_dict(entry) and entry.get("type") in IMAGE_TYPES and find_image_value(entry) is None:
+        if is_dict(entry) and entry.get("type") in IMAGE_PART_TYPES and find_image_value(entry) is None:
             image = next(self.row_images, None)
             if image is None:
                 raise RequestInvalid(
