@@ -1,6 +1,8 @@
 """A stand-in for Ray: nodes whose actors answer, wait for room, fail or die, as the test says."""
 
 import asyncio
+import threading
+import time
 from types import SimpleNamespace
 
 from ramify.launch.node_process import SlotAddress
@@ -32,13 +34,21 @@ class StubActor:
     def __init__(self, ray: "StubRay", strategy) -> None:
         self.ray, self.strategy = ray, strategy
         self.is_killed, self.is_cancelled = False, False
+        self.released_at = float("inf")  # monotonic time
         self.get_address = SimpleNamespace(remote=self._get_address)
         ray.actors.append(self)
 
+    @property
+    def node(self) -> str:
+        return self.strategy.node_id.removeprefix("id-")
+
+    @property
+    def has_core(self) -> bool:
+        return self.ray.failures.get(self.node) != "full" and time.monotonic() < self.released_at
+
     async def _get_address(self) -> SlotAddress:
-        name = self.strategy.node_id.removeprefix("id-")
-        failure = self.ray.failures.get(name)
-        if failure == "full":
+        name, failure = self.node, self.ray.failures.get(self.node)
+        if failure in ("full", "slow"):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -59,14 +69,17 @@ class StubActor:
 class StubRay:
     """What `RayLauncher` uses of Ray.
 
-    `failures` says what happens to actors on a node: `full`, `crashes`, `dies` (the node), the text of an error in
-    their constructor, or an exception of a method. `used_cores` are those of other jobs.
+    `failures` says what happens to actors on a node: `full` (they wait for a core), `slow` (they have one and never
+    start), `crashes`, `dies` (the node), the text of an error in their constructor, or an exception of a method.
+    `used_cores` are those of other jobs. The core of a killed actor is free after `release_time` seconds. If `released`
+    is set, `shutdown` waits for it.
     """
 
     def __init__(self, *names: str, failures: dict[str, str | Exception] | None = None) -> None:
         self.names, self.failures = list(names), failures or {}
         self.actors: list[StubActor] = []
-        self.used_cores = 0
+        self.used_cores, self.release_time = 0, 0.0
+        self.released: threading.Event | None = None
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)
         self.util = SimpleNamespace(scheduling_strategies=strategies)
         self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -84,7 +97,7 @@ class StubRay:
         ]
 
     def available_resources(self) -> dict[str, float]:
-        num_running = sum(not actor.is_killed for actor in self.actors)
+        num_running = sum(actor.has_core for actor in self.actors)
         return {"CPU": 4.0 * len(set(self.names)) - self.used_cores - num_running}
 
     def get_runtime_context(self):
@@ -98,5 +111,8 @@ class StubRay:
 
     def kill(self, actor: StubActor) -> None:
         actor.is_killed = True
+        actor.released_at = time.monotonic() + self.release_time
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        if self.released is not None:
+            self.released.wait(60)

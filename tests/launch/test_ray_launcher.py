@@ -195,3 +195,24 @@ def test_waiting_for_nodes_is_reported_at_once_and_then_at_intervals(monkeypatch
 @with_timeout
 async def test_nodes_are_waited_for_inside_a_running_event_loop():
     assert len(RayLauncher(StubRay("a")).wait_for_nodes(1, timeout=60)) == 1
+
+
+@with_timeout
+async def test_error_of_ray_says_what_was_called_and_what_to_do(monkeypatch):
+    ray = StubRay("a")
+    monkeypatch.setattr(ray, "nodes", lambda: (_ for _ in ()).throw(RayError("traceback\nno control service")))
+    message = "Ray did not list its nodes: no control service; check the cluster with `ray status`"
+    with pytest.raises(DeadlineExceeded, match=message):
+        await RayLauncher(ray).open_slots(build_leases(), choose_one("a"), timeout=0.1)
+
+
+@pytest.mark.parametrize("released", [None, threading.Event()])
+def test_disconnecting_ends_with_its_deadline_if_ray_hangs(monkeypatch, released):
+    monkeypatch.setattr(ray_launcher, "SHUTDOWN_TIMEOUT", 0.2)
+    ray, lines = StubRay("a"), []
+    ray.released = released
+    RayLauncher(ray).disconnect(lines.append)
+    problem = "DeadlineExceeded: Ray did not disconnect within 0.2 s; processes on its nodes end with their leases"
+    assert lines == ([] if released is None else [f"{problem}; check the cluster with `ray status`"])
+    if released is not None:
+        released.set()

@@ -78,7 +78,7 @@ def _run_on_cluster(
             launcher=launcher,
         )
     finally:
-        launcher.disconnect()
+        launcher.disconnect(display.print_line)
 
 
 def _build_config(

@@ -7,6 +7,7 @@ live on. Only an exit that was seen counts, or the end of a lease. Replies are s
 """
 
 import asyncio
+import atexit
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -28,12 +29,14 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
+SHUTDOWN_TIMEOUT = 30.0  # seconds to disconnect from Ray
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
 MAX_OPEN_TRIES = 3  # a node that neither starts an actor nor dies takes this part of the time to find a place
 # Seconds for which a node is avoided after a process was lost there. Ray needs about one minute to notice a dead node.
 NODE_AVOIDANCE = 120.0
+LIST_NODES = "list its nodes"  # in the text of errors
 T = TypeVar("T")
 
 
@@ -74,12 +77,16 @@ class RayLauncher:
         """Return the nodes that are alive. Ray lists a node twice for a while if Ray was started there again."""
         return list({node["NodeName"]: node for node in self._ray.nodes() if node["Alive"]}.values())
 
-    async def _call_ray(self, function: Callable[[], T]) -> T:
-        """Return the result of a call to Ray, which hangs if Ray's control service does. Raises PeerLost."""
+    async def _call_ray(self, function: Callable[[], T], action: str) -> T:
+        """Return the result of a call to Ray, which hangs if Ray's control service does.
+
+        Raises PeerLost with the action that failed, such as "list its nodes".
+        """
         try:
-            return await call_in_daemon_thread(function, "call to Ray")
+            return await call_in_daemon_thread(function, f"Ray: {action}")
         except (ConnectionError, RuntimeError, self._ray.exceptions.RayError) as error:
-            raise PeerLost(f"Ray does not list its nodes ({error}); check `ray status`") from error
+            reason = _get_last_line(error) or type(error).__name__
+            raise PeerLost(f"Ray did not {action}: {reason}; check the cluster with `ray status`") from error
 
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float
@@ -119,7 +126,7 @@ class RayLauncher:
         """
         if placement.choose_nodes is None:
             return [None] * num_ranks
-        ray_nodes = await self._call_ray(self._list_alive_nodes)
+        ray_nodes = await self._call_ray(self._list_alive_nodes, LIST_NODES)
         ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
         nodes, now = self._to_cluster_nodes(ray_nodes), time.monotonic()
         preferred = [node for node in nodes if self._avoided_until.get(node.name, now) <= now]
@@ -174,15 +181,15 @@ class RayLauncher:
         ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
         try:
             async with asyncio.timeout(LIST_NODES_TIMEOUT):
-                nodes = await self._call_ray(self.list_nodes)
-                usage = await self._call_ray(lambda: self._describe_usage(nodes))
+                nodes = await self._call_ray(self.list_nodes, LIST_NODES)
         except PeerLost as error:
             return f"{ranks} {needed}; {error.message}"
         except TimeoutError:
-            return f"{ranks} {needed}; Ray did not list its nodes within {LIST_NODES_TIMEOUT:g} s; check `ray status`"
+            problem = f"Ray did not {LIST_NODES} within {LIST_NODES_TIMEOUT:g} s"
+            return f"{ranks} {needed}; {problem}; check the cluster with `ray status`"
         sizes = ", ".join(f"{node.name}: {format_room(node.num_gpus, node.num_cpus)}" for node in nodes)
         advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
-        if usage:
+        if usage := await self._describe_usage_within_timeout(nodes):
             advice = f"{usage}; wait until they end, {advice}"
         return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
 
@@ -193,7 +200,7 @@ class RayLauncher:
     async def _describe_usage_within_timeout(self, nodes: Sequence[ClusterNode]) -> str:
         with contextlib.suppress(PeerLost, TimeoutError):
             async with asyncio.timeout(LIST_NODES_TIMEOUT):
-                return await self._call_ray(lambda: self._describe_usage(nodes))
+                return await self._call_ray(lambda: self._describe_usage(nodes), "report what is free")
         return ""
 
     def _describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
@@ -228,7 +235,7 @@ class RayLauncher:
             async with asyncio.timeout(timeout):
                 while True:
                     try:
-                        nodes, failure = await self._call_ray(self.list_nodes), ""
+                        nodes, failure = await self._call_ray(self.list_nodes, LIST_NODES), ""
                     except PeerLost as error:
                         failure = f"; {error.message}"
                     if len(nodes) >= num_nodes:
@@ -242,13 +249,20 @@ class RayLauncher:
             message = f"after {timeout:g} s, {describe_joined(nodes, num_nodes)}, fewer than cluster.num_nodes"
             raise DeadlineExceeded(f"{message}; start Ray on the other nodes{failure}") from error
 
-    def disconnect(self) -> None:
-        """Disconnect from Ray, which ends all actors that are left."""
-        self._ray.shutdown()
+    def disconnect(self, print_line: Callable[[str], None] = print) -> None:
+        """Disconnect from Ray, which ends all actors that are left. Print a line if Ray does not answer in time."""
+        run_coroutine(self.close(print_line))
 
-    async def close(self) -> None:
-        """Disconnect from Ray."""
-        self.disconnect()
+    async def close(self, print_line: Callable[[str], None] = print) -> None:
+        """Disconnect from Ray as `disconnect` does, in the running event loop."""
+        try:
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT):
+                await call_in_daemon_thread(self._ray.shutdown, "ray.shutdown")
+        except TimeoutError:
+            atexit.unregister(self._ray.shutdown)  # it would hang again when this process exits
+            problem = f"Ray did not disconnect within {SHUTDOWN_TIMEOUT:g} s"
+            consequence = "processes on its nodes end with their leases"
+            print_line(f"DeadlineExceeded: {problem}; {consequence}; check the cluster with `ray status`")
 
 
 def describe_joined(nodes: Sequence[ClusterNode], num_nodes: int) -> str:
