@@ -1,9 +1,11 @@
 """RayLauncher without Ray; `make test-cluster` runs it with Ray."""
 
+import asyncio
 import threading
 
 import pytest
 
+from ramify.async_calls import cancel_all
 from ramify.errors import DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import ray_launcher
 from ramify.launch.launcher import Placement
@@ -15,6 +17,7 @@ from tests.launch.stub_ray import RayError, StubRay
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch):
     monkeypatch.setattr(ray_launcher, "RETRY_INTERVAL", 0.01)
+    monkeypatch.setattr(ray_launcher, "RELEASE_TIME", 0.3)
 
 
 def choose_first(*names: str) -> Placement:
@@ -74,6 +77,29 @@ async def test_cluster_that_others_have_filled_is_reported_with_what_they_use():
     usage = "other Ray jobs use 0 GPUs and 6 cores, and 0 GPUs and 1 core are free; wait until they end, add a node"
     with pytest.raises(DeadlineExceeded, match=f"could not be placed within 0.2 s: .*; {usage}, or lower"):
         await launcher.open_slots(build_leases(), choose_one("b"), timeout=0.2)
+
+
+@with_timeout
+async def test_actors_that_were_just_ended_are_not_counted_as_other_jobs():
+    ray = StubRay("a", failures={"a": "slow"})
+    ray.release_time = 0.2
+    with pytest.raises(DeadlineExceeded, match="4 cores; add a node") as raised:
+        await RayLauncher(ray).open_slots(build_leases(), choose_one("a"), timeout=0.2)
+    assert "other Ray jobs" not in raised.value.message
+
+
+@pytest.mark.parametrize(("failure", "used_cores"), [("full", 4), ("slow", 3)])
+@with_timeout
+async def test_actors_that_have_not_started_are_not_subtracted_and_named(failure, used_cores):
+    ray = StubRay("a", "b", failures={"b": failure})
+    ray.used_cores = used_cores
+    launcher = RayLauncher(ray)
+    task = asyncio.create_task(launcher.open_slots(build_leases(), choose_one("b"), timeout=60))
+    while not ray.actors:
+        await asyncio.sleep(0.01)
+    users = "other Ray jobs, or processes of this run that have not started yet,"
+    assert launcher.describe_usage(launcher.list_nodes()).startswith(f"{users} use 0 GPUs and 4 cores, and ")
+    await cancel_all([task])
 
 
 @with_timeout

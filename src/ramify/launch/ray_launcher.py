@@ -30,6 +30,7 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 SHUTDOWN_TIMEOUT = 30.0  # seconds to disconnect from Ray
+RELEASE_TIME = 2.0  # seconds after which Ray reports the resources of an actor that was ended as free
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
@@ -189,6 +190,7 @@ class RayLauncher:
             return f"{ranks} {needed}; {problem}; check the cluster with `ray status`"
         sizes = ", ".join(f"{node.name}: {format_room(node.num_gpus, node.num_cpus)}" for node in nodes)
         advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
+        await asyncio.sleep(RELEASE_TIME)  # the actors of this process have just been ended
         if usage := await self._describe_usage_within_timeout(nodes):
             advice = f"{usage}; wait until they end, {advice}"
         return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
@@ -204,16 +206,23 @@ class RayLauncher:
         return ""
 
     def _describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
-        """Compare what Ray says is free with what the nodes have, less the actors of this launcher."""
+        """Compare what Ray says is free with what the nodes have, less the running actors of this launcher.
+
+        Ray does not say whether an actor that has not answered yet waits for room or starts, and so uses some.
+        """
         free: dict[str, float] = self._ray.available_resources()
-        placements = [client.placement for client in self._clients if not client.is_closed]
+        clients = [client for client in self._clients if not client.is_closed]
+        placements = [client.placement for client in clients if client.is_open]
         free_gpus, free_cores = free.get("GPU", 0.0), free.get("CPU", 0.0)
         gpus = sum(node.num_gpus for node in nodes) - free_gpus - sum(placement.num_gpus for placement in placements)
         cores = sum(node.num_cpus for node in nodes) - free_cores - sum(placement.num_cpus for placement in placements)
         if gpus <= 0 and cores <= 0:
             return ""
+        users = "other Ray jobs"
+        if len(placements) < len(clients):
+            users = f"{users}, or processes of this run that have not started yet,"
         used = format_room(max(0.0, gpus), max(0.0, cores))
-        return f"other Ray jobs use {used}, and {format_room(free_gpus, free_cores)} are free"
+        return f"{users} use {used}, and {format_room(free_gpus, free_cores)} are free"
 
     def wait_for_nodes(
         self, num_nodes: int, *, timeout: float, print_line: Callable[[str], None] = print
@@ -298,7 +307,7 @@ class _RayClient:
     def __init__(
         self, ray: Any, actor: Any, node: _RayNode | None, placement: Placement, *, on_lost: Callable[[], None]
     ) -> None:
-        self.placement, self.is_closed = placement, False
+        self.placement, self.is_open, self.is_closed = placement, False, False
         self._ray, self._actor, self._on_lost = ray, actor, on_lost
         self._where = f" on {node.name}" if node is not None else ""
 
@@ -308,13 +317,15 @@ class _RayClient:
         Raises PeerLost if it dies with its node, and ProcessDied if it cannot be started there.
         """
         try:
-            return await self._call(self._actor.get_address.remote())
+            address: SlotAddress = await self._call(self._actor.get_address.remote())
         except PeerLost as error:
             self._on_lost()
             if getattr(error.__cause__, "actor_init_failed", False):
                 problem = f"the actor of a process cannot be started{self._where}: {_get_last_line(error.__cause__)}"
                 raise ProcessDied(f"{problem}; install the same packages on all nodes") from error
             raise
+        self.is_open = True
+        return address
 
     async def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Call the actor. Raises PeerLost if it does not answer."""
