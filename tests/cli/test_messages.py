@@ -12,7 +12,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.run_lookup import describe_resume
 from ramify.errors import RunBusy
-from ramify.launch.execution import lock_run
+from ramify.launch.run_lock import lock_run
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
@@ -136,7 +136,7 @@ def test_busy_run_names_a_reading_process(tmp_path):
 
 def test_supervised_run_names_its_supervisor():
     with (
-        holder("from ramify.launch.execution import lock_run", "lock_run(Path('outputs/run'))") as pid,
+        holder("from ramify.launch.run_lock import lock_run", "lock_run(Path('outputs/run'))") as pid,
         pytest.raises(RunBusy, match=rf"by another `ramify rl`, process {pid}\b"),
         lock_run(Path("outputs/run")),
     ):

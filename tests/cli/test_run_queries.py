@@ -9,13 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ramify.cli.app import main
-from ramify.launch.execution import lock_run
+from ramify.launch import run_lock
 from ramify.launch.liveness import get_process_state
+from ramify.launch.run_lock import lock_run
 from ramify.monitor.plot import smooth
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
@@ -156,25 +158,69 @@ def test_why_of_a_run_in_use_without_a_state_names_the_process_and_does_not_fail
     assert "state=starting" in output and f"is in use by process {os.getpid()}" in output
 
 
+PROCESS = {"node": "", "restarts": 0, "log": "x.log"}
+PROCESSES = {"inference/0": {**PROCESS, "state": "starting"}, "orchestrator": {**PROCESS, "state": "waiting"}}
+PROCESS_ROWS = {"inference/0 starting 0", "orchestrator waiting 0"}
+
+
+def write_state(run: Path, *, record: dict, snapshot: dict) -> None:
+    """Write `run.json` and `status.json` with these fields."""
+    (run / "run.json").write_text(json.dumps({"pid": os.getpid(), "processes": PROCESSES, **record}))
+    write_snapshot(run, {**STATUS, "run": str(run)})
+    fields = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**fields, **snapshot}))
+
+
+def read_rows(capsys) -> tuple[str, set[str]]:
+    """Return the first line that was printed, and the rows of the table after it."""
+    first, *lines = capsys.readouterr().out.splitlines()
+    return first, {" ".join(line.split()) for line in lines[1:]}
+
+
 def test_why_of_a_run_that_starts_shows_its_processes(run, capsys):
-    write_snapshot(run, {**STATUS, "run": str(run)})  # of an earlier start, whose orchestrator has exited
-    snapshot = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**snapshot, "pid": 2**22 + 1}))
-    process = {"node": "", "restarts": 0, "log": "x.log"}
-    processes = {"inference/0": {**process, "state": "starting"}, "orchestrator": {**process, "state": "waiting"}}
+    exited = {"pid": 2**22 + 1}  # the orchestrator of an earlier start
     with lock_run(run):
-        for pid, rows in ((os.getpid(), {"inference/0 starting 0", "orchestrator waiting 0"}), (2**22 + 1, set())):
-            (run / "run.json").write_text(json.dumps({"pid": pid, "processes": processes}))
+        for pid, rows in ((os.getpid(), PROCESS_ROWS), (2**22 + 1, set())):
+            write_state(run, record={"pid": pid, "started": time.time()}, snapshot=exited)
             for is_open in (False, True):  # whether the orchestrator holds the database
                 with RunStore.open(run) if is_open else contextlib.nullcontext():
                     assert main(["why", "run"]) == 0
-                lines = capsys.readouterr().out.splitlines()
-                assert lines[0].startswith(
-                    f"outputs/run state=starting: `ramify rl`, process {os.getpid()}, is running"
-                )
-                assert {" ".join(line.split()) for line in lines[2:]} == rows
+                line, found_rows = read_rows(capsys)
+                assert line.startswith(f"outputs/run state=starting: `ramify rl`, process {os.getpid()}, is running")
+                assert found_rows == rows
     assert main(["why", "run"]) == 0
     assert "is stopped: 0 steps committed" in capsys.readouterr().out
+
+
+def test_why_of_a_run_that_starts_on_another_host_shows_it_as_starting(run, capsys):
+    snapshot = {"host": "lost-host", "time": time.time() - 60}
+    with lock_run(run):
+        write_state(run, record={"started": time.time()}, snapshot=snapshot)
+        assert main(["why", "run"]) == 0
+    line, rows = read_rows(capsys)
+    assert "state=starting" in line and rows == PROCESS_ROWS
+
+
+def test_why_does_not_take_the_record_of_an_earlier_start_with_the_same_pid(run, capsys):
+    processes = {"orchestrator": {**PROCESS, "state": "ended"}}
+    record = {"started": time.time() - 60, "processes": processes}
+    with lock_run(run):
+        write_state(run, record=record, snapshot={"time": time.time() - 30})
+        assert main(["why", "run"]) == 0
+    line, rows = read_rows(capsys)
+    assert "state=starting" in line and rows == set()
+
+
+@pytest.mark.parametrize(("age", "rows"), [(0, PROCESS_ROWS), (60, set())])
+def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, capsys, monkeypatch, age, rows):
+    monkeypatch.setattr(run_lock, "find_writer", lambda path: 0)
+    with lock_run(run):
+        snapshot = {"host": "lost-host", "time": time.time() - 90}
+        write_state(run, record={"pid": 7, "started": time.time() - age}, snapshot=snapshot)
+        assert main(["why", "run"]) == 0
+    line, found_rows = read_rows(capsys)
+    assert line.startswith("outputs/run state=starting: `ramify rl`, in another container, is running")
+    assert found_rows == rows
 
 
 def test_audit_of_a_run_in_use_says_that_it_needs_a_stopped_run(run, capsys):

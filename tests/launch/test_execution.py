@@ -14,9 +14,10 @@ import pytest
 
 from ramify.display import Display
 from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
-from ramify.launch.execution import execute_plan, lock_run
+from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.process import ProcessRole
+from ramify.launch.run_lock import lock_run
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore

@@ -21,6 +21,7 @@ from ramify.processes.log import ProcessLog
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ramify.launch.run_lock import RunSupervisor
     from ramify.store import RunStore
     from ramify.store.run_log import RunEvent
 
@@ -33,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """Query the live run, or read the files of an ended one; with --audit, check its files and its ledger."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
-    from ramify.launch.execution import find_supervisor
+    from ramify.launch.run_lock import find_supervisor
     from ramify.launch.run_queries import connect_if_running
 
     path = find_run(options.run)
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         _print_nodes(path)
         return 0
     if (supervisor := find_supervisor(path)) is not None and _is_starting(path, supervisor):
-        where = f"process {supervisor}" if supervisor else "in another container"
+        where = f"process {supervisor.pid}" if supervisor.pid else "in another container"
         _print_starting_run(path, f"`ramify rl`, {where}, is running", supervisor)
         return 0
     try:
@@ -123,7 +124,7 @@ def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
     make_console().print(table)
 
 
-def _is_starting(path: Path, supervisor: int) -> bool:
+def _is_starting(path: Path, supervisor: "RunSupervisor") -> bool:
     """Return whether the orchestrator of a supervised run has not written a state yet, and has not ended."""
     import platform
 
@@ -132,14 +133,25 @@ def _is_starting(path: Path, supervisor: int) -> bool:
     from ramify.orchestrate.snapshot import read_snapshot
 
     record, snapshot = read_record(path), read_snapshot(path)
-    orchestrator = record.get("processes", {}).get("orchestrator", {})
-    if record.get("pid") == supervisor and orchestrator.get("state") == "ended":
+    if not _is_record_of(record, supervisor):
+        return True
+    if record.get("processes", {}).get("orchestrator", {}).get("state") == "ended":
         return False
-    is_alive = snapshot and (snapshot.host != platform.node() or get_process_state(snapshot.pid) != "gone")
-    return not is_alive
+    if snapshot is None or snapshot.time < record["started"]:  # it is that of an earlier start, maybe on another host
+        return True
+    return snapshot.host == platform.node() and get_process_state(snapshot.pid) == "gone"
 
 
-def _print_starting_run(path: Path, reason: str, supervisor: int | None) -> None:
+def _is_record_of(record: Mapping[str, Any], supervisor: "RunSupervisor") -> bool:
+    """Return whether a supervisor has written the record, not one of an earlier start.
+
+    The pid alone does not decide: it is unknown for another container, and may be the same in each new one.
+    """
+    has_same_pid = not supervisor.pid or record.get("pid") == supervisor.pid
+    return has_same_pid and record.get("started", 0.0) >= supervisor.locked_at
+
+
+def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | None") -> None:
     """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
     from ramify.cli.console import make_console
     from ramify.launch.run_record import read_record
@@ -147,7 +159,7 @@ def _print_starting_run(path: Path, reason: str, supervisor: int | None) -> None
     line = f"{path} state=starting: {reason}; its orchestrator does not answer yet"
     make_console().print(line, markup=False, soft_wrap=True)
     record = read_record(path)
-    if supervisor is not None and record.get("pid") == supervisor:  # otherwise the record is of an earlier start
+    if supervisor is not None and _is_record_of(record, supervisor):
         _print_processes(record.get("processes", {}))
 
 

@@ -1,8 +1,6 @@
 """Executes a launch plan: locks the run directory, supervises and displays the processes, records that it finished."""
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.display import open_display
-from ramify.errors import ProviderError, RamifyError, RunBusy, StorageFailed
+from ramify.errors import ProviderError, RamifyError, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import get_finished_steps, mark_finished
@@ -21,16 +19,14 @@ from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
+from ramify.launch.run_lock import lock_run
 from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
-from ramify.store.locks import describe_holders, find_writer, write_holder
 from ramify.store.run_log import RunLog, read_metrics_by_step
-
-LOCK_SUFFIX = "lock"  # of the file beside the run directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,35 +147,3 @@ def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Generator[Call
 
     with log:
         yield tee_line
-
-
-@contextlib.contextmanager
-def lock_run(path: Path) -> Generator[None]:
-    """Lock the run for one supervisor. Raises RunBusy if another one holds the lock.
-
-    The lock file is beside the run directory, because `--fresh` renames the directory.
-    """
-    with wrap_storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(_get_lock_file(path), os.O_RDWR | os.O_CREAT, 0o644)
-    with os.fdopen(fd):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holders = describe_holders(fd)
-            by = f", {holders}" if holders else ""
-            advice = "wait for it or choose another --name"
-            raise RunBusy(f"{path} is in use by another `ramify rl`{by}; {advice}") from None
-        except OSError as error:
-            raise StorageFailed(f"{path} cannot be locked: {error.strerror}; use a file system with locks") from error
-        write_holder(fd)
-        yield
-
-
-def find_supervisor(path: Path) -> int | None:
-    """Return the pid of the process on this machine that supervises the run, 0 in another container; else None."""
-    return find_writer(_get_lock_file(path.absolute()))
-
-
-def _get_lock_file(path: Path) -> Path:
-    return path.parent / f".{path.name}.{LOCK_SUFFIX}"

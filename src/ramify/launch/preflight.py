@@ -7,8 +7,8 @@ Problems that appear only when the model is loaded are left to the run.
 from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
-from ramify.launch.execution import lock_run
 from ramify.launch.plugin_check import check_plugin_tables
+from ramify.launch.run_lock import lock_run
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.names import find_similar
 from ramify.orchestrate.config import RunConfig
