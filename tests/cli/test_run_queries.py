@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.launch import run_lock
+from ramify.errors import ConfigInvalid
+from ramify.launch import api, run_lock
+from ramify.launch.api import rl
 from ramify.launch.liveness import get_process_state
 from ramify.launch.run_lock import lock_run
 from ramify.monitor.plot import smooth
@@ -221,6 +223,23 @@ def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, 
     line, found_rows = read_rows(capsys)
     assert line.startswith("outputs/run state=starting: `ramify rl`, in another container, is running")
     assert found_rows == rows
+
+
+@pytest.mark.parametrize("first_check", ["build_plan", "_run_on_cluster"])
+def test_why_of_a_resumed_run_shows_it_as_starting_during_its_checks(run, capsys, monkeypatch, first_check):
+    def check(*_, **__):
+        assert main(["why", "run"]) == 0
+        raise ConfigInvalid("a wrong key")
+
+    monkeypatch.setattr(api, first_check, check)
+    cluster = {"launcher": "ray" if first_check == "_run_on_cluster" else "local"}
+    train = [{"taskset": {"id": "reverse-text"}}]
+    with pytest.raises(ConfigInvalid, match="a wrong key"):
+        rl({"name": "run", "train": train, "cluster": cluster})
+    assert "outputs/run state=starting: `ramify rl`, process " in capsys.readouterr().out
+    with pytest.raises(ConfigInvalid):
+        rl({"name": "new", "output": "other", "train": train, "cluster": cluster})
+    assert not Path("other").exists()
 
 
 def test_audit_of_a_run_in_use_says_that_it_needs_a_stopped_run(run, capsys):

@@ -1,5 +1,6 @@
 """The Python API of a training run: check the configuration, build the plan, execute it."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import prefork_shared_modules
+from ramify.launch.run_lock import lock_run
 from ramify.orchestrate.config import RunConfig
 
 if TYPE_CHECKING:
@@ -34,9 +36,19 @@ def rl(
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     run_config = _build_config(config, settings)
-    if run_config.cluster.is_distributed:
-        return _run_on_cluster(run_config, fresh=fresh, accept_changes=accept_changes, display=display)
-    plan = build_plan(run_config)
+    # A run that is resumed is locked from the start of the checks on, so that `ramify why` shows it as starting. A new
+    # one is locked after them: a configuration that is refused leaves no files.
+    is_locked = run_config.path.exists()
+    run = _run_on_cluster if run_config.cluster.is_distributed else _run_on_machine
+    with lock_run(run_config.path) if is_locked else contextlib.nullcontext():
+        return run(run_config, fresh=fresh, accept_changes=accept_changes, display=display, is_locked=is_locked)
+
+
+def _run_on_machine(
+    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None", is_locked: bool
+) -> "RunResult":
+    """Run on this machine."""
+    plan = build_plan(config)
     with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
         from ramify.launch.dashboard import RunContent
         from ramify.launch.execution import execute_plan
@@ -46,14 +58,15 @@ def rl(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
-            environments=check_plugin_tables(run_config),
+            environments=check_plugin_tables(config),
             display=display or choose_api_display(RunContent()),
             launcher=LocalLauncher(prefork_client=prefork_client),
+            is_locked=is_locked,
         )
 
 
 def _run_on_cluster(
-    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None"
+    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None", is_locked: bool
 ) -> "RunResult":
     """Run on the nodes of the cluster that the configuration names; this machine is the head."""
     from ramify.launch.cluster_plan import build_cluster_plan  # loaded only where they are needed
@@ -76,6 +89,7 @@ def _run_on_cluster(
             environments=check_plugin_tables(config),
             display=display,
             launcher=launcher,
+            is_locked=is_locked,
         )
     finally:
         launcher.disconnect(display.print_line)

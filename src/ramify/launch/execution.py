@@ -53,14 +53,15 @@ def execute_plan(
     environments: Mapping[str, dict[str, Any]] | None = None,
     display: RunDisplay,
     launcher: Launcher | None = None,
+    is_locked: bool = False,
 ) -> RunResult:
     """Run the processes of the plan until the run ends; the run directory is locked meanwhile.
 
     `environments` holds the identities of the sources whose code is on this machine. A changed environment raises
-    EnvironmentChanged, unless `accept_changes`.
+    EnvironmentChanged, unless `accept_changes`. `is_locked` says that the caller has locked the run directory.
     """
     config, path = plan.config, plan.config.path
-    with plan.reservation, lock_run(path):
+    with plan.reservation, contextlib.nullcontext() if is_locked else lock_run(path):
         epoch = 0
         if config.shared_path is not None:
             epoch = prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
