@@ -47,13 +47,13 @@ class HeadInputs:
         if component != TOP_COMPONENT or top_logprob is None or not top_logprob.shape[1]:
             top_logprob = None
         return Entries(
-            logprob[index],
+            logprob.index_select(0, index),
             entries.sampler_logprob[index],
             entries.advantage[index],
             entries.reference_logprob[index],
             entries.sequence_index[index],
             entries.num_sequences,
-            None if top_logprob is None else top_logprob[index],
+            None if top_logprob is None else top_logprob.index_select(0, index),
             None if top_logprob is None else self.reference_top_logprob[index],
         )
 

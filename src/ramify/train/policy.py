@@ -127,7 +127,9 @@ class PolicyModel(nn.Module):
         pair_index = head_inputs.pair_index
         if not len(pair_index):
             return logprob, entropy, top_logprob
-        return logprob[pair_index], entropy[pair_index], top_logprob[pair_index]
+        # The backward pass of `index_select` adds; that of `[]` sorts the indices first.
+        logprob, entropy = logprob.index_select(0, pair_index), entropy.index_select(0, pair_index)
+        return logprob, entropy, top_logprob.index_select(0, pair_index)
 
 
 def load_policy(
