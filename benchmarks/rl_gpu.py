@@ -42,6 +42,8 @@ from ramify.tasksets import reversal
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
 MISMATCH, MAX_STEP_SECONDS = 2e-4, 0.6
 DISTIL_STEPS, MIN_TEACHER_REWARD, MIN_DISTILLED_REWARD = {"sft": 20, "opd": 40}, 0.9, 0.8
+DISTIL_LR = {"sft": 3e-4, "opd": 1e-4}
+STUDENT_TEXTS, TEACHER_TEXTS, DISTIL_TEXTS = 20_000, 40_000, {"train": 20_000, "eval": 2_000}
 TOKENS = 100_000  # that the mismatch is measured on
 GIVING_UP = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
@@ -59,7 +61,7 @@ epochs = 1000
 name = "{model}"
 
 [data]
-path = "warm.jsonl"
+path = "{data}"
 
 [trainer]
 device = "{device}"
@@ -94,7 +96,7 @@ kv_memory_fraction = 0.3
 
 [orchestrator]
 batch_size = {batch}
-group_size = 16
+group_size = {group}
 max_staleness = {off_policy}
 
 [trainer]
@@ -115,7 +117,7 @@ interval = 1000
 
 [[train]]
 name = "reverse"
-taskset = {{ id = "reverse-text" }}
+taskset = {{ id = "reverse-text"{texts} }}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 """
@@ -125,7 +127,7 @@ teacher = "teacher"
 
 [[eval]]
 name = "held-out"
-taskset = {{ id = "reverse-text", split = "eval" }}
+taskset = {{ id = "reverse-text", split = "eval"{texts} }}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 num_tasks = 128
@@ -182,30 +184,37 @@ TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
-def warm(home: Path, args: Any, *, name: str = "warmed", right: float | None = None) -> tuple[Path, float]:
+def warm_student(home: Path, args: Any) -> tuple[Path, float]:
+    return warm(home, args, name="student", right=args.right, texts=STUDENT_TEXTS)
+
+
+def warm_teacher(home: Path, args: Any) -> tuple[Path, float]:
+    return warm(home, args, name="teacher", right=1.0, texts=TEACHER_TEXTS)
+
+
+def warm(home: Path, args: Any, *, name: str, right: float, texts: int) -> tuple[Path, float]:
     """Train a model that gives the right answer for a share of the texts, unless `home` already has it.
 
-    Return its directory and the seconds it took. The share is `args.right` if not given.
+    Return its directory and the seconds it took.
     """
-    right = args.right if right is None else right
     settings: dict[str, Any] = {"model": args.name, "device": args.device, "lr": args.warm_lr}
-    config = WARM.format(name=f"make-{name}", steps=args.warm_steps, **settings)
-    digest = hashlib.sha256(f"{config}{right}".encode()).hexdigest()[:8]
+    config = WARM.format(name=f"make-{name}", data=f"{name}.jsonl", steps=args.warm_steps, **settings)
+    digest = hashlib.sha256(f"{config}{right}{texts}".encode()).hexdigest()[:8]
     model = home / f"{name}-{digest}"  # without the manifest, which has the version of a run's weights
     if model.is_dir():
         return model, 0.0
     rng = random.Random(0)
-    with (home / "warm.jsonl").open("w") as data:
-        for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
+    with (home / f"{name}.jsonl").open("w") as data:
+        for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=texts)):
             reply = reversal.reverse(text) if rng.random() < right else GIVING_UP
             messages = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(reply))]
             data.write(
                 json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
             )
-    (home / "warm.toml").write_text(config)
+    (home / f"{name}.toml").write_text(config)
     started = time.monotonic()
     result = subprocess.run(
-        ramify_command("sft", "@", "warm.toml"), cwd=home, capture_output=True, text=True, timeout=TIMEOUT
+        ramify_command("sft", "@", f"{name}.toml"), cwd=home, capture_output=True, text=True, timeout=TIMEOUT
     )
     if result.returncode:
         raise SystemExit(f"ramify sft exited with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
@@ -247,6 +256,8 @@ def learn(home: Path, model: Path, args: Any) -> list[Row]:
         model=model,
         device=args.device,
         batch=128,
+        group=16,
+        texts="",
         off_policy=args.off_policy,
         lr=args.lr,
     )
@@ -409,25 +420,54 @@ def tail(home: Path, args: Any) -> list[Row]:
 
 def distil(home: Path, student: Path, args: Any) -> list[Row]:
     """Return the held-out reward of the student before and after learning from a teacher, and the teacher's reward."""
-    teacher, seconds = warm(home, args, name="teacher", right=1.0)
-    rows = [Row("warm-up of the teacher", seconds, None, "s")]
+    teacher, seconds = warm_teacher(home, args)
+    path = write_two_word_texts(home / "texts.txt")
+    texts = f', path = "{path}", num_tasks = {DISTIL_TEXTS["train"]}'
+    reward = measure_held_out_reward(home, teacher, path, args)
+    rows = [
+        Row("warm-up of the teacher", seconds, None, "s"),
+        Row("held-out reward of the teacher", reward, None, "", MIN_TEACHER_REWARD, at_least=True),
+    ]
     for algorithm, steps in DISTIL_STEPS.items():
-        settings: dict[str, Any] = {"seed": args.seed, "model": student, "device": args.device, "batch": 256}
+        settings: dict[str, Any] = {"seed": args.seed, "model": student, "device": args.device}
+        settings |= {"batch": args.distil_batch, "group": 1, "off_policy": 2, "texts": texts}
         name, steps = f"distil-{algorithm}", min(steps, args.steps)
-        config = RL.format(name=name, steps=steps, off_policy=2, lr=args.distil_lr, **settings)
-        config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device)
+        config = RL.format(name=name, steps=steps, lr=args.distil_lr or DISTIL_LR[algorithm], **settings)
+        config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device, texts=texts)
         observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
         if len(observation.rewards) < steps:
             raise SystemExit(f"{name} trained {len(observation.rewards)} of {steps} steps in {TIMEOUT:g} s")
         rewards = observation.metrics["eval/held-out/avg"]
-        print(f"{algorithm}: held-out reward " + " ".join(f"{reward:.3f}" for reward in rewards))
-        if algorithm == "sft":  # its rollouts are the teacher's
-            reward = statistics.fmean(observation.rewards)
-            rows.append(Row("reward of the teacher", reward, None, "", MIN_TEACHER_REWARD, at_least=True))
+        print(f"{algorithm}: held-out reward " + " ".join(f"{reward:.3f}" for reward in rewards), flush=True)
         rows.append(Row(f"{algorithm}: held-out reward before", rewards[0], None, "", START))
         rows.append(Row(f"  after {steps} steps", rewards[-1], None, "", MIN_DISTILLED_REWARD, at_least=True))
         rows += [Row(f"  {row.name}", row.ours, None, row.unit) for row in _step_rows(observation)[:1]]
     return rows
+
+
+def write_two_word_texts(path: Path) -> Path:
+    """Write texts of two words for training and for the held-out eval, and return the path.
+
+    By default, the held-out tasks are mostly single words that no training text has. SmolLM2 has to know how a word is
+    spelled to reverse it, so a model that learns the training texts perfectly is far from perfect on those.
+    """
+    configs = [reversal.ReversalTextsConfig(split=split, num_tasks=count) for split, count in DISTIL_TEXTS.items()]
+    texts = [text for config in configs for text in reversal.generate_texts(config) if " " in text]
+    path.write_text("\n".join(texts))
+    return path
+
+
+def measure_held_out_reward(home: Path, model: Path, texts: Path, args: Any) -> float:
+    """Return the mean reward of a model on the held-out tasks of `distil`."""
+    name = f"eval-{model.name}"
+    flags = f"--name {name} -m {model} -n 128 -r 1 -c 128 --max-turns 1 --inference.device {args.device}".split()
+    flags += ["--sampling.temperature", "1.0", "--sampling.max-tokens", "48"]
+    flags += ["--taskset.split", "eval", "--taskset.path", str(texts)]
+    command = ramify_command("eval", "reverse-text", *flags)
+    result = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=TIMEOUT)
+    if result.returncode:
+        raise SystemExit(f"ramify eval exited with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
+    return float(result.stdout.split("avg@1")[1].split()[0])
 
 
 def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
@@ -439,6 +479,8 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
         model=model,
         device=args.device,
         batch=args.mismatch_batch,
+        group=16,
+        texts="",
         off_policy=0,
         lr=args.lr,
     )
@@ -462,7 +504,8 @@ def main() -> int:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--steps", type=int, default=STEPS)
     flags.add_argument("--lr", type=float, default=3e-5)
-    flags.add_argument("--distil-lr", type=float, default=1e-4)
+    flags.add_argument("--distil-lr", type=float, help=f"by default {DISTIL_LR}")
+    flags.add_argument("--distil-batch", type=int, default=512, help="rollouts a step of `distil`")
     flags.add_argument("--off-policy", type=int, default=1)
     flags.add_argument("--right", type=float, default=0.15, help="share of right answers in the warm-up")
     flags.add_argument("--warm-steps", type=int, default=400)
@@ -484,7 +527,7 @@ def main() -> int:
         rows += tail(home, args) if args.only in (None, "tail") else []
         if args.only in ("speed", "tail"):
             return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
-        model, seconds = warm(home, args)
+        model, seconds = warm_student(home, args)
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
         for run in (learn, mismatch, distil):
             if args.only in (None, run.__name__):
