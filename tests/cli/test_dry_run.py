@@ -130,11 +130,13 @@ def test_flags_that_a_command_adds_itself_are_not_named(capsys):
         assert any(line.endswith(f"({flag})") for line in lines)
 
 
-@pytest.mark.parametrize("command", ["rl", "eval"])
+@pytest.mark.parametrize("command", [["rl", "--dry-run"], ["eval", "--dry-run"], ["eval"]])
 def test_first_task_with_an_unusable_image_is_refused(command, capsys):
-    assert main([command, "envs.py:Linked", "-m", "tiny-vision", "--dry-run"]) == 2
+    name, *flags = command
+    assert main([name, "envs.py:Linked", "-m", "tiny-vision", *flags]) == 2
     message = capsys.readouterr().err
     assert "task.prompt" in message and "https://example.com/cat.png" in message
+    assert not Path("outputs").exists()
 
 
 def test_eval_refuses_images_for_a_text_model(capsys):

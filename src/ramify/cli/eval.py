@@ -69,7 +69,7 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     environment = Environment.load(config.source)
     rollouts = asyncio.run(load_plan(environment, config))
     check_server(config, environment)
-    check_first_task(config, environment, rollouts[0].task)
+    asyncio.run(check_first_task(config, environment, rollouts[0].task))
     path = get_run_path(config)
     missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
     dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])

@@ -8,12 +8,15 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from ramify.async_calls import call_storage
 from ramify.env import Task
 from ramify.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, RamifyError
 from ramify.evals.config import EvalConfig
 from ramify.evals.engine_process import EngineProcess
+from ramify.evals.task_digest import IMAGE_TIMEOUT
 from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
@@ -44,10 +47,14 @@ def check_server(config: EvalConfig, environment: Environment) -> None:
         _check_port(config.server.host, config.server.port)
 
 
-def check_first_task(config: EvalConfig, environment: Environment, task: Task) -> None:
-    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take."""
+async def check_first_task(config: EvalConfig, environment: Environment, task: Task) -> None:
+    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take.
+
+    Raises StorageFailed if the images cannot be read within IMAGE_TIMEOUT seconds.
+    """
+    what = f"the images of task {task.identity}"
     try:
-        has_images = check_prompt_images(task)
+        has_images = await call_storage(partial(check_prompt_images, task), what, timeout=IMAGE_TIMEOUT)
     except EnvironmentFault as error:
         raise ConfigInvalid(f"taskset: {error.message}") from error
     if has_images and not isinstance(config.inference, ExternalConfig):

@@ -18,7 +18,7 @@ from ramify.evals.engine_process import EngineProcess
 from ramify.evals.eval_input import EvalInput, read_config
 from ramify.evals.group_scoring import score_pending_groups
 from ramify.evals.plan import PlannedRollout, find_missing, load_plan
-from ramify.evals.policy import check_server, fetch_served_model, open_policy
+from ramify.evals.policy import check_first_task, check_server, fetch_served_model, open_policy
 from ramify.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
@@ -124,6 +124,7 @@ async def evaluate_async(
         environment = Environment.load(source, keep_sandboxes=keep_workdirs)
     rollouts = await load_plan(environment, config)
     check_server(config, environment)
+    await check_first_task(config, environment, rollouts[0].task)
     if not environment.has_rewards:
         display.print_line(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"

@@ -8,6 +8,8 @@ from ramify.env.task import IDENTITY_DIGITS
 from ramify.errors import EnvironmentFault
 from ramify.harness.initial_messages import build_initial_messages
 
+IMAGE_TIMEOUT = 60.0  # seconds to read the images of one task
+
 
 def compute_task_digest(task: Task) -> str:
     """Return the digest of a task's content, and of the image files that its prompt names with `file://`.
