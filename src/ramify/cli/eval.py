@@ -71,7 +71,9 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     check_server(config, environment)
     asyncio.run(check_first_task(config, environment, rollouts[0].task))
     path = get_run_path(config)
-    missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
+    missing_rollouts = asyncio.run(
+        find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
+    )
     dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
     return 0
 

@@ -130,9 +130,8 @@ async def evaluate_async(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"
         )
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
-        revision = _check_environment(
-            store, _observe_environment(environment, rollouts, config), display, accept=accept_changes
-        )
+        observed = await _observe_environment(environment, rollouts, config)
+        revision = _check_environment(store, observed, display, accept=accept_changes)
         with wrap_storage_errors(path):
             write_toml(config, path / "config.toml")
             if keep_workdirs:
@@ -205,7 +204,7 @@ class EvalRunner:
             self.progress.finish_rollout(row)
 
 
-def find_rollouts_to_run(
+async def find_rollouts_to_run(
     config: EvalConfig,
     environment: Environment,
     rollouts: Sequence[PlannedRollout],
@@ -223,19 +222,18 @@ def find_rollouts_to_run(
     with RunStore.open(path, write=False) as store:
         check_identity(store, config.identity, accept_changes)
         if not accept_changes:
-            check_no_changes(
-                store, find_changes(store, {SOURCE_NAME: _observe_environment(environment, rollouts, config)})
-            )
+            observed = await _observe_environment(environment, rollouts, config)
+            check_no_changes(store, find_changes(store, {SOURCE_NAME: observed}))
         return find_missing(rollouts, {row.id: row for row in store.rollouts(source=SOURCE_NAME)})
 
 
-def _observe_environment(
+async def _observe_environment(
     environment: Environment, rollouts: Sequence[PlannedRollout], config: EvalConfig
 ) -> ObservedEnvironment:
     tasks = [rollout.task for rollout in rollouts if rollout.repetition == 0]
     return ObservedEnvironment(
         environment.identity,
-        {number: compute_task_digest(task) for number, task in enumerate(tasks)},
+        {number: await compute_task_digest(task) for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
         num_tasks=len(tasks) if len(tasks) < config.num_tasks else None,
     )
