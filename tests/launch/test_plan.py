@@ -17,6 +17,7 @@ from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
+from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
@@ -104,6 +105,7 @@ def test_roles_and_preloaded_modules(tmp_path):
     assert specs["trainer"].role is ProcessRole.FOLLOWER
     assert specs["inference"].role is ProcessRole.SERVICE
     assert {name for name, spec in specs.items() if spec.preload_modules} == {"inference", "trainer"}
+    assert get_import_env(specs["inference"].env) == get_import_env(specs["trainer"].env)  # so they are forked from one
     gpu_specs = build_plan(config(tmp_path), gpus=[gpu(0)]).process_specs
     assert not any(spec.preload_modules for spec in gpu_specs)
 

@@ -16,10 +16,11 @@ import pytest
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding, prefork_shared_modules
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
+from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.launch.launchers import build_leases
 from tests.launch.scripts import until
 
-ENVIRONMENT = {"RAMIFY_TEST": "seen"}
+ENVIRONMENT = {"RAYON_NUM_THREADS": "3"}
 
 
 def with_timeout(test):
@@ -85,7 +86,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", str(STOP_TIMEOUT)]
             assert watcher.parent() == server
             assert os.getsid(command.pid) == watcher.pid
-            assert command.environ()["RAMIFY_TEST"] == "seen"
+            assert command.environ()["RAYON_NUM_THREADS"] == "3"
     assert has_exited(server) and has_exited(watcher) and has_exited(command)
 
 
@@ -136,12 +137,36 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
         assert has_exited(command)
 
 
-def test_fork_server_needs_two_processes_with_the_same_environment(tmp_path):
+def test_fork_server_needs_two_processes_that_import_with_the_same_environment(tmp_path):
     first, second = build_specs(tmp_path, ("--version",))
     with prefork_shared_modules([first]) as client:
         assert client is None
     with prefork_shared_modules([first, dataclasses.replace(second, env={})]) as client:
         assert client is None
+
+
+@with_timeout
+async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatch):
+    """The reserved ports, for example, differ between an engine and a trainer."""
+    code = f"import os, sys; print(os.environ.get({RESERVED_PORTS_VARIABLE!r}), 'colorsys' in sys.modules)"
+    (tmp_path / "print_ports.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    specs = [
+        ProcessSpec(
+            name,
+            (sys.executable, "-m", "print_ports"),
+            tmp_path / f"{name}.log",
+            env=ENVIRONMENT | variables,
+            preload_modules=("colorsys",),
+        )
+        for name, variables in [("engine", {RESERVED_PORTS_VARIABLE: "5001,5002"}), ("trainer", {})]
+    ]
+    with prefork_shared_modules(specs) as client:
+        assert client is not None
+        for spec, output in zip(specs, ("5001,5002 True\n", "None True\n"), strict=True):
+            async with run_process(spec, client) as process:
+                assert await process.wait_for_exit() == 0
+            assert spec.log.read_text() == output
 
 
 @with_timeout

@@ -27,7 +27,7 @@ from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
-from ramify.processes.prefork import PreforkClient, is_forkable, start_prefork_server
+from ramify.processes.prefork import PreforkClient, get_import_env, is_forkable, start_prefork_server
 from ramify.wire.address import is_listening
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
@@ -281,14 +281,16 @@ class SupervisedProcess:
 
 
 def prefork_shared_modules(specs: Sequence[ProcessSpec]) -> AbstractContextManager[PreforkClient | None]:
-    """Start a fork server for the processes that preload modules, if there are two or more with the same environment.
+    """Start a fork server for the processes that preload modules, if there are two or more.
 
-    The context yields a client of the server, or None without one.
+    Their environments may differ only in variables of Ramify, such as the reserved ports. The context yields a client
+    of the server, or None without one.
     """
     forkable = [spec for spec in specs if is_forkable(spec.command, spec.preload_modules)]
-    if len(forkable) < 2 or any(spec.env != forkable[0].env for spec in forkable):
+    import_envs = [get_import_env(spec.env) for spec in forkable]
+    if len(forkable) < 2 or any(env != import_envs[0] for env in import_envs):
         return contextlib.nullcontext()
-    return start_prefork_server(forkable[0].preload_modules, forkable[0].env)
+    return start_prefork_server(forkable[0].preload_modules, import_envs[0])
 
 
 async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> bool:

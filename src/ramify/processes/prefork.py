@@ -28,13 +28,14 @@ from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
 MAX_MESSAGE_BYTES = 1 << 16  # of a request
 TITLE_PADDING = " " * 1024  # an argument that leaves room for the titles of the forked processes
+LATE_PREFIX = "RAMIFY_"  # of variables that Ramify reads after the imports, so that they can be set in a forked process
 
 
 class PreforkClient:
-    """The connection to a fork server, whose environment has the additional variables `env`."""
+    """The connection to a fork server, which has imported its modules with the additional variables `import_env`."""
 
-    def __init__(self, request_socket: socket.socket, env: Mapping[str, str]) -> None:
-        self._request_socket, self._env = request_socket, dict(env)
+    def __init__(self, request_socket: socket.socket, import_env: Mapping[str, str]) -> None:
+        self._request_socket, self._import_env = request_socket, dict(import_env)
 
     def request_fork(
         self,
@@ -49,9 +50,10 @@ class PreforkClient:
 
         `fds` are the control socket of its watcher and the file for its output.
         """
-        if not is_forkable(command, modules) or env != self._env:
+        if not is_forkable(command, modules) or get_import_env(env) != self._import_env:
             return False
-        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules}
+        late_env = {name: value for name, value in env.items() if name.startswith(LATE_PREFIX)}
+        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules, "env": late_env}
         try:
             socket.send_fds(self._request_socket, [json.dumps(request).encode()], fds)
         except OSError:  # the fork server is dead
@@ -64,9 +66,15 @@ def is_forkable(command: Sequence[str], modules: Sequence[str]) -> bool:
     return bool(modules) and tuple(command[:2]) == PYTHON_MODULE
 
 
+def get_import_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries may read when they are imported: all but those of Ramify."""
+    return {name: value for name, value in env.items() if not name.startswith(LATE_PREFIX)}
+
+
 @contextlib.contextmanager
 def start_prefork_server(modules: Sequence[str], env: Mapping[str, str]) -> Generator[PreforkClient]:
-    """Start a fork server that imports `modules`, with additional environment variables, and yield its client."""
+    """Start a fork server for processes with these modules and additional variables, and yield its client."""
+    import_env = get_import_env(env)
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with parent_socket, child_socket:
         parent_socket.setblocking(False)
@@ -75,12 +83,12 @@ def start_prefork_server(modules: Sequence[str], env: Mapping[str, str]) -> Gene
             stdin=child_socket.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # a failing import is reported when the process is started directly
-            env={**os.environ, **env},
+            env={**os.environ, **import_env},
             start_new_session=True,
         )
         child_socket.close()
         try:
-            yield PreforkClient(parent_socket, env)
+            yield PreforkClient(parent_socket, import_env)
         finally:
             server.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
@@ -115,6 +123,7 @@ def main(parent_pid: int, modules: Sequence[str]) -> None:
         os.dup2(fd, number)
     for fd in fds:
         os.close(fd)
+    os.environ.update(request["env"])
     command, stop_timeout = request["command"], request["stop_timeout"]
     _set_process_title([*PYTHON_MODULE, "ramify.processes.watcher", str(stop_timeout), *command])
     fork_under_watcher(stop_timeout=stop_timeout)
