@@ -6,15 +6,18 @@ The job can be requeued at any moment: the same command continues the run. Slurm
 allocation ends; the run then saves a checkpoint and exits with 75, and the script requeues its job.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.config import raise_config_invalid
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
+from ramify.processes.probe import run_probe
 
 STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
+SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `setup`
 
 START_RAY = r"""
 # A thousand ports by job and restart, so that jobs on one node seldom collide; below those of outgoing connections.
@@ -117,11 +120,14 @@ def build_batch_script(
     """Return the batch script that runs `ramify rl` with these arguments in `working_directory`.
 
     `bin_directory` has the commands `ramify` and `ray`; logs go to `job_directory`. All three must be on all nodes.
-    Raises ConfigInvalid if the configuration does not say how many nodes to allocate.
+    Raises ConfigInvalid if the configuration does not say how many nodes to allocate, or if an entry of `setup` is not
+    a complete command.
     """
     cluster = config.cluster
     if cluster.num_nodes is None:
         raise_config_invalid([("cluster.num_nodes", "expected the number of nodes to allocate, got none")])
+    if problems := _find_setup_problems(cluster.slurm.setup):
+        raise_config_invalid(problems)
     node, slurm = cluster.node, cluster.slurm
     options = {
         "--job-name": config.path.name.replace("/", "-"),
@@ -153,7 +159,7 @@ def build_batch_script(
             "",
             f"cd {shlex.quote(str(working_directory))} || exit 1",
             f"export PATH={shlex.quote(str(bin_directory))}:$PATH",
-            *(line for setup in slurm.setup for line in _check_command(setup)),
+            *(line for command in slurm.setup for line in _run_or_exit(command)),
             *settings,
             START_RAY.rstrip(),
             "",
@@ -168,7 +174,21 @@ def build_batch_script(
     )
 
 
-def _check_command(command: str) -> list[str]:
+def _find_setup_problems(commands: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the key and the problem of each command that the shell cannot parse on its own."""
+    problems: list[tuple[str, str]] = []
+    for index, command in enumerate(commands):
+        group = f"{{\n:\n{command}\n}}"  # a command that is not complete takes the closing brace as part of it
+        result = run_probe(["bash", "-n", "-c", group], timeout=SYNTAX_CHECK_TIMEOUT)
+        if not result.ok:
+            reason = re.sub(r"^bash: -c: line \d+: ", "", result.text)
+            problem = f"expected a complete shell command, got {command!r} ({reason})"
+            advice = "put lines that belong together into one entry, separated by \\n"
+            problems.append((f"cluster.slurm.setup.{index}", f"{problem}; {advice}"))
+    return problems
+
+
+def _run_or_exit(command: str) -> list[str]:
     """Return the lines that run a shell command, and end the script if it fails."""
     message = shlex.quote(f"setup failed: {command}")
     return [command, f"(($? == 0)) || {{ echo {message} >&2; exit 1; }}"]

@@ -89,8 +89,9 @@ class SlurmConfig(Config):
     """Seconds before the end of the allocation at which the run is asked to stop. It then has 30 seconds less than
     this to save a checkpoint; that time replaces `launch.grace_period`."""
     setup: list[str] = []
-    """Shell commands that the script runs first, such as `source /shared/venv/bin/activate`. Variables that they export
-    reach all nodes. The job ends if one fails."""
+    """Shell commands that the script runs first, such as `source /shared/venv/bin/activate`. Each entry is a complete
+    command: an `if` and its `fi` are in the same one. Variables that they export reach all nodes. The job ends if one
+    fails."""
     extra_args: list[str] = []
     """Further options of sbatch, such as `--constraint=h100`."""
 
