@@ -47,7 +47,7 @@ def read_image(value: Any, read_url: ReadUrl) -> Media:
         content = next((table[key] for key in ("url", "bytes", "path") if table.get(key) is not None), None)
     if isinstance(content, Media):
         content = content.data
-    if isinstance(content, str):
+    if isinstance(content, str) and content:
         return read_url(content)
     if isinstance(content, bytes | bytearray | memoryview):
         data = bytes(cast(bytes, content))
