@@ -225,6 +225,24 @@ def test_sdks_raise_their_own_error_for_a_bad_image(run_scenario, vision):
     run_scenario([], check, renderer=vision)
 
 
+@pytest.mark.parametrize("path", ["square.png", "/work/square.png", "./a b.png", "C:\\square.png"])
+def test_a_path_as_image_is_refused_with_what_is_expected(run_scenario, vision, path):
+    chat_part = {"type": "image_url", "image_url": {"url": path}}
+    block = {"type": "image", "source": {"type": "url", "url": path}}
+
+    async def check(scenario: Scenario) -> None:
+        for route, part in (("/chat/completions", chat_part), ("/messages", block)):
+            body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 50}
+            answer = await scenario.post(route, body)
+            message = answer.json()["error"]["message"]
+            expected = "image: expected a data URL such as data:image/png;base64,iVBORw0KGgo..., found"
+            assert answer.status_code == 400 and f"{expected} {path!r}, which is no URL" in message
+            assert "; read the file and send its bytes in base64" in message
+        assert {refusal["name"] for refusal in scenario.trace.info["refusals"]} == {"ImageInvalid"}
+
+    run_scenario([], check, renderer=vision)
+
+
 def test_an_image_for_a_text_model_is_refused(run_scenario):
     async def check(scenario: Scenario) -> None:
         with pytest.raises(openai.BadRequestError, match="is a text model"):

@@ -8,6 +8,7 @@ than data URLs are kept unread, as `text/uri-list`, for models behind an API.
 import base64
 import binascii
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ FILE_SCHEME = "file://"
 IMAGE_PART_TYPES = ("image_url", "input_image", "image")
 IMAGE_KEYS = ("image_url", "image", "path", "url")
 IMAGE_PART_EXAMPLE = "{'type': 'image_url', 'image_url': {'url': URL}}"
+SCHEME_PATTERN = r"[A-Za-z][A-Za-z0-9+.-]+:"  # two letters or more: one is a drive, as in C:\\cat.png
 MEDIA_ADVICE = "for an image, use Media.from_bytes(data, 'image/png') of ramify.trace"
 
 ReadUrl = Callable[[str], Media]
@@ -105,8 +107,12 @@ def _parse_file_url(url: str) -> Path:
 
 
 def read_client_url(url: str) -> Media:
-    """Return the image of a data URL, or an entry that holds any other URL. Raises ImageInvalid."""
+    """Return the image of a data URL, or an entry that holds any other URL. Raises ImageInvalid, also for a path."""
     if not url.startswith("data:"):
+        if not re.match(SCHEME_PATTERN, url):
+            expected = "a data URL such as data:image/png;base64,iVBORw0KGgo..."
+            advice = "read the file and send its bytes in base64"
+            raise ImageInvalid(f"image: expected {expected}, found {url!r:.80}, which is no URL; {advice}")
         return Media.from_bytes(url.encode(), URI_LIST_MIME)
     head, comma, data = url.partition(",")
     mime = head.removeprefix("data:").partition(";")[0]
