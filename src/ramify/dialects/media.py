@@ -27,7 +27,7 @@ FILE_SCHEME = "file://"
 IMAGE_PART_TYPES = ("image_url", "input_image", "image")
 IMAGE_KEYS = ("image_url", "image", "path", "url")
 IMAGE_PART_EXAMPLE = "{'type': 'image_url', 'image_url': {'url': URL}}"
-SCHEME_PATTERN = r"[A-Za-z][A-Za-z0-9+.-]+:"  # two letters or more: one is a drive, as in C:\\cat.png
+SCHEME_PATTERN = r"[A-Za-z][A-Za-z0-9+.-]+:"  # two letters or more: one is a drive, as in C:\cat.png
 MEDIA_ADVICE = "for an image, use Media.from_bytes(data, 'image/png') of ramify.trace"
 
 ReadUrl = Callable[[str], Media]
