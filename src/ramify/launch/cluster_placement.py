@@ -1,14 +1,14 @@
 """Where the processes of a run go on the nodes of a cluster: checked before anything starts; `--dry-run` prints it."""
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ClusterTooSmall
 from ramify.launch.cluster_demands import build_demands
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.memory import GIB
+from ramify.launch.memory import GIB, ModelSize
 from ramify.launch.placement import ProcessDemand, list_by_node, place_processes
 from ramify.orchestrate.config import RunConfig
 
@@ -48,19 +48,37 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlaceme
     if len(nodes) > 1 and config.cluster.shared_directory is None:
         problem = f"the cluster has {len(nodes)} nodes, so a directory that all of them reach is needed"
         raise_config_invalid([("cluster.shared_directory", problem)])
-    demands = build_demands(config, config.cluster, nodes)
-    try:
+    find_size = cache(ModelSize.from_name)
+
+    def place(max_derived_cores: int | None = None) -> ClusterPlacement:
+        demands = build_demands(config, config.cluster, nodes, find_size=find_size, max_derived_cores=max_derived_cores)
         node_names = place_processes(demands, nodes)
+        placed_demands = tuple(demand for demand in demands if demand.name in node_names)
+        return ClusterPlacement(tuple(nodes), placed_demands, node_names)
+
+    try:
+        return place()
     except ClusterTooSmall:
-        for max_cores in range(max(demand.cores for demand in demands) - 1, 0, -1):
-            demands = build_demands(config, config.cluster, nodes, max_derived_cores=max_cores)
-            with contextlib.suppress(ClusterTooSmall):
-                node_names = place_processes(demands, nodes)
-                break
-        else:
+        placement = _place_with_fewer_cores(place, max((int(node.num_cpus) for node in nodes), default=1))
+        if placement is None:
             raise
-    placed_demands = tuple(demand for demand in demands if demand.name in node_names)
-    return ClusterPlacement(tuple(nodes), placed_demands, node_names)
+        return placement
+
+
+def _place_with_fewer_cores(place: Callable[[int], ClusterPlacement], max_cores: int) -> ClusterPlacement | None:
+    """Return the placement with the most derived cores that fits, below `max_cores`; None if one core is too many."""
+    try:
+        best = place(1)
+    except ClusterTooSmall:
+        return None
+    num_fitting, num_too_many = 1, max_cores
+    while num_too_many - num_fitting > 1:
+        num_cores = (num_fitting + num_too_many) // 2
+        try:
+            best, num_fitting = place(num_cores), num_cores
+        except ClusterTooSmall:
+            num_too_many = num_cores
+    return best
 
 
 def check_allocation(config: RunConfig) -> None:
