@@ -5,11 +5,9 @@ the address is tried first with a TCP connection, and `ray.init` runs in a threa
 """
 
 import asyncio
-import contextlib
-import logging
 import os
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +15,13 @@ from urllib.parse import urlsplit
 from ramify.async_calls import call_in_daemon_thread
 from ramify.errors import ConfigInvalid
 from ramify.interactive import run_coroutine
+from ramify.log_filters import hide_log_records
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray uses its value for the address `auto`
 TCP_TIMEOUT = 5.0  # seconds to open a TCP connection
 INIT_TIMEOUT = 60.0  # seconds for all of it; Ray needs a few if the machine is not busy
+# Ray says so because it is not in the main thread. The supervisor handles the signal.
+SIGTERM_WARNING = "SIGTERM handler is not set"
 
 
 def connect_to_ray(address: str) -> Any:
@@ -37,7 +38,7 @@ def connect_to_ray(address: str) -> Any:
 
     def initialize() -> None:
         _check_listening(variable or address)
-        with _hide_thread_warning():
+        with hide_log_records("ray._private.worker", SIGTERM_WARNING):
             ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
 
     try:
@@ -64,18 +65,3 @@ def _check_listening(address: str) -> None:
         return
     if host and port:
         socket.create_connection((host, port), timeout=TCP_TIMEOUT).close()
-
-
-@contextlib.contextmanager
-def _hide_thread_warning() -> Generator[None]:
-    """Hide Ray's warning that it handles no SIGTERM because it is not in the main thread: the supervisor handles it."""
-    logger = logging.getLogger("ray._private.worker")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("SIGTERM handler is not set")
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

@@ -6,7 +6,6 @@ function unchanged.
 """
 
 from dataclasses import dataclass
-from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, WeightsRefused
+from ramify.log_filters import hide_log_records
 from ramify.model.layer_types import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
@@ -25,7 +25,8 @@ from ramify.model.recurrent_state import StateSpec, probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
 
 ATTENTION_NAME = "ramify_paged"
-IDEFICS3_DEFAULT_WARNING = "(between 0 and 31999), got 128002"  # vocabulary and padding of the default config
+# About the default config of Idefics3, which transformers compares each config to: its vocabulary and its padding.
+IDEFICS3_DEFAULT_WARNING = "(between 0 and 31999), got 128002"
 ENGINE_UNIFORM_SETTINGS = {"num_attention_heads", "num_key_value_heads", "head_dim"}  # one value for all layers
 
 
@@ -88,16 +89,11 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> Load
 
 def load_config(path: Path) -> Any:
     """Load the Hugging Face config of a model directory. Raises ModelUnsupported."""
-    getLogger("transformers.configuration_utils").addFilter(_is_about_the_model)
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        with hide_log_records("transformers.configuration_utils", IDEFICS3_DEFAULT_WARNING):
+            return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
-
-
-def _is_about_the_model(record: LogRecord) -> bool:
-    """Return False for a warning about the default config of Idefics3, which transformers compares each config to."""
-    return IDEFICS3_DEFAULT_WARNING not in record.getMessage()
 
 
 def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
