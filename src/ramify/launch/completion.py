@@ -7,6 +7,7 @@ from typing import Any
 from ramify.config import to_old_keys
 from ramify.errors import ConfigInvalid
 from ramify.fencing.directory_store import DirectoryStore
+from ramify.interactive import run_coroutine
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
@@ -57,7 +58,10 @@ def check_environments(store: RunStore, environments: Mapping[str, dict[str, Any
 
 
 def mark_finished(config: RunConfig) -> int:
-    """Record that the run is finished, and return its number of steps: fewer than `max_steps` if tasks ran out."""
+    """Record that the run is finished, and return its number of steps: fewer than `max_steps` if tasks ran out.
+
+    Raises StorageFailed if the shared storage does not answer.
+    """
     with open_run(config.path, config.identity, lock_timeout=READER_TIMEOUT) as store:
         num_steps = Ledger.open(store).progress().committed
         if num_steps < config.max_steps:
@@ -65,7 +69,7 @@ def mark_finished(config: RunConfig) -> int:
         store.set_fact(FINISHED_KEY, num_steps)
         if config.shared_path is not None:
             shared, find_group_file = DirectoryStore(config.shared_path), partial(get_top_logprobs_path, config.path)
-            HeadReplicator(store, shared, find_group_file).replicate_blocking()
+            run_coroutine(HeadReplicator(store, shared, find_group_file).replicate())
     return num_steps
 
 

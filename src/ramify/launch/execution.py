@@ -22,6 +22,7 @@ from ramify.launch.published_weights import hold_weights_directory, save_final_w
 from ramify.launch.run_lock import lock_run
 from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
+from ramify.launch.shared_storage import CLEANUP_TIMEOUT, call_storage_blocking
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
@@ -71,13 +72,14 @@ def execute_plan(
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with wrap_storage_errors(path):
             plan.write()
-        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs)
-        with hold_weights_directory(config), leases as earlier:
+        print_line = display.print_line
+        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
+        with hold_weights_directory(config, print_line), leases as earlier:
             try:
                 outcome = run_coroutine(_supervise(plan, display, launcher, epoch, earlier))
             except RamifyError as error:
-                if isinstance(error, StorageFailed):  # what follows uses the same storage, and may hang
-                    display.print_line(f"{error.name}: {error.message}")
+                if isinstance(error, StorageFailed):  # what follows uses the same storage, and may take long
+                    print_line(f"{error.name}: {error.message}")
                 _record_failure(path, error)
                 raise
             if outcome is RunOutcome.FINISHED:
@@ -88,9 +90,14 @@ def execute_plan(
 
 def _record_failure(path: Path, error: RamifyError) -> None:
     """Record the failure that ended the run, for `ramify why`, if the store can be opened."""
-    if (path / DATABASE_NAME).is_file():
-        with contextlib.suppress(RamifyError), RunStore.open(path) as store:
-            RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
+
+    def record() -> None:
+        if (path / DATABASE_NAME).is_file():
+            with RunStore.open(path) as store:
+                RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
+
+    with contextlib.suppress(RamifyError):
+        call_storage_blocking(record, path, timeout=CLEANUP_TIMEOUT)
 
 
 async def _supervise(

@@ -17,13 +17,13 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ramify.errors import ProcessReplaced, RunBusy
-from ramify.fencing.directory_store import DirectoryStore
 from ramify.fencing.head_log import HeadLog, LogPosition
 from ramify.fencing.token import FencingToken
 from ramify.files import fsync_path
@@ -33,6 +33,7 @@ from ramify.launch.shared_directory import (
     link_shared_directory,
     move_shared_aside,
 )
+from ramify.launch.shared_storage import TimedDirectoryStore, call_storage_blocking
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.store import RunStore, wrap_storage_errors
@@ -60,18 +61,18 @@ def prepare_head(
 
     Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
     missing, or if its history is that of another run, unless `accept_changes`; ProcessReplaced if another head takes
-    over at the same time.
+    over at the same time; StorageFailed if the storage does not answer.
     """
     run, shared = config.path, config.shared_path
     assert shared is not None
     with wrap_storage_errors(shared):
-        check_shared_parent(shared.parent)
+        call_storage_blocking(partial(check_shared_parent, shared.parent), shared)
         if run.exists():
             _wait_until_unused(run)  # a process that is still ending might create one more entry
-        log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
+        log, state = HeadLog(TimedDirectoryStore(shared)), read_local_state(run)
         if fresh:
             token, _ = log.claim_epoch(keep_history=False)
-            move_shared_aside(run, shared)
+            call_storage_blocking(partial(move_shared_aside, run, shared), shared)
             _begin_history(run, token.epoch)
         elif state is not None and _is_newest(log, state):
             token = FencingToken(state.epoch)
@@ -79,19 +80,19 @@ def prepare_head(
             has_history, identity = _read_identity(log)
             if has_history:
                 compare_identities(shared, identity, config.identity, accept_changes)
-            elif state is None:
-                link_shared_directory(run, shared)  # raises if the run has checkpoints of its own
+            elif state is None:  # raises if the run has checkpoints of its own
+                call_storage_blocking(partial(link_shared_directory, run, shared), shared)
             token, _ = log.claim_epoch()
             old_run = None
             if has_history and run.exists():
                 old_run = _move_older_head(run)
             elif state is not None:  # a start with `fresh` was interrupted, or a head before its first entry
-                old_run = move_shared_aside(run, shared)
+                old_run = call_storage_blocking(partial(move_shared_aside, run, shared), shared)
             step = _restore(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
             if token.epoch:
                 print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
-        link_shared_directory(run, shared)
+        call_storage_blocking(partial(link_shared_directory, run, shared), shared)
         return token.epoch
 
 
@@ -104,11 +105,15 @@ def read_local_state(run: Path) -> HeadState | None:
 
 
 def check_newest_head(run: Path) -> None:
-    """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one."""
+    """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one.
+
+    Raises StorageFailed if the shared storage does not answer.
+    """
     if (state := read_local_state(run)) is not None:
-        shared = (run / CHECKPOINTS_DIR).resolve().parent
-        with wrap_storage_errors(shared):
-            is_newest = _is_newest(HeadLog(DirectoryStore(shared)), state)
+        checkpoints = run / CHECKPOINTS_DIR
+        with wrap_storage_errors(checkpoints):
+            shared = call_storage_blocking(checkpoints.resolve, checkpoints).parent
+            is_newest = _is_newest(HeadLog(TimedDirectoryStore(shared)), state)
         if not is_newest:
             raise ProcessReplaced(f"{run} is that of an older head: another machine has continued the run; work there")
 
@@ -136,18 +141,22 @@ def _read_identity(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
 
 def _begin_history(run: Path, epoch: int) -> int:
     """Start the log of a run that has none, but may have run without one; return the last committed step."""
-    with RunStore.open(run) as store:
-        start_replication(store, epoch)
-        ledger = Ledger.open(store)
-        ledger.begin_epoch(epoch)
-        return ledger.progress().committed
+
+    def begin() -> int:
+        with RunStore.open(run) as store:  # which looks for checkpoints on the shared storage
+            start_replication(store, epoch)
+            ledger = Ledger.open(store)
+            ledger.begin_epoch(epoch)
+            return ledger.progress().committed
+
+    return call_storage_blocking(begin, run)
 
 
 def _restore(run: Path, shared: Path, epoch: int) -> int:
     """Restore the run directory from the history; return the last committed step."""
     partial_path = run.with_name(f".{run.name}.restoring")
     shutil.rmtree(partial_path, ignore_errors=True)
-    restore_run(DirectoryStore(shared), partial_path, epoch)
+    restore_run(TimedDirectoryStore(shared), partial_path, epoch)
     with RunStore.open(partial_path) as store:
         ledger = Ledger.open(store)
         ledger.begin_epoch(epoch)

@@ -10,7 +10,8 @@ head waits that much longer.
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from ramify.files import write_atomically
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
+from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
 from ramify.store import wrap_storage_errors
 from ramify.store.head_replication import POLL_INTERVAL
 
@@ -29,11 +31,16 @@ LEASES_DIR = "leases"  # in the shared directory
 
 @contextlib.contextmanager
 def hold_leases(
-    run: Path, shared: Path | None, epoch: int, specs: Sequence[ProcessSpec]
+    run: Path,
+    shared: Path | None,
+    epoch: int,
+    specs: Sequence[ProcessSpec],
+    *,
+    print_line: Callable[[str], None] = print,
 ) -> Generator[dict[str, EarlierProcess]]:
     """Record the leases of the processes until all have ended, and yield those of earlier supervisors that may run.
 
-    Raises ProcessReplaced if another head has taken over.
+    Raises ProcessReplaced if another head has taken over, and StorageFailed if the storage does not answer.
     """
     earlier = read_earlier_processes(run)
     delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
@@ -42,18 +49,29 @@ def hold_leases(
         return
     directory = shared / LEASES_DIR
     with wrap_storage_errors(directory):
-        earlier = {**_read_earlier_heads(directory, epoch), **earlier}
-        directory.mkdir(exist_ok=True)
-        write_atomically(_get_path(directory, epoch), msgspec.json.encode(_merge(_read(directory, epoch), delays)))
+        earlier_heads = call_storage_blocking(partial(_record_leases, directory, epoch, delays), directory)
     check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
     try:
-        yield earlier
+        yield {**earlier_heads, **earlier}
     finally:
         is_recorded = read_record(run).get("pid") == os.getpid()
         if is_recorded and not any(process.may_run for process in read_earlier_processes(run).values()):
-            with contextlib.suppress(OSError):  # the next head then waits, which does no harm
-                for number in range(epoch + 1):
-                    _get_path(directory, number).unlink(missing_ok=True)
+            # If this fails, the next head waits, which does no harm.
+            clean_up_storage(partial(_remove_leases, directory, epoch), directory, print_line)
+
+
+def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
+    """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
+    earlier_heads = _read_earlier_heads(directory, epoch)
+    directory.mkdir(exist_ok=True)
+    write_atomically(_get_path(directory, epoch), msgspec.json.encode(_merge(_read(directory, epoch), delays)))
+    return earlier_heads
+
+
+def _remove_leases(directory: Path, epoch: int) -> None:
+    """Remove the files of a head and of those before it."""
+    for number in range(epoch + 1):
+        _get_path(directory, number).unlink(missing_ok=True)
 
 
 def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:

@@ -3,17 +3,21 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
 from ramify.launch.head import read_local_state
+from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
+from ramify.store.head_replication import STORAGE_TIMEOUT
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED_DIR = "served"
+MIN_WRITE_RATE = 10e6  # bytes per second that storage must take; slower storage counts as hanging
 MAX_TRIES = 5  # the trainer may remove a version while it is being linked
 
 
@@ -63,33 +67,46 @@ def _read_epoch(config: RunConfig) -> int:
     return state.epoch if state is not None else 0
 
 
-def _remove_served_by_earlier_heads(config: RunConfig) -> None:
-    """Remove the weights that engines of earlier heads were started with; a lost head could not do so."""
-    for epoch in range(_read_epoch(config)):
-        shutil.rmtree(config.weights_directory / f"{SERVED_DIR}-{epoch}", ignore_errors=True)
+def _remove_directories(directories: Sequence[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def hold_weights_directory(config: RunConfig) -> Generator[None]:
-    """Hold the weights directory of a run; one in shared memory is removed afterwards."""
+def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] = print) -> Generator[None]:
+    """Hold the weights directory of a run; one in shared memory is removed afterwards.
+
+    The weights that engines were started with are removed, also those of earlier heads: a lost head could not do so.
+    """
+    directory = config.weights_directory
     remove_stale_directories()
     if config.shared_path is not None:
-        _remove_served_by_earlier_heads(config)
+        earlier = [directory / f"{SERVED_DIR}-{epoch}" for epoch in range(_read_epoch(config))]
+        clean_up_storage(partial(_remove_directories, earlier), directory, print_line)
     try:
-        with lock_directory(config.weights_directory):
+        with lock_directory(directory):
             yield
     finally:
-        shutil.rmtree(get_served_directory(config), ignore_errors=True)
+        clean_up_storage(partial(_remove_directories, [get_served_directory(config)]), directory, print_line)
         remove_stale_directories()
 
 
 def save_final_weights(config: RunConfig) -> None:
     """Copy the newest weights to disk, if they are in shared memory. Raises StorageFull or StorageFailed."""
-    newest = find_newest_weights(config.weights_directory)
+    published = config.weights_directory
+    newest = call_storage_blocking(partial(find_newest_weights, published), published)
     directory = get_weights_directory(config.path, "disk", config.shared_path)
-    if newest is None or newest.parent == directory or (directory / newest.name).exists():
+    if newest is None or newest.parent == directory:
         return
-    unfinished = directory / f".{newest.name}"
+    num_bytes = sum(file.stat().st_size for file in newest.rglob("*"))
     with wrap_storage_errors(directory):
+        timeout = STORAGE_TIMEOUT + num_bytes / MIN_WRITE_RATE
+        call_storage_blocking(partial(_copy_weights, newest, directory), directory, timeout=timeout)
+
+
+def _copy_weights(newest: Path, directory: Path) -> None:
+    """Copy a version of the weights into `directory`, unless it has them."""
+    if not (directory / newest.name).exists():
+        unfinished = directory / f".{newest.name}"
         shutil.copytree(newest, unfinished, dirs_exist_ok=True)
         unfinished.rename(directory / newest.name)

@@ -1,0 +1,47 @@
+"""Calls from the start and the end of a run that use files, with a deadline: a network mount that is gone hangs them.
+
+A call that hangs is left behind in its thread, and StorageFailed ends the run.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from ramify.async_calls import call_storage
+from ramify.errors import RamifyError
+from ramify.fencing.directory_store import DirectoryStore
+from ramify.interactive import run_coroutine
+from ramify.store.head_replication import STORAGE_TIMEOUT
+
+CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run needs no more
+
+T = TypeVar("T")
+
+
+def call_storage_blocking(function: Callable[[], T], what: object, *, timeout: float | None = None) -> T:
+    """Return the result of a call that reads or writes files, outside of an event loop.
+
+    Raises StorageFailed after `timeout` seconds, STORAGE_TIMEOUT by default; `what` names the files.
+    """
+    return run_coroutine(call_storage(function, str(what), timeout=STORAGE_TIMEOUT if timeout is None else timeout))
+
+
+def clean_up_storage(function: Callable[[], None], what: object, print_line: Callable[[str], None]) -> None:
+    """Call a function that removes files. If that fails, or takes too long, print a line and go on."""
+    try:
+        call_storage_blocking(function, what, timeout=CLEANUP_TIMEOUT)
+    except (OSError, RamifyError) as error:
+        reason = f"{error.name}: {error.message}" if isinstance(error, RamifyError) else f"{what}: {error}"
+        print_line(f"files were not removed: {reason}")
+
+
+class TimedDirectoryStore(DirectoryStore):
+    """A `DirectoryStore` whose methods raise StorageFailed if the storage does not answer."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create `name` with all of `data` as `DirectoryStore` does. After StorageFailed it may yet be created."""
+        return call_storage_blocking(partial(super().create, name, data), self.directory / name)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the data of `name`; None if it does not exist."""
+        return call_storage_blocking(partial(super().read, name), self.directory / name)
