@@ -96,7 +96,8 @@ def test_every_example_is_planned_without_heavy_libraries(blocked, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=blocked, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, "")
     problems = json.loads(result.stdout.splitlines()[-1])
-    assert [problem for problem in problems if "does not work here" not in problem[-1]] == []  # no container engine
+    missing = "does not work on this machine"  # a program that a runtime needs, such as bwrap or podman
+    assert [problem for problem in problems if missing not in problem[-1]] == []
 
 
 @pytest.mark.skipif(not FULL, reason="a process for every file; `every example can be planned` is the short form")

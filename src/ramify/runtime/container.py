@@ -84,7 +84,7 @@ class ContainerRuntime(ShellRuntime):
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if there are no containers here, or if they lack what the task needs."""
         if reason := find_unsupported_reason(find_engine(self.config), self.config.engine):
-            raise ConfigInvalid(f"the runtime 'container' does not work here: {reason}")
+            raise ConfigInvalid(f"the runtime 'container' does not work on this machine: {reason}")
         super().check_task(task)
 
     async def prepare(self) -> None:
@@ -245,7 +245,9 @@ class ContainerRuntime(ShellRuntime):
     def _get_engine(self) -> ContainerEngine:
         engine = find_engine(self.config)
         if engine is None:
-            raise ConfigInvalid(f"the runtime 'container' does not work here: no {self.config.engine} is installed")
+            raise ConfigInvalid(
+                f"the runtime 'container' does not work on this machine: no {self.config.engine} is installed"
+            )
         return engine
 
     def _get_container(self) -> _Container:

@@ -70,7 +70,7 @@ class HostedRuntime(ShellRuntime):
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if the SDK or the API key is missing, or if the runtime lacks what the task needs."""
         if reason := find_unsupported_reason():
-            raise ConfigInvalid(f"the runtime 'hosted' does not work here: {reason}")
+            raise ConfigInvalid(f"the runtime 'hosted' does not work on this machine: {reason}")
         super().check_task(task)
 
     async def start(self, task: Task) -> None:
