@@ -353,6 +353,28 @@ def test_filters_keep_the_likeliest_token(core):
     assert sampled_ids(narrow) == sampled_ids(greedy)
 
 
+def test_filters_biases_and_top_logprobs_of_one_batch_are_each_requests_own(core):
+    settings = [
+        {},
+        {"top_k": 3, "top_logprobs": 4},
+        {"top_p": 0.5, "logit_bias": ((7, 2.0), (9, -3.0))},
+        {"min_p": 0.2, "top_logprobs": 1},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+        {"top_p": 0.999, "logit_bias": ((7, -100.0),)},
+        {"temperature": 0.0, "logit_bias": ((11, 0.5),), "top_logprobs": 2},
+    ]
+    settings = [{"temperature": 1.3, "seed": seed, **sampling} for seed, sampling in enumerate(settings)]
+    together = run(core, *(build_request(core, [4, 8, 15], **sampling) for sampling in settings))
+    for sampling, request in zip(settings, together):
+        (alone,) = run(core, build_request(core, [4, 8, 15], **sampling))
+        assert sampled_ids(request) == sampled_ids(alone)
+        assert request.logprobs == pytest.approx(alone.logprobs, abs=CLOSE)
+        assert [[token for token, _ in top] for top in request.top_logprobs] == [
+            [token for token, _ in top] for top in alone.top_logprobs
+        ]
+        assert {len(top) for top in request.top_logprobs} <= {sampling.get("top_logprobs", 0)}
+
+
 def test_logit_bias_changes_the_distribution(core):
     (request,) = run(core, build_request(core, [4, 8], temperature=0.0, logit_bias=((42, 1000.0),)))
     assert set(sampled_ids(request)) == {42}

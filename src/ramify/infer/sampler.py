@@ -96,10 +96,12 @@ def compute_top_logprobs(logits: Tensor, num_top: int) -> TopLogprobs:
 def _scale_logits(logits: Tensor, requests: Sequence[EngineRequest]) -> Tensor:
     """Return the biased logits over the temperature, in float32, as a copy."""
     scores = logits.to(torch.float32, copy=True)
-    for row, request in enumerate(requests):
-        if request.sampling_params.logit_bias:
-            for token, bias in request.sampling_params.logit_bias:
-                scores[row, token] += bias
+    biases = [
+        (row, token, bias) for row, request in enumerate(requests) for token, bias in request.sampling_params.logit_bias
+    ]
+    if biases:
+        rows, tokens, values = (torch.tensor(column, device=scores.device) for column in zip(*biases))
+        scores.index_put_((rows, tokens), values.float(), accumulate=True)
     temperatures = [request.sampling_params.temperature or 1.0 for request in requests]
     if any(temperature != 1.0 for temperature in temperatures):
         scores.div_(torch.tensor(temperatures, device=scores.device).unsqueeze(-1))
@@ -137,26 +139,30 @@ def _search_cumulative(cumulative: Tensor, target: Tensor) -> Tensor:
 
 def _apply_top_k_top_p_min_p(weights: Tensor, rows: list[int], requests: Sequence[EngineRequest]) -> Tensor:
     """Return `weights` with 0 for tokens that top-k, top-p or min-p exclude. The likeliest token always stays."""
+    params = [requests[row].sampling_params for row in rows]
+    vocab, device = weights.shape[1], weights.device
+    top_k = torch.tensor([entry.top_k if entry.top_k > 0 else vocab for entry in params], device=device).unsqueeze(-1)
+    top_p, min_p = torch.tensor([(entry.top_p, entry.min_p) for entry in params], device=device).unsqueeze(-1).unbind(1)
+    values, order = weights[rows].sort(descending=True, stable=True)
+    keep = torch.arange(vocab, device=device) < top_k
+    kept = values * keep
+    cumulative = kept.cumsum(-1, dtype=torch.float64)
+    keep &= (cumulative - kept < top_p * cumulative[:, -1:]) | (top_p >= 1)
+    keep &= values >= min_p * values[:, :1]
+    keep[:, 0] = True  # whatever sums and products round to
     weights = weights.clone()
-    for row in rows:
-        params = requests[row].sampling_params
-        values, order = weights[row].sort(descending=True, stable=True)
-        keep = torch.ones_like(values, dtype=torch.bool)
-        if params.top_k > 0:
-            keep[params.top_k :] = False
-        if params.top_p < 1:
-            kept = values * keep
-            keep &= kept.cumsum(-1) - kept < params.top_p * kept.sum()
-        if params.min_p > 0:
-            keep &= values >= params.min_p * values[0]
-        keep[0] = True  # whatever sums and products round to
-        weights[row, order[~keep]] = 0.0
+    weights[rows] = torch.zeros_like(values).scatter_(1, order, values * keep)
     return weights
 
 
 def _record_top_logprobs(scores: Tensor, normalizer: Tensor, requests: Sequence[EngineRequest]) -> None:
     """Record the likeliest tokens for the requests that need them."""
-    for row, request in enumerate(requests):
-        if request.sampling_params.top_logprobs:
-            values, tokens = (scores[row] - normalizer[row]).topk(request.sampling_params.top_logprobs)
-            request.top_logprobs.append(list(zip(tokens.tolist(), values.tolist())))
+    rows = [row for row, request in enumerate(requests) if request.sampling_params.top_logprobs]
+    if not rows:
+        return
+    max_top = max(requests[row].sampling_params.top_logprobs for row in rows)
+    values, tokens = (scores[rows] - normalizer[rows]).topk(max_top)
+    for row, row_tokens, row_values in zip(rows, tokens.tolist(), values.tolist()):
+        request = requests[row]
+        top = list(zip(row_tokens, row_values))[: request.sampling_params.top_logprobs]
+        request.top_logprobs.append(top)
