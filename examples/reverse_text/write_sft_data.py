@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
 
-taskset = ReverseText(ReverseTextConfig(id="reverse-text", num_tasks=8000))
+taskset = ReverseText(ReverseTextConfig(id="reverse-text", num_tasks=40_000))
 with Path(sys.argv[1]).open("w", encoding="utf-8") as file:
     for task in taskset.load():
         contents = {"system": task.system, "user": task.prompt, "assistant": taskset.gold(task)}
