@@ -49,7 +49,7 @@ def read_image(value: Any, read_url: ReadUrl) -> Media:
         content = next((table[key] for key in ("url", "bytes", "path") if table.get(key) is not None), None)
     if isinstance(content, Media):
         content = content.data
-    if isinstance(content, str) and content:
+    if isinstance(content, str):
         return read_url(content)
     if isinstance(content, bytes | bytearray | memoryview):
         data = bytes(cast(bytes, content))
@@ -88,7 +88,7 @@ def build_dataset_reader(directory: Path) -> ReadUrl:
 
 
 def _read_dataset_url(directory: Path, url: str) -> Media:
-    if url.startswith(("data:", "http://", "https://")):
+    if not url or url.startswith(("data:", "http://", "https://")):
         return read_data_url(url, expected="a data URL or a file below the directory of the dataset")
     name = _parse_file_url(url) if url.startswith(FILE_SCHEME) else url
     path = Path(os.path.normpath(directory / name))  # symbolic links may leave: Hugging Face's cache has them
