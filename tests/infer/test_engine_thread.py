@@ -1,14 +1,18 @@
 """The engine's thread delivers what is sampled, also while it waits for a trainer or is paused."""
 
 import asyncio
+import ctypes
+import os
 
 import pytest
+import torch
 
 from ramify.errors import DeadlineExceeded
 from ramify.infer import engine as engine_module
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import LaunchedStep
 from ramify.infer.request import SamplingParams
+from ramify.model.cpu.c_library import CLibraryUnavailable, find_torch_symbol
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 from tests.infer.llama import build_core, write_llama
 
@@ -57,3 +61,19 @@ def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypa
     monkeypatch.setattr(engine_module, "STAGING_TIMEOUT", 0.1)
     with engine._staging_lock, pytest.raises(DeadlineExceeded, match=r"another version was not staged within 0\.1 s"):
         asyncio.run(asyncio.wait_for(engine.update_weights(tmp_path), 60))
+
+
+def test_products_of_the_engine_use_the_configured_threads(source):
+    """OpenMP and MKL count threads per calling thread, and the operators in C do not ask torch for its number."""
+    try:
+        count_openmp_threads = ctypes.CFUNCTYPE(ctypes.c_int)(find_torch_symbol("omp_get_max_threads"))
+    except CLibraryUnavailable as error:
+        pytest.skip(str(error))
+    default, configured = torch.get_num_threads(), (os.cpu_count() or 1) + 1
+    torch.set_num_threads(configured)
+    engine = Engine(build_core(source)).start()
+    try:
+        assert asyncio.run(asyncio.wait_for(engine._run_command(count_openmp_threads), 60)) == configured
+    finally:
+        engine.close()
+        torch.set_num_threads(default)

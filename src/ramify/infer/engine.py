@@ -285,6 +285,7 @@ class Engine:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        torch.set_num_threads(torch.get_num_threads())  # BLAS counts per thread, and operators in C call it directly
         try:
             while not self._closing:
                 self._drain_queues()
