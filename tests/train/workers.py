@@ -17,7 +17,16 @@ from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 TIMEOUT = 60.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["ramify.train.sft.run", "ramify.train.process", "peft"])
+context.set_forkserver_preload(
+    [
+        "ramify.train.sft.run",
+        "ramify.train.process",
+        "peft",
+        "pytest",
+        "tests.train.batches",
+        "tests.train.fake_orchestrator",
+    ]
+)
 
 
 def write_model(directory: Path) -> Path:
