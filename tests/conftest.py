@@ -28,11 +28,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
 
-SHARED_FIXTURES = "tests/rl/"  # a directory whose modules share the run of a package-scoped fixture
+# Slow directories whose modules share what is expensive to start: a finished run, and a server that forks trainers.
+SHARED_FIXTURES = ("tests/rl/", "tests/train/")
+
+gc.disable()  # until the tests start: modules are not garbage
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `full`, and start the slowest directory first: the other workers run the rest meanwhile."""
+    """Skip what is marked `full`, and start the slowest directories first: other workers run the rest meanwhile."""
     for item in items:
         if (mark := item.get_closest_marker("full")) and not os.environ.get("RAMIFY_FULL"):
             reason = mark.args[0] if mark.args else "runs with RAMIFY_FULL=1"
@@ -42,6 +45,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Keep the garbage collector from traversing a million objects of imported modules again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -49,12 +53,13 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Run each file in one worker, so that its servers and runs are started once."""
+    """Run each file, and each directory with shared fixtures, in one worker: its servers and runs are started once."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return SHARED_FIXTURES if nodeid.startswith(SHARED_FIXTURES) else super()._split_scope(nodeid)
+            shared = (directory for directory in SHARED_FIXTURES if nodeid.startswith(directory))
+            return next(shared, None) or super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

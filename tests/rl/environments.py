@@ -29,7 +29,7 @@ class Plain(rf.Taskset):
         if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "exit":
             raise AgentExit(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
         while self.config.gate and Path(self.config.gate).exists():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
 
     @rf.reward
     def replied(self, trace: rf.Trace) -> float:

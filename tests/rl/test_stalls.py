@@ -43,6 +43,7 @@ from tests.source_lines import line_number
 
 STALL = 4.0  # seconds without progress, in which a few groups are sampled also on a busy machine
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
+REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does not keep a core busy
 TEST_TIMEOUT = 60.0  # seconds after which a stall was not detected
 
 
@@ -85,6 +86,7 @@ class Stage:
             "address": more.pop("address", self.server.address),
             "curriculum": more.pop("curriculum", {}),
         }
+        self.engine.late = more.pop("reply_delay", 0.0)
         config = {
             "name": name,
             "output": more.pop("output", self.home),
@@ -106,7 +108,7 @@ class Stage:
             orchestrator = Orchestrator(RunConfig.model_validate(config), on_status_address=on_status_address)
             return self.runner.run(orchestrator.run())
         finally:
-            self.engine.behaviour = self._default_behaviour
+            self.engine.behaviour, self.engine.late = self._default_behaviour, 0.0
             self.gate.unlink(missing_ok=True)
             assert time.monotonic() - started_at < TEST_TIMEOUT
 
@@ -162,7 +164,7 @@ def test_environment_that_never_returns(stage):
 
 def test_groups_without_training_signal(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
-        stage.run("nothing")
+        stage.run("nothing", reply_delay=REPLY_DELAY)
     assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
 
 
@@ -177,7 +179,9 @@ def test_status_shows_groups_without_signal_early(stage):
 
     with pytest.raises(RunStalled):
         stage.run(
-            "seen", on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address))))
+            "seen",
+            reply_delay=REPLY_DELAY,
+            on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address)))),
         )
     assert polls[0].done() and polls[0].exception() is None
     assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
@@ -211,7 +215,7 @@ def test_patience_count_survives_a_restart_until_it_is_reported(stage):
 
 def test_warn_mode_continues_and_warns_again(stage):
     with pytest.raises(RunStalled):
-        stage.run("warned", orchestrator={"patience": 5, "on_no_signal": "warn"})
+        stage.run("warned", reply_delay=REPLY_DELAY, orchestrator={"patience": 5, "on_no_signal": "warn"})
     with RunStore.open(stage.home / "warned", write=False) as store:
         warnings = [event.fields for event in RunLog(store).events("failure")]
     assert len(warnings) >= 2
