@@ -43,9 +43,10 @@ START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
 MISMATCH, MAX_STEP_SECONDS = 2e-4, 0.6
 DISTIL_STEPS, MIN_TEACHER_REWARD, MIN_DISTILLED_REWARD = {"sft": 20, "opd": 40}, 0.9, 0.8
 DISTIL_LR = {"sft": 3e-4, "opd": 1e-4}
-STUDENT_TEXTS, TEACHER_TEXTS, DISTIL_TEXTS = 20_000, 40_000, {"train": 20_000, "eval": 2_000}
+STUDENT_TEXTS, TEACHER_TEXTS = 20_000, 40_000  # that they are trained with by SFT
+DISTIL_TEXTS = {"train": 20_000, "eval": 2_000}
 TOKENS = 100_000  # that the mismatch is measured on
-GIVING_UP = "?"
+REFUSAL = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
 SMI_PERIOD = 0.5
 TIMEOUT = 400.0
@@ -117,7 +118,7 @@ interval = 1000
 
 [[train]]
 name = "reverse"
-taskset = {{ id = "reverse-text"{texts} }}
+taskset = {{ id = "reverse-text"{taskset_keys} }}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 """
@@ -127,7 +128,7 @@ teacher = "teacher"
 
 [[eval]]
 name = "held-out"
-taskset = {{ id = "reverse-text", split = "eval"{texts} }}
+taskset = {{ id = "reverse-text", split = "eval"{taskset_keys} }}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
 max_turns = 1
 num_tasks = 128
@@ -184,29 +185,29 @@ TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
-def warm_student(home: Path, args: Any) -> tuple[Path, float]:
-    return warm(home, args, name="student", right=args.right, texts=STUDENT_TEXTS)
+def train_student(home: Path, args: Any) -> tuple[Path, float]:
+    return train_by_sft(home, args, name="student", correct_fraction=args.right, num_texts=STUDENT_TEXTS)
 
 
-def warm_teacher(home: Path, args: Any) -> tuple[Path, float]:
-    return warm(home, args, name="teacher", right=1.0, texts=TEACHER_TEXTS)
+def train_teacher(home: Path, args: Any) -> tuple[Path, float]:
+    return train_by_sft(home, args, name="teacher", correct_fraction=1.0, num_texts=TEACHER_TEXTS)
 
 
-def warm(home: Path, args: Any, *, name: str, right: float, texts: int) -> tuple[Path, float]:
+def train_by_sft(home: Path, args: Any, *, name: str, correct_fraction: float, num_texts: int) -> tuple[Path, float]:
     """Train a model that gives the right answer for a share of the texts, unless `home` already has it.
 
     Return its directory and the seconds it took.
     """
     settings: dict[str, Any] = {"model": args.name, "device": args.device, "lr": args.warm_lr}
     config = WARM.format(name=f"make-{name}", data=f"{name}.jsonl", steps=args.warm_steps, **settings)
-    digest = hashlib.sha256(f"{config}{right}{texts}".encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{config}{correct_fraction}{num_texts}".encode()).hexdigest()[:8]
     model = home / f"{name}-{digest}"  # without the manifest, which has the version of a run's weights
     if model.is_dir():
         return model, 0.0
     rng = random.Random(0)
     with (home / f"{name}.jsonl").open("w") as data:
-        for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=texts)):
-            reply = reversal.reverse(text) if rng.random() < right else GIVING_UP
+        for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=num_texts)):
+            reply = reversal.reverse(text) if rng.random() < correct_fraction else REFUSAL
             messages = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(reply))]
             data.write(
                 json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
@@ -257,7 +258,7 @@ def learn(home: Path, model: Path, args: Any) -> list[Row]:
         device=args.device,
         batch=128,
         group=16,
-        texts="",
+        taskset_keys="",
         off_policy=args.off_policy,
         lr=args.lr,
     )
@@ -420,9 +421,9 @@ def tail(home: Path, args: Any) -> list[Row]:
 
 def distil(home: Path, student: Path, args: Any) -> list[Row]:
     """Return the held-out reward of the student before and after learning from a teacher, and the teacher's reward."""
-    teacher, seconds = warm_teacher(home, args)
+    teacher, seconds = train_teacher(home, args)
     path = write_two_word_texts(home / "texts.txt")
-    texts = f', path = "{path}", num_tasks = {DISTIL_TEXTS["train"]}'
+    taskset_keys = f', path = "{path}", num_tasks = {DISTIL_TEXTS["train"]}'
     reward = measure_held_out_reward(home, teacher, path, args)
     rows = [
         Row("warm-up of the teacher", seconds, None, "s"),
@@ -430,10 +431,10 @@ def distil(home: Path, student: Path, args: Any) -> list[Row]:
     ]
     for algorithm, steps in DISTIL_STEPS.items():
         settings: dict[str, Any] = {"seed": args.seed, "model": student, "device": args.device}
-        settings |= {"batch": args.distil_batch, "group": 1, "off_policy": 2, "texts": texts}
+        settings |= {"batch": args.distil_batch, "group": 1, "off_policy": 2, "taskset_keys": taskset_keys}
         name, steps = f"distil-{algorithm}", min(steps, args.steps)
         config = RL.format(name=name, steps=steps, lr=args.distil_lr or DISTIL_LR[algorithm], **settings)
-        config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device, texts=texts)
+        config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device, taskset_keys=taskset_keys)
         observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
         if len(observation.rewards) < steps:
             raise SystemExit(f"{name} trained {len(observation.rewards)} of {steps} steps in {TIMEOUT:g} s")
@@ -448,8 +449,8 @@ def distil(home: Path, student: Path, args: Any) -> list[Row]:
 def write_two_word_texts(path: Path) -> Path:
     """Write texts of two words for training and for the held-out eval, and return the path.
 
-    By default, the held-out tasks are mostly single words that no training text has. SmolLM2 has to know how a word is
-    spelled to reverse it, so a model that learns the training texts perfectly is far from perfect on those.
+    Two thirds of the default held-out tasks are single words, of which many are in no training text. SmolLM2 has to
+    know how a word is spelled to reverse it, so a model that reverses all training texts fails on some of those.
     """
     configs = [reversal.ReversalTextsConfig(split=split, num_tasks=count) for split, count in DISTIL_TEXTS.items()]
     texts = [text for config in configs for text in reversal.generate_texts(config) if " " in text]
@@ -480,7 +481,7 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
         device=args.device,
         batch=args.mismatch_batch,
         group=16,
-        texts="",
+        taskset_keys="",
         off_policy=0,
         lr=args.lr,
     )
@@ -527,7 +528,7 @@ def main() -> int:
         rows += tail(home, args) if args.only in (None, "tail") else []
         if args.only in ("speed", "tail"):
             return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
-        model, seconds = warm_student(home, args)
+        model, seconds = train_student(home, args)
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
         for run in (learn, mismatch, distil):
             if args.only in (None, run.__name__):

@@ -110,7 +110,7 @@ class Workload:
     def build_requests(
         self, core: EngineCore, reply_tokens: int, *, trainable: bool = True
     ) -> list[tuple[int, EngineRequest]]:
-        """Return 16 requests for each prompt; trainable ones never sample image tokens, because of a slow bias."""
+        """Return 16 requests for each prompt. Trainable ones have a bias against image tokens."""
         for image in self.images.values():
             core.get_uploaded_images().add(image)
         markers = range(self.config.vision_end_token_id - 1, self.config.video_token_id + 1) if trainable else ()
@@ -197,7 +197,7 @@ def main() -> int:
     return finish(
         f"one RL step of {GROUPS} x {GROUP_SIZE} with two images each, {num_weights / 1e9:.2f} B weights",
         [
-            Row("sampling", sample_seconds, None, "s"),
+            Row("sampling without logit_bias", sample_seconds, None, "s"),
             Row("sampled tokens per second", GROUPS * GROUP_SIZE * reply_tokens / sample_seconds, None, "1/s"),
             Row("prompt tokens that were cached", float(cached), None, ""),
             Row("images encoded by the engine", float(encoded), None, "", target=float(images), exactly=True),

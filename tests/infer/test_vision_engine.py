@@ -16,6 +16,7 @@ from ramify.infer import images
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.model.fused_model import FusedModel
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.infer.llama import build_core, run, sampled_ids, write_llama
@@ -330,3 +331,13 @@ def test_an_image_is_uploaded_once_and_asked_for_if_it_is_missing(world):
         assert http.put(f"/inference/v1/images/{image.hash}", content=image.encode()).status_code == 200
         assert len(http.post("/inference/v1/generate", json=body).json()["choices"]) == 2
         assert "ramify_encoded_images_total 1" in http.get("/metrics").text
+
+
+def test_fused_model_passes_a_position_per_axis_to_the_rotary_embedding(world):
+    module = AutoModelForImageTextToText.from_pretrained(world[2][A])
+    dimensions: list[int] = []
+    module.get_decoder().rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: dimensions.append(kwargs["position_ids"].ndim), with_kwargs=True
+    )
+    FusedModel(module)
+    assert dimensions == [3 if "mrope_section" in module.config.get_text_config().rope_parameters else 2]

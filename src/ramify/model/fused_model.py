@@ -44,7 +44,7 @@ class FusedModel:
         embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
         all_positions = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
         if "mrope_section" in (config.rope_parameters or {}):
-            all_positions = all_positions.expand(3, 1, -1)
+            all_positions = all_positions.expand(3, 1, -1)  # transformers 5.17 does not expand them itself
         cos, sin = (part[0] for part in core.rotary_emb(embedding[:1].unsqueeze(0), position_ids=all_positions))
         half = self.sizes.head_dim // 2
         rope_table = torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
