@@ -122,6 +122,19 @@ def test_module_path_that_does_not_exist_is_refused(package):
     )
 
 
+def test_metadata_of_installed_packages_is_read_only_for_other_names(monkeypatch):
+    """Reading the metadata of all packages takes longer than everything else of a built-in plugin."""
+
+    def refuse(**_):
+        raise AssertionError("the metadata was read")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", refuse)
+    path = "ramify.tasksets.reverse_text:ReverseText"
+    assert find_plugin_class("taskset", "reverse-text") is find_plugin_class("taskset", path)
+    with pytest.raises(AssertionError, match="the metadata was read"):
+        find_plugin_class("taskset", "guessing")
+
+
 def test_entry_point_of_an_installed_package(file, monkeypatch):
     file.rename(file.with_name("installed_games.py"))
     info = file.with_name("games-1.0.dist-info")

@@ -158,12 +158,15 @@ def update_plugin_keys(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:
     """Return the class that an id names. Raises ConfigInvalid, which suggests the closest known id."""
     config_key, plugin_kind = f"{table_key or kind}.id", PLUGIN_KINDS[kind]
-    entry_points = importlib.metadata.entry_points(group=plugin_kind.entry_point_group)
     if id in plugin_kind.builtin_paths:
         return _load_class(config_key, kind, plugin_kind, plugin_kind.builtin_paths[id])
+    if ":" in id:
+        return _load_class(config_key, kind, plugin_kind, id)
+    # reads the metadata of every installed package, so it comes after what needs none
+    entry_points = importlib.metadata.entry_points(group=plugin_kind.entry_point_group)
     if id in entry_points.names:
         return _load_class(config_key, kind, plugin_kind, entry_points[id].value)
-    if "." in id or ":" in id:
+    if "." in id:
         return _load_class(config_key, kind, plugin_kind, id)
     if file := _find_similar_file(id):
         return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; did you mean {file}?")])
