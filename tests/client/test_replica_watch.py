@@ -12,7 +12,7 @@ from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError
 from ramify.trace.version import PolicyVersion
 from tests.client.fake import Exchange, Fake, hang
-from tests.client.test_replica_pool import bounded, connected, until
+from tests.client.test_replica_pool import QUICK, bounded, connected, until
 
 CONFIG = ClientConfig(health_interval=0.1, eject_after=2)
 
@@ -68,8 +68,9 @@ class RefusingFake(Fake):
 
 @bounded
 async def test_servers_join_again_after_an_update_that_they_refused():
+    config = QUICK.model_copy(update={"server_wait_timeout": 10.0})  # the update waits all of it
     fake = RefusingFake()
-    async with connected(fake) as client:
+    async with connected(fake, config=config) as client:
         await fake.__aexit__()
         await until(lambda: fake.url in client.down_replicas)
         update = asyncio.create_task(client.update_weights("step-2", PolicyVersion("fake", 0, 2)))

@@ -1,10 +1,12 @@
 """Plugin tables are checked in a subprocess."""
 
 import base64
+import json
 
 import pytest
 
 from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.launch import plugin_check
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
 from tests.images.samples import make_square
@@ -15,6 +17,16 @@ TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
 def config(tmp_path, **more) -> RunConfig:
     return RunConfig(**{"name": "run", "output": tmp_path, "train": [TRAIN], **more})
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Check without a subprocess, for tests with several configurations."""
+
+    def check(_python, request):
+        return json.loads(json.dumps(plugin_check.run_checks(json.loads(json.dumps(request)))))
+
+    monkeypatch.setattr(plugin_check, "_check_in", check)
 
 
 def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
@@ -75,6 +87,7 @@ class Looking(rf.Taskset):
 """
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
     squares = [{"taskset": {"id": "color-codeword"}}]
     check_plugin_tables(config(tmp_path, train=squares, eval=[], model={"name": "tiny-vision"}))
@@ -87,6 +100,7 @@ def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
         )
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
     squares = {"taskset": {"id": "color-codeword"}, "algorithm": {"id": "grpo", "beta": 0.1}}
     vision = {"eval": [], "model": {"name": "tiny-vision"}}
