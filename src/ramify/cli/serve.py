@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import parse_component, pop_flags, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
@@ -48,9 +49,10 @@ def run(argv: Sequence[str]) -> int:
         print(f"would serve {config.model.name} from {resolve_model_path(config.model.name)}")
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
         return 0
-    from ramify.infer.engine import Engine  # torch is loaded here, not for help
-    from ramify.infer.server import serve
-    from ramify.model.precision import disable_tf32_convolutions
+    with pause_garbage_collection():
+        from ramify.infer.engine import Engine  # torch is loaded here, not for help
+        from ramify.infer.server import serve
+        from ramify.model.precision import disable_tf32_convolutions
 
     disable_tf32_convolutions()
     directory = resolve_model_path(config.model.name)

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import dry_run, parse, pop_flags
@@ -34,9 +35,10 @@ def run(argv: Sequence[str]) -> int:
         plan = build_sft_plan(config)
         dry_run(config, plan.path, describe_plan(plan, config))
         return 0
-    from ramify.model.precision import disable_tf32_convolutions  # torch is loaded here, not for help
-    from ramify.train.sft.display import SftContent
-    from ramify.train.sft.run import run_sft
+    with pause_garbage_collection():
+        from ramify.model.precision import disable_tf32_convolutions  # torch is loaded here, not for help
+        from ramify.train.sft.display import SftContent
+        from ramify.train.sft.run import run_sft
 
     disable_tf32_convolutions()
     resume_command = format_resume_command("sft", argv)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import dry_run, parse_component, pop_flags
 from ramify.errors import ConfigInvalid
@@ -70,13 +71,14 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | None, flat: bool) -> None:
     """Train until the batch source or a signal ends it."""
-    from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
-    from ramify.model.precision import disable_tf32_convolutions
-    from ramify.train.batch_source import BatchRecording, ReplayBatchSource
-    from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
-    from ramify.train.process import TrainerProcess
-    from ramify.train.remote_batch_source import RemoteBatchSource
-    from ramify.train.weights_directory import lock_directory, remove_stale_directories
+    with pause_garbage_collection():
+        from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
+        from ramify.model.precision import disable_tf32_convolutions
+        from ramify.train.batch_source import BatchRecording, ReplayBatchSource
+        from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
+        from ramify.train.process import TrainerProcess
+        from ramify.train.remote_batch_source import RemoteBatchSource
+        from ramify.train.weights_directory import lock_directory, remove_stale_directories
 
     disable_tf32_convolutions()
     received_signals: list[int] = []
