@@ -87,7 +87,8 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
 def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
     """With the dtype of the checkpoint, engine and trainer once computed in different types."""
     monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
-    Path("run.toml").write_text(f"{RUN}[trainer]\n{table}\n")
+    any_port = RUN.replace(":5100", ":0")  # the plan reserves its ports
+    Path("run.toml").write_text(f"{any_port}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])
     planned = build_plan(run, gpus=gpus).config_files[run.path / "configs" / "inference.toml"].inference.dtype
     outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
