@@ -215,3 +215,12 @@ def test_changed_image_file_of_a_task_is_refused(evaluate, tmp_path):
     image.write_bytes(make_square((0, 0, 255)))
     with pytest.raises(EnvironmentChanged, match=r"task 0 \(square\) has changed"):
         evaluate(path, num_tasks=1, repetitions=2, client_type="chat")
+
+
+def test_finished_eval_is_returned_after_its_image_was_deleted(evaluate, tmp_path):
+    image, path = tmp_path / "square.png", tmp_path / "squares.py"
+    path.write_text(IMAGE_ENVIRONMENT.format(url=f"file://{image}"))
+    image.write_bytes(make_square((255, 0, 0)))
+    finished = evaluate(path, num_tasks=1, client_type="chat")
+    image.unlink()
+    assert rewards(evaluate(path, num_tasks=1, client_type="chat", accept_changes=True)) == rewards(finished)

@@ -124,7 +124,8 @@ async def evaluate_async(
         environment = Environment.load(source, keep_sandboxes=keep_workdirs)
     rollouts = await load_plan(environment, config)
     check_server(config, environment)
-    await check_first_task(config, environment, rollouts[0].task)
+    if fresh or not path.exists():  # the report of a finished run needs no images
+        await check_first_task(config, environment, rollouts[0].task)
     if not environment.has_rewards:
         display.print_line(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"
