@@ -157,17 +157,21 @@ def test_a_setup_command_that_fails_ends_the_job(tmp_path):
     assert b"setup failed: source /nowhere/activate  # the environment\n" in errors
 
 
-@pytest.mark.parametrize("command", ["if true; then", 'echo "a', "export A=1 \\", "cat <<END\nx", "fi", "a=$(ls"])
+INCOMPLETE = ["if true; then", 'echo "a', "export A=1 \\", "cat <<END\nx", "fi", "a=$(ls", "[[ -f x"]
+
+
+@pytest.mark.parametrize("command", INCOMPLETE)
 def test_a_setup_command_that_is_not_complete_is_refused_with_its_entry(tmp_path, command):
     with pytest.raises(ConfigInvalid) as error:
         build_job(tmp_path, "true", command)
     expected = f"cluster.slurm.setup.1: expected a complete shell command, got {command!r} ("
     assert expected in error.value.message and "; put lines that belong together into one entry" in error.value.message
-    assert "setup.0" not in error.value.message
+    assert "setup.0" not in error.value.message and "(`}')" not in error.value.message
 
 
 def test_a_setup_command_may_span_lines(tmp_path):
-    job = build_job(tmp_path, "if true; then\n  export GREETING=hello\nfi", "cat <<END\nready\nEND")
+    extended = "shopt -s extglob\necho /nowhere/!(x)"
+    job = build_job(tmp_path, "if true; then\n  export GREETING=hello\nfi", "cat <<END\nready\nEND", extended)
     assert finish(start(job)) == 0
     assert calls(job)[-1].endswith(" GREETING=hello")
 

@@ -18,6 +18,8 @@ from ramify.processes.probe import run_probe
 STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
 SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `setup`
+# Bash exits with 0 after some syntax errors, but always prints them. A setup may turn extglob on for its later lines.
+CHECK_SYNTAX = 'bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
 
 START_RAY = r"""
 # A thousand ports by job and restart, so that jobs on one node seldom collide; below those of outgoing connections.
@@ -179,8 +181,8 @@ def _find_setup_problems(commands: Sequence[str]) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     for index, command in enumerate(commands):
         group = f"{{\n:\n{command}\n}}"  # a command that is not complete takes the closing brace as part of it
-        result = run_probe(["bash", "-n", "-c", group], timeout=SYNTAX_CHECK_TIMEOUT)
-        if not result.ok:
+        result = run_probe(["bash", "-c", CHECK_SYNTAX, "bash", group], timeout=SYNTAX_CHECK_TIMEOUT)
+        if not result.ok or result.text:
             reason = re.sub(r"^bash: -c: line \d+: ", "", result.text)
             problem = f"expected a complete shell command, got {command!r} ({reason})"
             advice = "put lines that belong together into one entry, separated by \\n"
