@@ -143,6 +143,17 @@ def test_resolving_reports_all_candidates(tmp_path, monkeypatch):
         resolve_model_path(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize("path", ["run", "run/weights", "run/weights/0-000040"])
+def test_a_path_near_published_weights_lists_them_newest_first(tmp_path, path):
+    for name in ("2-000039", "10-000012", "2-000040", "1.0-000003", "notes"):
+        (tmp_path / "run/weights" / name).mkdir(parents=True)
+        (tmp_path / "run/weights" / name / "config.json").write_text("{}")
+    (tmp_path / "run/weights/2-000041").mkdir()  # no model
+    listed = f"{tmp_path}/run/weights holds 1.0-000003, 10-000012, 2-000040, 2-000039"
+    with pytest.raises(ModelNotFound, match=f": {listed}$"):
+        resolve_model_path(str(tmp_path / path))
+
+
 def test_cached_hub_model_is_resolved_offline(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--model"

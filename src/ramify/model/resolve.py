@@ -7,14 +7,18 @@ the model call it, dry runs and commands that only use a server do not.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ramify.errors import ModelNotFound
+from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.names import suggest
 
 PACKAGED_MODELS = ("tiny", "tiny-vision")
+MAX_LISTED_WEIGHTS = 4  # directories in a message
+WEIGHTS_NAME_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the trainer's token, and the step
 
 
 def resolve_model_path(name: str) -> Path:
@@ -87,7 +91,24 @@ def _first_model_directory(name: str, candidates: list[Path]) -> Path:
     advice = suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
     if is_hub_id(name):
         advice = f"'ramify model fetch {name}' downloads it"
+    advice = _describe_weights_near(Path(name).expanduser()) or advice
     raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
+
+
+def _describe_weights_near(path: Path) -> str | None:
+    """Return which published weights a path may mean: of the run at `path`, or beside it; None if there are none."""
+    for directory in (path, path / "weights", path.parent):
+        if names := _list_published_weights(directory):
+            listed = ", ".join(names[:MAX_LISTED_WEIGHTS])
+            return f"{directory} holds {listed}" + (", ..." if len(names) > MAX_LISTED_WEIGHTS else "")
+    return None
+
+
+def _list_published_weights(directory: Path) -> list[str]:
+    """Return the names of the published weights in a directory, newest first."""
+    matches = [WEIGHTS_NAME_PATTERN.fullmatch(path.parent.name) for path in directory.glob("*/config.json")]
+    versions = sorted((FencingToken.parse(match[1]), int(match[2]), match[0]) for match in matches if match)
+    return [name for _, _, name in reversed(versions)]
 
 
 def _why_rejected(directory: Path) -> str:

@@ -25,6 +25,7 @@ from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import remove_directory
 from ramify.model import publish_weights
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
+from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
@@ -33,7 +34,6 @@ from ramify.train.distributed import Ranks, gather_full_tensor
 from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
 from ramify.train.trainer import Trainer
 
-_VERSION_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the trainer's token, and the step
 _PARTIAL_PATTERN = re.compile(rf"\.({TOKEN_PATTERN})-\d{{6,}}\.")
 WRITE_TIMEOUT = 600.0  # seconds to write the directory of a version
 MAX_WRITE_SHARE = 0.1  # of the time, for directories that follow an announcement: the ledger is on the same disk
@@ -176,7 +176,7 @@ class WeightPublisher:
 
     def list_versions(self) -> list[PolicyVersion]:
         """Return the published versions, oldest first."""
-        matches = (_VERSION_PATTERN.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
+        matches = (WEIGHTS_NAME_PATTERN.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
         versions = [(FencingToken.parse(match[1]).number, int(match[2])) for match in matches if match]
         return sorted(PolicyVersion(self.policy, incarnation, step) for incarnation, step in versions)
 
