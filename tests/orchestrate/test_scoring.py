@@ -84,6 +84,13 @@ def test_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
     assert f"rewards from {min(rewards):g} to {max(rewards):g}" in group.detail
 
 
+def test_group_below_min_reward_is_dropped_with_that_reason(ledger):
+    score_in_new_process(ledger, {"id": "sft", "min_reward": 0.75}, (0.5, 0.25), TYPICAL)
+    group = ledger.get_group(0)
+    assert group.reason is DropReason.BELOW_MIN_REWARD
+    assert group.detail == "no attempt reached min_reward = 0.75"
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS[3:], ids=["grpo", "max_rl"])
 def test_extreme_rewards_do_not_end_the_run(ledger, algorithm):
     score_in_new_process(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)

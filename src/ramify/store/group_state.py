@@ -42,6 +42,7 @@ class DropReason(Enum):
     UNSCORED = "unscored"  # a group reward, or the scores of a teacher or reference, could not be computed
     FILTERED = "filtered"  # `detail` names the filters
     NOT_FINITE = "not_finite"  # an advantage, weight or logprob is not a finite float32; `detail` names the token
+    BELOW_MIN_REWARD = "below_min_reward"  # no attempt reached `min_reward` of the algorithm `sft`
     NOTHING_TRAINABLE = "nothing_trainable"  # no token of the policy, or no path within `seq_len`
     CANCELLED = "cancelled"  # by the user, or because its source was removed
     RUN_ENDED = "run_ended"  # the run reached its last step first

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ramify.config import Config
 from ramify.errors import TraceInvalid
+from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
 FloatArray = npt.NDArray[np.float64]
@@ -67,6 +68,12 @@ class Algorithm:
         are annotated must not depend on it.
         """
         return self.annotate(group), None
+
+    def explain_no_annotations(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
+        """Return why a group without annotations is dropped: the reason and its detail."""
+        has_samples = any(get_trainable_nodes(trace) for trace in group)
+        detail = "the algorithm annotated no token" if has_samples else "no sampled tokens"
+        return DropReason.NOTHING_TRAINABLE, detail
 
 
 def group_by_agent(group: Sequence[Trace]) -> dict[str, tuple[list[Trace], FloatArray]]:

@@ -7,6 +7,7 @@ ids, and nothing is tokenized again.
 from collections.abc import Sequence
 
 from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, get_trainable_nodes
+from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
 
@@ -24,10 +25,19 @@ class Sft(Algorithm):
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return one annotation for each sampled node of the rollouts with enough reward."""
-        minimum = self.config.min_reward
         return [
             Annotation(trace.id, node, rl=0.0, ce=1.0)
             for trace in group
-            if minimum is None or (trace.reward is not None and trace.reward >= minimum)
+            if self._has_min_reward(trace)
             for node in get_trainable_nodes(trace)
         ]
+
+    def explain_no_annotations(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
+        """Return why a group without annotations is dropped: all rewards are too small, or nothing was sampled."""
+        if any(self._has_min_reward(trace) for trace in group):
+            return super().explain_no_annotations(group)
+        return DropReason.BELOW_MIN_REWARD, f"no attempt reached min_reward = {self.config.min_reward:g}"
+
+    def _has_min_reward(self, trace: Trace) -> bool:
+        minimum = self.config.min_reward
+        return minimum is None or (trace.reward is not None and trace.reward >= minimum)
