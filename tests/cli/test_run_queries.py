@@ -18,8 +18,10 @@ from ramify.cli.app import main
 from ramify.errors import ConfigInvalid
 from ramify.launch import api, run_lock
 from ramify.launch.api import rl
+from ramify.launch.execution import RunResult
 from ramify.launch.liveness import get_process_state
 from ramify.launch.run_lock import lock_run
+from ramify.launch.supervisor import RunOutcome
 from ramify.monitor.plot import smooth
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
@@ -54,6 +56,14 @@ def run(tmp_path, monkeypatch):
             )
         journal.log_event("failure", name="WorkerDied", message="exit code -9").result(10)
     return path
+
+
+def test_finished_run_prints_its_first_and_its_last_eval(run, monkeypatch, capsys):
+    monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(run, RunOutcome.FINISHED, steps=2))
+    assert main(["rl", "reverse-text", "-m", "tiny", "--max-steps", "2"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "eval/held-out: 0.000 at step 0 -> 0.500 at step 2\nfinished: all 2 steps"
+    )
 
 
 def test_metrics_of_an_ended_run_are_a_list_of_points(run, capsys):

@@ -115,6 +115,7 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
     from ramify.launch.api import rl
     from ramify.launch.completion import format_finished
     from ramify.launch.dashboard import RunContent  # the rest is loaded here, not for help
+    from ramify.launch.run_queries import describe_evals
     from ramify.launch.supervisor import RunOutcome
 
     resume_command = format_resume_command("rl", argv)
@@ -132,6 +133,8 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
         case RunOutcome.FINISHED:
             plot_command = shlex.join(["ramify", "plot", str(result.path), "-o", "reward.png"])
             steps = format_finished(result.steps, config)
+            for line in describe_evals(result.path):
+                print(line)
             print(f"finished: {steps} in {result.path}; plot it with: {plot_command}")
         case RunOutcome.STOPPED:
             print(f"stopped with a checkpoint; resume with: {resume_command}", file=sys.stderr)

@@ -40,6 +40,20 @@ def has_finished(store: RunStore) -> bool:
     return kinds[-1:] == ["finished"]
 
 
+def describe_evals(path: Path) -> list[str]:
+    """Return, for each eval of a run that does not run now, a line with its first and its last mean reward."""
+    with RunStore.open(path, write=False) as store:
+        points = RunLog(store).metrics("eval/*/avg")
+    points_by_name: dict[str, list[MetricPoint]] = {}
+    for point in points:
+        points_by_name.setdefault(point.name.removesuffix("/avg"), []).append(point)
+    lines: list[str] = []
+    for name, (first, *others) in points_by_name.items():
+        changes = [f" -> {others[-1].value:.3f} at step {others[-1].step}"] if others else []
+        lines.append("".join([f"{name}: {first.value:.3f} at step {first.step}", *changes]))
+    return lines
+
+
 def read_metrics(path: Path, pattern: str = "*") -> list[MetricPoint]:
     """Return the metrics whose names match, by step and name."""
     client = connect_if_running(path)

@@ -81,7 +81,6 @@ def build_status(run: RunContext) -> dict[str, Any]:
     elapsed = time.time() - run.started_at
     steps_this_process = done - run.first_step
     eta = elapsed / steps_this_process * (steps - done) if steps_this_process > 0 else None
-    state = "finished" if run.trainer_service.is_finished else "running"
     version = run.weight_updater.served_version
     return {
         "run": str(run.config.path),
@@ -89,7 +88,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "max_steps": steps,
         "committed": ledger_progress.committed,
         "incarnation": ledger_progress.incarnation,
-        "state": "leaving" if run.stop_requested.is_set() else state,
+        "state": _get_state(run),
         "eta_s": eta,
         "reward": progress.mean_reward,
         "reward_history": progress.reward_history[-REWARD_CURVE_POINTS:],
@@ -105,6 +104,16 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "env_servers": {name: source.servers.describe() for name, source in run.sources.items()},
         "version": None if version is None else str(version),
     }
+
+
+def _get_state(run: RunContext) -> str:
+    """Return what the run does; after the last step it is `evaluating` until the evals of that step have ended."""
+    if run.stop_requested.is_set():
+        return "leaving"
+    if not run.trainer_service.is_finished:
+        return "running"
+    due_sources = run.evaluator.get_due_sources(run.core.ledger_progress.committed, is_last=True)
+    return "evaluating" if run.evaluator.started_at or due_sources else "finished"
 
 
 def query_metrics(run: RunContext, pattern: str) -> list[dict[str, Any]]:
