@@ -61,6 +61,12 @@ def test_status_line_has_fields():
     assert fields["left"] == "1m05s"
 
 
+def test_reward_of_a_teacher_is_labelled():
+    status = {**STATUS, "is_teacher_reward": True}
+    assert "reward(teacher)=0.625" in format_status_line(status).split()
+    assert "reward(teacher)" in render(status)
+
+
 def test_log_display_prints_each_step_and_error_once(capsys):
     display = LogDisplay(RunContent())
     with display:

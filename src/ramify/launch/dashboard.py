@@ -83,7 +83,7 @@ def format_status_line(status: Status) -> str:
     fields = {
         "step": f"{status.get('step', 0)}/{status.get('max_steps', '?')}",
         "state": status.get("state", "?"),
-        "reward": _format_number(status.get("reward"), ".3f"),
+        _get_reward_label(status): _format_number(status.get("reward"), ".3f"),
         "rollouts_per_s": _format_number(status.get("rollouts_per_s"), ".1f"),
         "tokens_per_s": _format_number(status.get("tokens_per_s"), ".0f"),
         "staleness": _format_number(staleness.get("mean"), ".1f"),
@@ -148,7 +148,7 @@ def _build_header(status: Status) -> Table:
 def _build_stats(status: Status) -> Table:
     stats = make_grid()
     history = [value for value in status.get("reward_history") or () if value is not None]
-    stats.add_row("reward", f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
+    stats.add_row(_get_reward_label(status), f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
     for name, value in _latest_eval_means(status):
         stats.add_row(name, _format_number(value, ".3f"))
     stats.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
@@ -162,6 +162,11 @@ def _build_stats(status: Status) -> Table:
     stats.add_row("groups", counts or "none yet")
     stats.add_row("committed", f"step {status.get('committed', 0)}, {status.get('state', '?')}")
     return stats
+
+
+def _get_reward_label(status: Status) -> str:
+    """Return the name of the mean reward, which is that of a teacher if one samples all rollouts."""
+    return "reward(teacher)" if status.get("is_teacher_reward") else "reward"
 
 
 def _latest_eval_means(status: Status) -> list[tuple[str, float]]:

@@ -91,6 +91,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "state": _get_state(run),
         "eta_s": eta,
         "reward": progress.mean_reward,
+        "is_teacher_reward": all(source.sampler_model is not None for source in run.config.train),
         "reward_history": progress.reward_history[-REWARD_CURVE_POINTS:],
         "rollouts_per_s": rollouts,
         "tokens_per_s": tokens,
