@@ -14,6 +14,7 @@ import pytest
 
 from ramify.display import Display
 from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
+from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.process import ProcessRole
@@ -184,3 +185,10 @@ def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monke
         execute_plan(plan, display=Display())
     assert list(shared.iterdir()) == []
     assert (tmp_path / "run" / "weights" / "0-000003").exists() == ("exit(0)" in ends)
+
+
+def test_time_of_the_lock_is_that_of_the_supervisors_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock.time, "time", lambda: 1_000_000.0)
+    with lock_run(tmp_path / "run"):
+        supervisor = run_lock.find_supervisor(tmp_path / "run")
+    assert supervisor is not None and supervisor.locked_at == 1_000_000.0

@@ -6,6 +6,7 @@ The lock file is beside the run directory, because `--fresh` renames the directo
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class RunSupervisor(NamedTuple):
     pid: int
     """0 for a process in another container."""
     locked_at: float
-    """Unix seconds at which it locked the run."""
+    """Unix seconds at which it locked the run, by its own clock."""
 
 
 @contextlib.contextmanager
@@ -43,6 +44,8 @@ def lock_run(path: Path) -> Generator[None]:
         except OSError as error:
             raise StorageFailed(f"{path} cannot be locked: {error.strerror}; use a file system with locks") from error
         write_holder(fd)
+        now = time.time()
+        os.utime(fd, (now, now))  # by the clock of this machine, not by that of a file server
         yield
 
 
