@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from ramify.display import Display
 from ramify.errors import StorageFailed
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.launch import execution, head, published_weights, shared_storage
-from ramify.launch.completion import mark_finished
+from ramify.launch.completion import get_finished_steps, mark_finished
 from ramify.launch.head import check_newest_head, prepare_head
 from ramify.launch.head_leases import hold_leases
+from ramify.launch.plan import build_plan
 from ramify.launch.process import ProcessState
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_record import RunRecord
@@ -20,34 +22,35 @@ from ramify.store.run_store import RunStore
 from tests.launch.test_head import make_config, train_step
 from tests.launch.test_head_leases import make_specs
 
-NO_ANSWER = r"the storage did not answer within 0.2 s; check the disk and the mounts"
+NO_ANSWER = r"the storage did not answer within 1 s; check the disk and the mounts"
 
 
 @pytest.fixture
 def hang(monkeypatch):
-    """Return a function that lets a function hang until the test ends, for calls whose first argument `is_affected`.
+    """Return a function that makes a function block until the test ends, for calls whose first argument `is_affected`.
 
-    Its attribute `answered` has the names of functions that hang no more.
+    Some call must block.
     """
-    answers = threading.Event()
-    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 0.2)
-    monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 0.2)
+    has_ended, blocked = threading.Event(), threading.Event()
 
     def replace(owner, name, is_affected=lambda argument: True):
         original = getattr(owner, name)
 
         def call(*args, **options):
             if is_affected(args[0]):
-                answers.wait(20)
-                replace.answered.append(name)
+                blocked.set()
+                has_ended.wait()
             return original(*args, **options)
 
         monkeypatch.setattr(owner, name, call)
+        monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
+        monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 1.0)
 
-    replace.answered = []
-    yield replace
-    assert replace.answered == []
-    answers.set()
+    try:
+        yield replace
+        assert blocked.is_set()
+    finally:
+        has_ended.set()
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,32 @@ def test_end_of_a_run_is_replicated_within_a_deadline(tmp_path, hang, monkeypatc
     hang(DirectoryStore, "create")
     with pytest.raises(StorageFailed, match=r"was not copied to shared storage within 0.2 s; check the shared dir"):
         mark_finished(config)
+
+
+def test_end_that_was_not_replicated_is_replicated_by_a_rerun(tmp_path, monkeypatch):
+    first, second = (make_config(tmp_path, name, max_steps=1) for name in ("a", "b"))
+    train_step(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_replication, "STORAGE_TIMEOUT", 0.0)
+        patch.setattr(DirectoryStore, "create", raise_os_error)
+        with pytest.raises(StorageFailed, match="check the shared directory, then rerun the command"):
+            mark_finished(first)
+    result = execution.execute_plan(build_plan(first, gpus=[]), display=Display())
+    assert (result.did_run, result.steps) == (False, 1)
+    prepare_head(second)
+    assert get_finished_steps(second) == 1
+
+
+def raise_os_error(*_):
+    raise OSError("the mount is gone")
+
+
+def test_search_for_checkpoints_on_the_shared_storage_has_a_deadline(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    train_step(config)
+    hang(execution, "get_finished_steps")
+    with pytest.raises(StorageFailed, match=f"shared/run: {NO_ANSWER}"):
+        execution.execute_plan(build_plan(config, gpus=[]), display=Display())
 
 
 def test_failure_is_recorded_within_a_deadline(tmp_path, hang, monkeypatch):

@@ -67,10 +67,20 @@ def mark_finished(config: RunConfig) -> int:
         if num_steps < config.max_steps:
             store.set_fact(EXHAUSTED_KEY, _dump_curricula(config))
         store.set_fact(FINISHED_KEY, num_steps)
-        if config.shared_path is not None:
-            shared, find_group_file = DirectoryStore(config.shared_path), partial(get_top_logprobs_path, config.path)
-            run_coroutine(HeadReplicator(store, shared, find_group_file).replicate())
+    replicate_run(config)
     return num_steps
+
+
+def replicate_run(config: RunConfig) -> None:
+    """Copy the changes of a run that has ended to its shared directory, if it has one.
+
+    Raises StorageFailed if the shared storage does not answer.
+    """
+    if config.shared_path is None:
+        return
+    with open_run(config.path, config.identity, lock_timeout=READER_TIMEOUT) as store:
+        shared, find_group_file = DirectoryStore(config.shared_path), partial(get_top_logprobs_path, config.path)
+        run_coroutine(HeadReplicator(store, shared, find_group_file).replicate())
 
 
 def format_finished(steps: int, config: RunConfig) -> str:

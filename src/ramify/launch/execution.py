@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
-from ramify.launch.completion import get_finished_steps, mark_finished
+from ramify.launch.completion import get_finished_steps, mark_finished, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
@@ -67,8 +68,13 @@ def execute_plan(
         if config.shared_path is not None:
             epoch = prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
             fresh = False
-        steps = get_finished_steps(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
+        find_steps = partial(
+            get_finished_steps, config, fresh=fresh, accept_changes=accept_changes, environments=environments
+        )
+        # The checkpoints that it looks for may be links to the shared storage.
+        steps = find_steps() if config.shared_path is None else call_storage_blocking(find_steps, config.shared_path)
         if steps is not None:
+            replicate_run(config)  # the storage may have failed at the end of the run
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with wrap_storage_errors(path):
             plan.write()
@@ -77,14 +83,14 @@ def execute_plan(
         with hold_weights_directory(config, print_line), leases as earlier:
             try:
                 outcome = run_coroutine(_supervise(plan, display, launcher, epoch, earlier))
+                if outcome is RunOutcome.FINISHED:
+                    save_final_weights(config)
+                    return RunResult(path, outcome, steps=mark_finished(config))
             except RamifyError as error:
                 if isinstance(error, StorageFailed):  # what follows uses the same storage, and may take long
                     print_line(f"{error.name}: {error.message}")
                 _record_failure(path, error)
                 raise
-            if outcome is RunOutcome.FINISHED:
-                save_final_weights(config)
-                return RunResult(path, outcome, steps=mark_finished(config))
     return RunResult(path, outcome)
 
 
