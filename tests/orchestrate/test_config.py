@@ -1,5 +1,7 @@
 """The configuration of a run: an example is parsed, and keys without effect are refused."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ from ramify.config import dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate import AdmissionLimits, RunConfig
 from ramify.orchestrate.plugins import build_source_mix, load_plugins
+from ramify.store.run_directory import compare_identities
 
 RUN = """
 name = "reverse-text"
@@ -77,6 +80,47 @@ def test_default_run_name_depends_on_the_identity(read):
     assert config.path.name.startswith("reverse-tiny-")
     assert config.path == read("--name", "", "--max-steps", "7").path
     assert config.path != read("--name", "", "--train.0.sampling.temperature", "0.7").path
+
+
+DISTILLED = {
+    "models": {"teacher": {"name": "larger"}, "judge": {"name": "judging"}, "unused": {"name": "tiny"}},
+    "train": [
+        {
+            "taskset": {"id": "reverse-text", "judge": {"base_url": "models.judge"}},
+            "sampling": {"temperature": 1.0},
+            "algorithm": {"id": "opd"},
+            "teacher": "teacher",
+        }
+    ],
+}
+IDENTITY_CHANGES = {
+    "models.teacher.name: was 'larger', now 'largest'": ["--models.teacher.name", "largest"],
+    "models.judge.name: was 'judging', now 'mild'": ["--models.judge.name", "mild"],
+    "train.reverse-text.algorithm.id: was 'opd', now 'sft'": ["--train.0.algorithm.id", "sft"],
+    "train.reverse-text.algorithm.top_k: was not set, now 4": ["--train.0.algorithm.top_k", "4"],
+}
+
+
+@pytest.mark.parametrize("change", IDENTITY_CHANGES)
+def test_another_teacher_judge_or_algorithm_is_another_run(change):
+    layers = [f"--{key}={json.dumps(value)}" for key, value in DISTILLED.items()]
+    old, new = parse(RunConfig, layers), parse(RunConfig, [*layers, *IDENTITY_CHANGES[change]])
+    with pytest.raises(ConfigInvalid, match=re.escape(f"differences:\n  {change}\n")):
+        compare_identities(old.path, old.identity, new.identity, accept_changes=False)
+    assert compare_identities(old.path, old.identity, new.identity, accept_changes=True) == [change]
+
+
+def test_addresses_and_unused_models_of_a_run_may_change():
+    layers = [f"--{key}={json.dumps(value)}" for key, value in DISTILLED.items()]
+    changes = ["--models.teacher.base_url", "http://h:1", "--models.unused.name", "tiny-vision"]
+    assert parse(RunConfig, layers).identity == parse(RunConfig, [*layers, *changes]).identity
+
+
+def test_the_started_reference_does_not_change_the_identity(tmp_path):
+    penalized = {"taskset": {"id": "reverse-text"}, "algorithm": {"id": "grpo", "beta": 0.1}, "reference": "start"}
+    config = RunConfig.model_validate({"output": tmp_path, "train": [penalized]})
+    assert "start" in config.all_models
+    assert config.model_copy(update={"models": config.all_models}).identity == config.identity
 
 
 REFUSED = {

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config, RunName
+from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
@@ -34,6 +35,7 @@ from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.process_config import WeightsConfig
 
 START_REFERENCE = "start"  # the reference that is the model a run starts from
+DEFAULT_ALGORITHM = {"id": "grpo"}
 TEACHER_ALGORITHMS = ("opd", "sft")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")  # also the name of a process, of a file and of a variable
 LOCAL_LAUNCH_KEYS = {  # keys of `launch` for one machine, and what to set instead for a cluster
@@ -66,7 +68,7 @@ class TrainSourceConfig(ServedSourceConfig):
     """Share of the groups, relative to the ratios of the other sources."""
     group_size: int | None = Field(default=None, ge=1)
     """Attempts per group. Default: `orchestrator.group_size`."""
-    algorithm: dict[str, Any] = {"id": "grpo"}
+    algorithm: dict[str, Any] = DEFAULT_ALGORITHM
     """grpo, dr_grpo, rloo, max_rl, echo, turn_credit, rae, opd, sft or a plugin, with its keys."""
     teacher: str | None = None
     """The model of `[models]` that is distilled: `opd` lets it score the policy's samples, `sft` lets it sample."""
@@ -83,7 +85,7 @@ class TrainSourceConfig(ServedSourceConfig):
     @field_validator("algorithm")
     @classmethod
     def _default_algorithm_to_grpo(cls, table: dict[str, Any]) -> dict[str, Any]:
-        return {"id": "grpo", **table}
+        return {**DEFAULT_ALGORITHM, **table}
 
     @model_validator(mode="after")
     def _algorithm_uses_its_models(self) -> "TrainSourceConfig":
@@ -125,6 +127,21 @@ class TrainSourceConfig(ServedSourceConfig):
             return None
         default = START_REFERENCE if self.algorithm.get("beta") else None
         return self.teacher or self.reference or default
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What identifies the source in the identity of a run. Default values that were added later are left out."""
+        optional = {
+            "algorithm": self.algorithm if self.algorithm != DEFAULT_ALGORITHM else None,
+            "teacher": self.teacher,
+            "reference": self.reference if self.reference != START_REFERENCE else None,
+        }
+        return {
+            "taskset": self.taskset,
+            "harness": self.stored_harness,
+            "sampling": self.sampling.model_dump(mode="json"),
+            **{key: value for key, value in optional.items() if value},
+        }
 
     @model_validator(mode="after")
     def _sampling_must_be_trainable(self) -> "TrainSourceConfig":
@@ -403,16 +420,22 @@ class RunConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify a run. A run is not resumed with a different identity."""
-        sources = {
-            source.source_name: {
-                "taskset": source.taskset,
-                "harness": source.stored_harness,
-                "sampling": source.sampling.model_dump(mode="json"),
-                **({"teacher": source.teacher} if source.teacher else {}),
-            }
-            for source in self.train
+        sources = {source.source_name: source.identity for source in self.train}
+        tables = {"model": self.model.name, "train": sources}
+        text = json.dumps(tables, default=str)
+        models = {
+            name: {"name": model.name}
+            for name, model in self.models.items()
+            if model.name and self._is_trained_with(name, text)
         }
-        return json.loads(json.dumps({"model": self.model.name, "train": sources}, default=str))
+        return json.loads(text) | ({"models": models} if models else {})
+
+    def _is_trained_with(self, name: str, identities: str) -> bool:
+        """Return whether a train source uses a model of `[models]`, given the identities of the sources as text."""
+        if name == START_REFERENCE and self.models[name].name == self.model.name:
+            return False  # the orchestrator's configuration names it, that of the run need not
+        is_scorer_or_sampler = any(name in (source.score_model, source.sampler_model) for source in self.train)
+        return is_scorer_or_sampler or f'"{RUN_MODEL_PREFIX}{name}"' in identities  # a judge or a user
 
     @property
     def secret(self) -> str | None:
