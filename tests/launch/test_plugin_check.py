@@ -29,6 +29,23 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(plugin_check, "_check_in", check)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "max_rl", "echo", "turn_credit"])
+def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, in_this_process, algorithm):
+    alone = {**TRAIN, "name": "alone", "group_size": 1, "algorithm": {"id": algorithm}}
+    problem = f"1 gives the algorithm '{algorithm}' of train.1 nothing to compare; use at least 2, or opd, sft or rae"
+    with pytest.raises(ConfigInvalid, match=rf"^1 problem .*\n  train\.1\.group_size: {problem}$"):
+        check_plugin_tables(config(tmp_path, train=[TRAIN, alone]))
+    with pytest.raises(ConfigInvalid, match=r"orchestrator\.group_size: 1 gives the algorithm 'grpo' of train\.0"):
+        check_plugin_tables(config(tmp_path, orchestrator={"group_size": 1}, train=[TRAIN]))
+
+
+@pytest.mark.parametrize("algorithm", ["opd", "sft", "rae"])
+def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, in_this_process, algorithm):
+    more = {} if algorithm == "rae" else {"teacher": "larger"}
+    source = {**TRAIN, "group_size": 1, "algorithm": {"id": algorithm}, **more}
+    assert check_plugin_tables(config(tmp_path, train=[source], models={"larger": {"base_url": ["http://h:1"]}}))
+
+
 def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     wrong = config(
         tmp_path,

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,11 @@ def _build_request(config: RunConfig) -> dict[str, Any]:
         "loss": config.trainer.loss.model_dump(mode="json"),
         "model": config.model.name,
         "engine": config.inference.engine,
+        "groups_of_one": {
+            f"train.{number}": "orchestrator.group_size" if source.group_size is None else f"train.{number}.group_size"
+            for number, source in enumerate(config.train)
+            if config.get_group_size(source) == 1
+        },
         "score_models": {
             f"train.{number}": source.score_model
             for number, source in enumerate(config.train)
@@ -115,9 +121,11 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("start"):
             problems += _find_first_task_problems(source_key, environment, request)
     try:
-        plugin.resolve_plugins(request["tables"])
+        resolved = plugin.resolve_plugins(request["tables"])
     except ConfigInvalid as error:
         problems += parse_problems(error)
+    else:
+        problems += _find_group_size_problems(request, [plugin_class for plugin_class, _ in resolved])
     if request.get("start") and request["loss"] is not None:
         problems += _find_loss_problems(request["loss"])
     return {"problems": problems, "environments": environments}
@@ -158,6 +166,17 @@ def _find_vision_problems(
             f"{environment.name} has images, and rollouts with images cannot be scored by the model {score_model!r}"
         )
         problems.append((f"{source_key}.algorithm", f"{problem}; use an algorithm without teacher and without beta"))
+    return problems
+
+
+def _find_group_size_problems(request: dict[str, Any], plugin_classes: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return the settings that give groups of one attempt to algorithms that compare attempts."""
+    problems: list[tuple[str, str]] = []
+    for (kind, table_key, table), plugin_class in zip(request["tables"], plugin_classes):
+        source_key = table_key.removesuffix(".algorithm")
+        if kind == "algorithm" and source_key in request["groups_of_one"] and plugin_class.compares_attempts:
+            text = f"1 gives the algorithm {table['id']!r} of {source_key} nothing to compare"
+            problems.append((request["groups_of_one"][source_key], f"{text}; use at least 2, or opd, sft or rae"))
     return problems
 
 

@@ -7,7 +7,7 @@ for algorithms that set more: other weights, per-token values, tokens the policy
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,11 @@ class Algorithm:
     An algorithm object keeps no state: the same group and the same state give the same annotations.
 
     - `config`: the options, as an object of the class that annotates this attribute.
+    - `compares_attempts`: whether advantages are 0 in a group of one attempt, so that such a group teaches nothing.
     """
 
     config: AlgorithmConfig
+    compares_attempts: ClassVar[bool] = False
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

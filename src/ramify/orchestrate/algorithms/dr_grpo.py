@@ -14,6 +14,8 @@ from ramify.trace import Trace
 class DrGrpo(Algorithm):
     """A = r − mean."""
 
+    compares_attempts = True
+
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the rewards minus their mean."""
         return subtract_mean(rewards)

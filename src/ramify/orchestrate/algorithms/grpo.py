@@ -33,6 +33,7 @@ class Grpo(Algorithm):
     """A = (r − mean) / std, where r is the reward minus the length penalty."""
 
     config: GrpoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    compares_attempts = True
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the centered rewards, less the length penalty, divided by their deviation if `normalize` is set."""

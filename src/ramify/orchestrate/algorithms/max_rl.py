@@ -15,6 +15,8 @@ from ramify.trace import Trace
 class MaxRl(Algorithm):
     """A = (r − mean) / mean; 0 if no attempt earned a reward."""
 
+    compares_attempts = True
+
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the rewards minus their mean, divided by the mean."""
         mean = rewards.mean()

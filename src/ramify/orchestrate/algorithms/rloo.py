@@ -12,6 +12,8 @@ from ramify.trace import Trace
 class Rloo(Algorithm):
     """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one."""
 
+    compares_attempts = True
+
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return each reward minus the mean of the others."""
         count = len(rewards)

@@ -18,6 +18,8 @@ from ramify.trace.header import TURN_REWARDS_KEY
 class TurnCredit(Algorithm):
     """A of turn k = return of turn k − mean return of the other rollouts from turn k on; 0 for a group of one."""
 
+    compares_attempts = True
+
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return one annotation for each sampled node, with the advantage of its turn."""
         annotations: list[Annotation] = []
