@@ -1,4 +1,4 @@
-"""Hides log records of other libraries that say nothing to a user."""
+"""Hides log records of other libraries that are irrelevant to users."""
 
 import contextlib
 import logging

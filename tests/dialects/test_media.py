@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.dialects.media import media_from_base64, media_to_url, read_client_url, read_environment_url
+from ramify.dialects.media import media_from_base64, media_to_url, parse_client_url, read_environment_url
 from ramify.errors import ImageInvalid
 from ramify.images.decode import MAX_BYTES
 from tests.images.samples import encode_image, make_pixels
@@ -16,7 +16,7 @@ PNG = encode_image(make_pixels(40, 30))
 
 def test_the_type_is_that_of_the_data():
     media = media_from_base64(base64.b64encode(PNG).decode(), "image/jpeg")
-    assert media.mime == "image/png" and read_client_url(media_to_url(media)) == media
+    assert media.mime == "image/png" and parse_client_url(media_to_url(media)) == media
 
 
 def test_base64_of_more_bytes_than_the_limit_is_refused_before_it_is_decoded():
@@ -65,4 +65,4 @@ def test_files_are_read_only_for_environments(tmp_path):
     url = f"file://{tmp_path}/a%20b.png"
     media = read_environment_url(url)
     assert media.data == PNG and media.mime == "image/png"
-    assert read_client_url(url).data == url.encode()
+    assert parse_client_url(url).data == url.encode()

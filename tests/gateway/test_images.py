@@ -236,7 +236,7 @@ def test_a_path_as_image_is_refused_with_what_is_expected(run_scenario, vision, 
             answer = await scenario.post(route, body)
             message = answer.json()["error"]["message"]
             expected = "image: expected a data URL such as data:image/png;base64,iVBORw0KGgo..., found"
-            assert answer.status_code == 400 and f"{expected} {path!r}, which is no URL" in message
+            assert answer.status_code == 400 and f"{expected} {path!r}, which is not a URL" in message
             assert "; read the file and send its bytes in base64" in message
         assert {refusal["name"] for refusal in scenario.trace.info["refusals"]} == {"ImageInvalid"}
 

@@ -729,7 +729,7 @@ def test_oldest_attempt_says_where_it_is(ledger, monkeypatch, has_tasks):
                 assert describe_oldest(dispatcher).endswith(" at tcp://10.0.0.1:5000")
                 release.set()
             await failed.wait()
-            assert describe_oldest(dispatcher).endswith(", ended as RequestInvalid")
+            assert describe_oldest(dispatcher).endswith(", failed with RequestInvalid")
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

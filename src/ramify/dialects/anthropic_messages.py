@@ -13,7 +13,7 @@ from ramify.config.schema import is_dict, is_list
 from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_http_status
-from ramify.dialects.media import media_from_base64, read_client_url
+from ramify.dialects.media import media_from_base64, parse_client_url
 from ramify.dialects.message_parser import ContentPart, MessageParser, build_function_tool
 from ramify.dialects.model_call import ModelReply
 from ramify.errors import RamifyError, RequestInvalid
@@ -128,7 +128,7 @@ class _BlockParser(MessageParser):
             source = entry["source"]
             if source["type"] == "base64":
                 return self.add_media(media_from_base64(source["data"], source["media_type"]))
-            return self.add_media(read_client_url(source["url"]))
+            return self.add_media(parse_client_url(source["url"]))
         return super().parse_part(entry)
 
 

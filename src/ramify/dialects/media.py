@@ -70,7 +70,7 @@ def read_data_url(url: str, *, expected: str = "a data URL") -> Media:
     if not url.startswith("data:"):
         reason = "; addresses are not fetched" if url.startswith(("http://", "https://")) else ""
         raise ImageInvalid(f"image: expected {expected}, found {url!r:.200}{reason}")
-    media = read_client_url(url)
+    media = parse_client_url(url)
     check_image(media.data)
     return media
 
@@ -106,13 +106,13 @@ def _parse_file_url(url: str) -> Path:
     return path
 
 
-def read_client_url(url: str) -> Media:
-    """Return the image of a data URL, or an entry that holds any other URL. Raises ImageInvalid, also for a path."""
+def parse_client_url(url: str) -> Media:
+    """Decode a data URL; keep any other URL unread, as `text/uri-list`. Raises ImageInvalid for what is not a URL."""
     if not url.startswith("data:"):
         if not re.match(SCHEME_PATTERN, url):
             expected = "a data URL such as data:image/png;base64,iVBORw0KGgo..."
             advice = "read the file and send its bytes in base64"
-            raise ImageInvalid(f"image: expected {expected}, found {url!r:.80}, which is no URL; {advice}")
+            raise ImageInvalid(f"image: expected {expected}, found {url!r:.80}, which is not a URL; {advice}")
         return Media.from_bytes(url.encode(), URI_LIST_MIME)
     head, comma, data = url.partition(",")
     mime = head.removeprefix("data:").partition(";")[0]

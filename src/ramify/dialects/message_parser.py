@@ -13,7 +13,7 @@ from ramify.dialects.media import (
     ReadUrl,
     describe_value,
     find_image_value,
-    read_client_url,
+    parse_client_url,
     read_image,
 )
 from ramify.dialects.model_call import ModelRequest
@@ -34,7 +34,7 @@ class MessageParser:
 
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
-    read_url: ReadUrl = read_client_url
+    read_url: ReadUrl = parse_client_url
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""

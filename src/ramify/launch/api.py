@@ -36,8 +36,8 @@ def rl(
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     run_config = _build_config(config, settings)
-    # A run that is resumed is locked from the start of the checks on, so that `ramify why` shows it as starting. A new
-    # one is locked after them: a configuration that is refused leaves no files.
+    # A run whose directory exists is locked before the checks, so that `ramify why` shows it as starting. A new one is
+    # locked after them: a configuration that is refused leaves no files.
     is_locked = run_config.path.exists()
     run = _run_on_cluster if run_config.cluster.is_distributed else _run_on_machine
     with lock_run(run_config.path) if is_locked else contextlib.nullcontext():

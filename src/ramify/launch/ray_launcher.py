@@ -208,7 +208,7 @@ class RayLauncher:
     def _describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
         """Compare what Ray says is free with what the nodes have, less the running actors of this launcher.
 
-        Ray does not say whether an actor that has not answered yet waits for room or starts, and so uses some.
+        Ray does not report whether an actor that has not answered is pending or already holds resources.
         """
         free: dict[str, float] = self._ray.available_resources()
         clients = [client for client in self._clients if not client.is_closed]

@@ -1,4 +1,4 @@
-"""The lock of a run: held by its one supervisor, from before its start until its end.
+"""The lock of a run. Its supervisor holds it from before the processes start until they have ended.
 
 The lock file is beside the run directory, because `--fresh` renames the directory.
 """

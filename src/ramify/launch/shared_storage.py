@@ -1,4 +1,4 @@
-"""Calls from the start and the end of a run that use files, with a deadline: a network mount that is gone hangs them.
+"""File operations at the start and end of a run, each with a deadline, because a lost network mount blocks forever.
 
 A call that hangs is left behind in its thread, and StorageFailed ends the run.
 """
@@ -13,7 +13,7 @@ from ramify.fencing.directory_store import DirectoryStore
 from ramify.interactive import run_coroutine
 from ramify.store.head_replication import STORAGE_TIMEOUT
 
-CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run needs no more
+CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run no longer needs
 
 T = TypeVar("T")
 
