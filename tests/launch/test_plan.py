@@ -81,6 +81,24 @@ def test_other_models_are_started_unless_their_servers_run_already(tmp_path):
     assert "models/judge: http://10.0.0.1:8000 (external, not managed by this run)" in plan.format_lines()
 
 
+def test_plan_counts_the_groups_and_rollouts_of_a_step(tmp_path):
+    orchestrator = {"batch_size": 128, "group_size": 4}
+    lines = build_plan(config(tmp_path, orchestrator=orchestrator), gpus=[]).format_lines()
+    assert lines[1] == "step: 32 groups, about 128 rollouts (reverse: groups of 4)"
+    train = [{**TRAIN, "group_size": 1, "ratio": 3}, {**TRAIN, "name": "other"}]
+    lines = build_plan(config(tmp_path, orchestrator=orchestrator, train=train), gpus=[]).format_lines()
+    assert lines[1] == "step: 32 groups, about 56 rollouts (reverse: groups of 1, other: groups of 4)"
+
+
+def test_plan_notes_models_that_no_source_uses(tmp_path):
+    models = {name: {"name": "tiny"} for name in ("teacher", "helper", "unused")}
+    harness = {"id": "chat", "models": {"small": {"base_url": "models.helper"}}}
+    train = [{**TRAIN, "algorithm": {"id": "opd"}, "teacher": "teacher", "harness": harness}]
+    lines = build_plan(config(tmp_path, models=models, train=train), gpus=[]).format_lines()
+    (note,) = [line for line in lines if line.startswith("note:")]
+    assert note.startswith("note: no source uses models.unused")
+
+
 def test_other_models_share_the_gpu_of_the_engine_and_count_in_its_memory(tmp_path):
     alone = build_plan(config(tmp_path), gpus=[gpu(0)])
     plan = build_plan(config(tmp_path, models={"teacher": {"name": "tiny"}}), gpus=[gpu(0)])

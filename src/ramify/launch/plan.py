@@ -21,6 +21,7 @@ from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allo
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import usable_cores
 from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
+from ramify.launch.plan_notes import describe_step_size, list_unused_models
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import (
@@ -73,7 +74,7 @@ class LaunchPlan:
 
     def format_lines(self) -> list[str]:
         """Return the plan as lines of text."""
-        lines = [describe_run(self.config)]
+        lines = [describe_run(self.config), describe_step_size(self.config)]
         devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
         for spec in self.process_specs:
             kind = "inference" if spec.name.startswith(MODEL_PREFIX) else spec.name
@@ -84,7 +85,9 @@ class LaunchPlan:
             f"{name}: {address} (external, not managed by this run)"
             for name, address in _list_external_services(self.config)
         ]
-        notes = [self.model.experts_note] if self.model and self.model.experts_note else []
+        notes = list_unused_models(self.config)
+        if self.model and self.model.experts_note:
+            notes.append(self.model.experts_note)
         return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]
 
     def _describe_memory(self) -> str:

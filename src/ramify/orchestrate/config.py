@@ -67,7 +67,8 @@ class TrainSourceConfig(ServedSourceConfig):
     ratio: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the ratios of the other sources."""
     group_size: int | None = Field(default=None, ge=1)
-    """Attempts per group. Default: `orchestrator.group_size`."""
+    """Attempts per group. Default: `orchestrator.group_size`. The groups per step stay the same, so the rollouts per
+    step change with it."""
     algorithm: dict[str, Any] = DEFAULT_ALGORITHM
     """grpo, dr_grpo, rloo, max_rl, echo, turn_credit, rae, opd, sft or a plugin, with its keys."""
     teacher: str | None = None
@@ -187,7 +188,7 @@ class OrchestratorConfig(Config):
     }
 
     batch_size: int = Field(default=128, ge=1)
-    """Rollouts per step, a multiple of `group_size`."""
+    """Rollouts per step, a multiple of `group_size`: a step has `batch_size / group_size` groups."""
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     min_group_size: int = Field(default=2, ge=1)
