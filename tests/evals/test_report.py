@@ -79,6 +79,16 @@ def test_reward_bounds_of_a_weighted_sum():
     assert reward_bounds([]) == (-math.inf, math.inf)
 
 
+def test_each_source_has_its_own_scores_and_an_eval_those_of_its_last_step():
+    evals = [RolloutRecord(f"e{step}", "0", 0, "eval/it", step / 10, summary={"step": step}) for step in (0, 5)]
+    rows = [scored(0, 0, 1.0, source="it"), *evals]
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(build_report(rows, pass_threshold=1.0))
+    assert re.search(r"^it +avg@1 +1\.000 ", capture.get(), re.MULTILINE)
+    assert re.search(r"^eval/it at step 5 +avg@1 +0\.500 ", capture.get(), re.MULTILINE)
+
+
 def test_the_text_of_errors_before_the_first_reply_is_shown():
     traces = [Trace(id="0", errors=[Failure.from_exception(AgentExit("can't open file 'nope.py'\nmore"))])]
     rows = [RolloutRecord(f"0.{number}", "0", number, summary=summarize_rollout(traces)) for number in range(3)]

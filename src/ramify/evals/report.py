@@ -20,10 +20,19 @@ MAX_FAILURES_SHOWN = 3  # distinct failures, and errors before the first reply, 
 
 
 def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> RenderableType:
-    """Return the scores with their intervals, and the summary. `pass_threshold` is the minimum reward that passes."""
-    scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name, estimate in compute_scores(rows, pass_threshold=pass_threshold):
-        scores.add_row(name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks))
+    """Return the scores with their intervals, and the summary. `pass_threshold` is the minimum reward that passes.
+
+    A training run with several sources has scores for each of them; those of an eval are of its last step.
+    """
+    rows_by_source = _split_by_source(rows)
+    has_step = not rows_by_source.keys() <= {row.source for row in rows}
+    source_column = ["source"] if len(rows_by_source) > 1 or has_step else []
+    columns = [*source_column, "score", "mean", "95 % interval", "tasks"]
+    scores = Table(*columns, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for source, source_rows in rows_by_source.items():
+        for name, estimate in compute_scores(source_rows, pass_threshold=pass_threshold):
+            cells = [name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks)]
+            scores.add_row(*[source for _ in source_column], *cells)
     summary = Table.grid(padding=(0, 2, 0, 0))
     for name, value in _iter_summary(rows):
         summary.add_row(name, value)
@@ -53,6 +62,23 @@ def compute_scores(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> I
             yield f"pass@{k}", pass_rates[0]
             if k > 1:
                 yield f"pass^{k}", pass_rates[1]
+
+
+def _split_by_source(rows: Sequence[RolloutRecord]) -> dict[str, list[RolloutRecord]]:
+    """Return the rollouts of each source. Of an eval that ran at several steps, only the last step is included."""
+    rows_by_source: dict[str, list[RolloutRecord]] = {}
+    for row in rows:
+        rows_by_source.setdefault(row.source, []).append(row)
+    split: dict[str, list[RolloutRecord]] = {}
+    for source, source_rows in rows_by_source.items():
+        steps = [row.summary["step"] for row in source_rows if "step" in row.summary]
+        if steps:
+            split[f"{source} at step {max(steps)}"] = [
+                row for row in source_rows if row.summary.get("step") == max(steps)
+            ]
+        else:
+            split[source] = source_rows
+    return split
 
 
 def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
