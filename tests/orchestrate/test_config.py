@@ -132,7 +132,26 @@ REFUSED = {
         ["--train.0.address", "tcp://h:1", "--train.0.pool.min_workers", "2"],
         "pool is not allowed with `address`",
     ),
-    "orchestrator": (["--orchestrator.batch_size", "100"], "batch_size must be a multiple of group_size: 100, 16"),
+    "orchestrator.batch_size": (
+        ["--orchestrator.batch_size", "100"],
+        "orchestrator.batch_size: 100 is not a multiple of group_size 16; use 96 or 112 (--orchestrator.batch_size)",
+    ),
+    "orchestrator.batch_size ": (
+        ["--orchestrator.batch_size", "10"],
+        "orchestrator.batch_size: 10 is not a multiple of group_size 16; use 16 (--orchestrator.batch_size)",
+    ),
+    "train.0.algorithm.id": (
+        ["--train.0.algorithm.id", "opd"],
+        "train.0.algorithm.id: 'opd' needs `teacher`, the name of a model in [models] (--train.0.algorithm.id)",
+    ),
+    "train.0.algorithm.id ": (
+        ["--train.0.algorithm", '{"id": "opd", "teacher": "teacher"}'],
+        "in [models]; write `teacher` beside `algorithm`, not in it (--train.0.algorithm)",
+    ),
+    "train.0.sampling.temperature": (
+        ["--train.0.algorithm.beta", "0.1", "--train.0.sampling.temperature", "0.7"],
+        "at temperature 1, got 0.7 (--train.0.sampling.temperature)",
+    ),
     "train.0.seq_len": (["--train.0.seq_len", "1024"], "1024 is longer than the run's seq_len, 512"),
     "max_step": (["--max-step", "3"], "unknown flag --max-step; did you mean --max_steps?"),
     "train.0.curriculum.epochs": (
@@ -195,7 +214,7 @@ def test_orchestrate_does_not_import_torch_or_environments():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--train.0.algorithm.id", "opd"], "teacher: the algorithm 'opd' needs the name of a model in [models]"),
+        (["--train.0.algorithm.id", "opd"], "'opd' needs `teacher`, the name of a model in [models]"),
         (["--train.0.teacher", "teacher"], "teacher: the algorithm 'grpo' has none; opd and sft do"),
         (["--train.0.reference", "start"], "reference: the algorithm 'grpo' uses none without beta"),
         (["--train.0.teacher", "tacher", "--train.0.algorithm.id", "sft"], "did you mean 'teacher'?"),

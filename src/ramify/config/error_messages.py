@@ -5,6 +5,7 @@ mapped to its key in the data. The message says what was expected, what was give
 unknown key which one was probably meant.
 """
 
+import re
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -50,7 +51,8 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 key = (*key, union_tag_key(options))
                 given[key] = _format_value(table.get(key[-1]))
             case "value_error":
-                expectation = str(details.get("ctx", {}).get("error", details["msg"]))
+                message = str(details.get("ctx", {}).get("error", details["msg"]))
+                key, expectation = _extend_key(key, message, layers)
             case "model_type" | "model_attributes_type" | "dict_type":
                 expectation, given[key] = "expected a table", _format_value(details["input"])
             case _:
@@ -98,6 +100,16 @@ def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> K
         elif missing and position + 1 == len(location):
             key = (*key, part)
     return key
+
+
+def _extend_key(key: KeyPath, message: str, layers: ConfigLayers) -> tuple[KeyPath, str]:
+    """Return the key and the message of a validator's error; a message may begin with a key below that of the error."""
+    match = re.match(r"([a-z]\w*(?:\.\w+)*): ", message)
+    parts = match[1].split(".") if match else []
+    options, _ = _options_and_data(key, layers)
+    if match is None or not reduce(child_options, parts, options):
+        return key, message
+    return (*key, *(int(part) if part.isdecimal() else part for part in parts)), message[match.end() :]
 
 
 def _options_and_data(key: KeyPath, layers: ConfigLayers) -> tuple[list[Any], Any]:

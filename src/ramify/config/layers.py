@@ -52,8 +52,10 @@ class ConfigLayers:
         """Return the file or flag that set the value at `key`; for a section, only if a single one set all of it."""
         prefixes = (key[:length] for length in range(len(key), -1, -1))
         outer = next((self._origins[prefix] for prefix in prefixes if prefix in self._origins), None)
-        inner = {origin for other, origin in self._origins.items() if other[: len(key)] == key}
-        return outer or (inner.pop() if len(inner) == 1 else None)
+        origins = {origin for other, origin in self._origins.items() if other[: len(key)] == key}
+        if outer is not None:
+            origins.add(outer)
+        return origins.pop() if len(origins) == 1 else None
 
     def add_file(self, file: FileArgument) -> None:
         """Merge a TOML file into its section. Raises ArgumentProblem."""

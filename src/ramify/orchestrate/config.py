@@ -92,7 +92,8 @@ class TrainSourceConfig(ServedSourceConfig):
     def _algorithm_uses_its_models(self) -> "TrainSourceConfig":
         id, beta = self.algorithm["id"], self.algorithm.get("beta")
         if self.teacher is None and id in TEACHER_ALGORITHMS:
-            raise ValueError(f"teacher: the algorithm {id!r} needs the name of a model in [models]")
+            misplaced = "; write `teacher` beside `algorithm`, not in it" if "teacher" in self.algorithm else ""
+            raise ValueError(f"algorithm.id: {id!r} needs `teacher`, the name of a model in [models]{misplaced}")
         if id in PLUGIN_KINDS["algorithm"].builtin_paths:
             if self.teacher is not None and id not in TEACHER_ALGORITHMS:
                 raise ValueError(f"teacher: the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do")
@@ -219,8 +220,11 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _batch_size_is_multiple_of_group_size(self) -> "OrchestratorConfig":
-        if self.batch_size % self.group_size:
-            raise ValueError(f"batch_size must be a multiple of group_size: {self.batch_size}, {self.group_size}")
+        if remainder := self.batch_size % self.group_size:
+            smaller = self.batch_size - remainder
+            multiples = " or ".join(str(size) for size in (smaller, smaller + self.group_size) if size)
+            problem = f"{self.batch_size} is not a multiple of group_size {self.group_size}"
+            raise ValueError(f"batch_size: {problem}; use {multiples}")
         return self
 
     @property
