@@ -66,6 +66,13 @@ def test_finished_run_prints_its_first_and_its_last_eval(run, monkeypatch, capsy
     )
 
 
+def test_stopped_run_without_a_checkpoint_does_not_claim_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(tmp_path / "run", RunOutcome.STOPPED))
+    assert main(["rl", "reverse-text", "-m", "tiny"]) == 75
+    assert capsys.readouterr().err == "stopped; nothing is finished yet; rerun: ramify rl reverse-text -m tiny\n"
+
+
 def test_metrics_of_an_ended_run_are_a_list_of_points(run, capsys):
     assert main(["metrics", "run", "--name", "reward/*", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)

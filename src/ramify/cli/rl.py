@@ -27,7 +27,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
   --view        show the run on a local page while it runs, as `ramify view` does; its address is printed
 
 Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
-with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped with a checkpoint, 130 interrupted.
+with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
 
 All keys:
 """
@@ -139,7 +139,7 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
                 print(line)
             print(f"finished: {steps} in {result.path}; plot it with: {plot_command}")
         case RunOutcome.STOPPED:
-            print(f"stopped with a checkpoint; resume with: {resume_command}", file=sys.stderr)
+            print(f"stopped; {describe_resume(result.path, resume_command)}", file=sys.stderr)
         case RunOutcome.INTERRUPTED:
             print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
     return result.outcome.value

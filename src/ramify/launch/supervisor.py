@@ -305,7 +305,7 @@ class Supervisor:
             raise failure
         if self._stop_task is not None and is_leader:
             ending = _describe_end(process, code)
-            self._print_line(f"{spec.name} {ending} before saving a checkpoint; the previous checkpoint is used")
+            self._print_line(f"{spec.name} {ending} before saving a checkpoint; the previous one, if any, is used")
             self._set_outcome(RunOutcome.STOPPED)
             return False
         return True
