@@ -11,11 +11,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged
 from ramify.launch.completion import get_finished_steps
+from ramify.orchestrate import startup_report
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
+from ramify.orchestrate.snapshot import read_snapshot
 from ramify.store import Ledger, RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.environments import ACCEPT_CHANGES_KEY
@@ -184,3 +187,34 @@ def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
             assert ended.group_contains(EnvironmentChanged)
 
     asyncio.run(main())
+
+
+def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
+    monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
+    teacher = {"algorithm": {"id": "opd"}, "teacher": "teacher", "address": "tcp://127.0.0.1:1"}
+    source = {"name": "words", "taskset": {"id": "reverse-text"}, **teacher}
+    table = {
+        "name": "run",
+        "output": tmp_path,
+        "inference": {"engine": "external", "base_url": [engine.url]},
+        "models": {"teacher": {"base_url": ["http://127.0.0.1:9"]}},
+        "launch": {"startup_timeout": 60.0},
+        "train": [source],
+    }
+    config = RunConfig.model_validate(table)
+
+    def is_reported() -> bool:
+        snapshot = read_snapshot(config.path)
+        waits = [] if snapshot is None else snapshot.waits
+        return [wait["waits_for"] for wait in waits] == ["models.teacher at http://127.0.0.1:9"]
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            opening = asyncio.create_task(RunContext(config).open(stack))
+            await wait_until(is_reported, "a report")
+            await cancel_all([opening])
+
+    asyncio.run(main())
+    assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
+    with RunStore.open(config.path) as store:
+        assert [event.fields["what"] for event in RunLog(store).events("waiting")][-1].startswith("models.teacher")

@@ -178,7 +178,9 @@ def _print_unresponsive_run(path: Path) -> bool:
     is_local = snapshot.host == platform.node()
     state = get_process_state(snapshot.pid) if is_local else f"on {snapshot.host}"
     address = read_record(path).get("status") or "its status address"
-    print(f"the orchestrator of {path} does not respond at {address}: process {snapshot.pid}, {state}")
+    is_starting = snapshot.status.get("state") == "starting"
+    problem = "is starting" if is_starting else f"does not respond at {address}"
+    print(f"the orchestrator of {path} {problem}: process {snapshot.pid}, {state}")
     if state == "stopped":
         print(f"continue it with: kill -CONT {snapshot.pid}")
     print(f"last state, written {snapshot.age:.0f} s ago:")

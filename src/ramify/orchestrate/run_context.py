@@ -34,7 +34,7 @@ from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugin
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.snapshot import write_snapshot
+from ramify.orchestrate.startup_report import StartupReport
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
@@ -96,14 +96,15 @@ class RunContext:
         stack.callback(self.store.close)
         self.ledger, self.run_log = Ledger.open(self.store), RunLog(self.store)
         self.replicator = await self._open_replicator()
-        self._write_start_snapshot()
+        self._startup_report = StartupReport(config, self.run_log, self.ledger.progress().committed)
         self.progress = RunProgress(self.run_log, self._on_metrics)
         timeout = config.launch.startup_timeout
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
         self.address_book = await stack.enter_async_context(AddressBook(config.path))
         client = InferenceClient(self.inference.base_url, client_config, version=version)
         self.address_book.subscribe(INFERENCE_KEY, client.set_urls)
-        self.client: InferenceClient = await stack.enter_async_context(client)
+        async with self._startup_report.waiting_for(f"the engines at {', '.join(self.inference.base_url)}"):
+            self.client: InferenceClient = await stack.enter_async_context(client)
         score_models = await self._connect_score_models(stack, timeout)
         train = {source.source_name: await self._connect_source("train", source, stack) for source in config.train}
         evals = {source.source_name: await self._connect_source("eval", source, stack) for source in config.eval}
@@ -177,16 +178,17 @@ class RunContext:
         for name in dict.fromkeys([*score_names.values(), *sampler_names]):
             model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
             top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
-            self.model_clients[name] = client = await connect_model(
-                name,
-                models[name],
-                model_dir,
-                stack,
-                address_book=self.address_book,
-                timeout=timeout,
-                scores=is_scorer,
-                top_k=top_k,
-            )
+            async with self._startup_report.waiting_for(f"models.{name} at {', '.join(models[name].base_url)}"):
+                self.model_clients[name] = client = await connect_model(
+                    name,
+                    models[name],
+                    model_dir,
+                    stack,
+                    address_book=self.address_book,
+                    timeout=timeout,
+                    scores=is_scorer,
+                    top_k=top_k,
+                )
             scorers[name] = ScoreModel(name, client, timeout)
         return {source: scorers[name] for source, name in score_names.items()}
 
@@ -205,7 +207,8 @@ class RunContext:
             on_lost=lambda failure: self.progress.record_failure(origin, failure),
         )
         self.address_book.subscribe(get_env_key(kind, name), servers.set_addresses)
-        return await connect_source(source, servers, stack)
+        async with self._startup_report.waiting_for(f"the env servers of {origin}"):
+            return await connect_source(source, servers, stack)
 
     def _build_address_update(self, source: TrainSourceConfig | EvalSourceConfig) -> AddressUpdate | None:
         """Return what the env servers of a source must know of the address book; None if the run has none.
@@ -236,17 +239,6 @@ class RunContext:
             run_id = uuid.uuid4().hex
             self.store.set_fact(RUN_ID_KEY, run_id)
         return run_id
-
-    def _write_start_snapshot(self) -> None:
-        """Write a snapshot with the state `starting`, because the status server starts after all connections."""
-        status = {
-            "run": str(self.config.path),
-            "step": self.ledger.progress().committed,
-            "max_steps": self.config.max_steps,
-            "state": "starting",
-        }
-        wait = {"who": "orchestrator", "waits_for": "engines and env servers", "since_s": 0.0}
-        write_snapshot(self.config.path, status, [{**wait, "deadline_s": self.config.launch.startup_timeout}])
 
     async def _check_environments(self, train: dict[str, ConnectedSource], evals: dict[str, ConnectedSource]) -> None:
         """Compare every source with the environment that is stored for it, and set its revision.
