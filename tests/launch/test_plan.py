@@ -16,6 +16,7 @@ from ramify.launch.plan import build_plan
 from ramify.launch.process import ProcessRole
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
+from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
@@ -109,6 +110,22 @@ def test_other_models_share_the_gpu_of_the_engine_and_count_in_its_memory(tmp_pa
     plan = build_plan(config(tmp_path, models={"teacher": {"name": "tiny"}}, inference=external), gpus=[gpu(0)])
     specs = {spec.name: spec for spec in plan.process_specs}
     assert specs["models/teacher"].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_top_k_above_the_vocabulary_of_a_started_teacher_is_refused(tmp_path, dry_run):
+    vocab_size = read_vocab_size(resolve_model_path("tiny"))
+    source = {**TRAIN, "teacher": "teacher", "sampling": {"temperature": 1.0}}
+
+    def build(top_k, teacher):
+        train = [{**source, "algorithm": {"id": "opd", "top_k": top_k}}]
+        build_plan(config(tmp_path, train=train, models={"teacher": teacher}), gpus=[], dry_run=dry_run)
+
+    problem = f"train.0.algorithm.top_k: expected at most {vocab_size}, the vocabulary of models.teacher, got 5000"
+    with pytest.raises(ConfigInvalid, match=problem):
+        build(5000, {"name": "tiny"})
+    build(vocab_size, {"name": "tiny"})
+    build(5000, {"base_url": ["http://10.0.0.1:8000"]})
 
 
 def test_a_missing_teacher_is_refused(tmp_path):

@@ -4,12 +4,13 @@ Everything that can be decided before a process starts is decided here, once; `-
 follows the same plan, so addresses do not change.
 """
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ramify.config import Config, raise_config_invalid, write_toml
@@ -31,7 +32,7 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
-from ramify.model.resolve import fetch_model, resolve_model_path
+from ramify.model.resolve import fetch_model, read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
@@ -128,11 +129,12 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Raise ConfigInvalid if a model or a package of the run is missing, or if the trainer has too many ranks.
+    """Raise ConfigInvalid if a model or a package is missing, or if `top_k` or the number of ranks is too large.
 
     A dry run needs no model.
     """
     _check_models(config, dry_run=dry_run)
+    _check_top_k(config)
     if config.launch.trainer_gpus > 1:
         from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
 
@@ -381,3 +383,16 @@ def _check_models(config: RunConfig, *, dry_run: bool) -> None:
         except ModelNotFound as error:
             if not dry_run:
                 raise_config_invalid([(key, error.message)], cause=error)
+
+
+def _check_top_k(config: RunConfig) -> None:
+    """Raise ConfigInvalid if `top_k` exceeds the vocabulary of a teacher that the run starts and that is here."""
+    for number, source in enumerate(config.train):
+        teacher, top_k = config.models.get(source.score_model or ""), cast(Any, source.top_k)
+        if teacher is None or not teacher.is_managed or not isinstance(top_k, int):  # the plugin check refuses others
+            continue
+        with contextlib.suppress(ModelNotFound):
+            vocab_size = read_vocab_size(resolve_model_path(teacher.name))
+            if vocab_size is not None and top_k > vocab_size:
+                text = f"expected at most {vocab_size}, the vocabulary of models.{source.score_model}, got {top_k}"
+                raise_config_invalid([(f"train.{number}.algorithm.top_k", text)])
