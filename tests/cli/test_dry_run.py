@@ -85,6 +85,20 @@ def test_compaction_that_is_never_reached_is_refused_before_anything_starts(caps
     assert "harness.compact_at: 1000000 tokens are never reached" in capsys.readouterr().err
 
 
+def test_dry_run_names_local_models_that_do_not_exist(capsys):
+    Path("outputs/run/weights/2-000040").mkdir(parents=True)
+    Path("outputs/run/weights/2-000040/config.json").write_text("{}")
+    names = {"teacher": "outputs/run/weights/0-000040", "judge": "./judge", "hub": "org/model", "started": "tiny"}
+    models = [word for key, name in names.items() for word in (f"--models.{key}.name", name)]
+    assert main(["rl", "envs.py:Sound", "--name", "other", *models, "--dry-run"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "not checked" in line]
+    assert notes == [
+        "note: models.teacher: outputs/run/weights/0-000040 does not exist; not checked; "
+        "outputs/run/weights holds 2-000040",
+        "note: models.judge: ./judge does not exist; not checked",
+    ]
+
+
 def test_directory_of_another_run_is_refused_without_fresh(capsys):
     path = Path("outputs/run")
     open_run(path, {"model": "another"}).close()

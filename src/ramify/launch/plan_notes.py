@@ -1,9 +1,11 @@
-"""What a plan says about a run besides its processes: the size of a step, and models that nothing uses."""
+"""What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from ramify.env.chat_client import RUN_MODEL_PREFIX
+from ramify.model.resolve import describe_weights_near
 from ramify.orchestrate.config import RunConfig
 
 
@@ -19,7 +21,12 @@ def describe_step_size(config: RunConfig) -> str:
     return f"step: {num_groups} groups, about {num_groups * mean_size:.0f} rollouts ({sizes})"
 
 
-def list_unused_models(config: RunConfig) -> list[str]:
+def list_model_notes(config: RunConfig) -> list[str]:
+    """Return a note for each model that no source uses, or whose directory does not exist on this machine."""
+    return [*_list_unused_models(config), *_list_missing_models(config)]
+
+
+def _list_unused_models(config: RunConfig) -> list[str]:
     """Return a note for each model of `[models]` that no source uses."""
     sources = [*config.train, *config.eval]
     texts = {text for source in sources for text in _iter_strings(source.model_dump(mode="json"))}
@@ -29,6 +36,23 @@ def list_unused_models(config: RunConfig) -> list[str]:
         for name in config.models
         if name not in used_names and f"{RUN_MODEL_PREFIX}{name}" not in texts
     ]
+
+
+def _list_missing_models(config: RunConfig) -> list[str]:
+    """Return a note for each model that is a local path and does not exist. A dry run may be for another machine."""
+    models = {f"models.{name}": model.name for name, model in config.models.items() if model.is_managed}
+    notes: list[str] = []
+    for key, name in {"model": config.model.name, **models}.items():
+        path = Path(name).expanduser()
+        if _is_local_path(name) and not path.exists():
+            weights = describe_weights_near(path)
+            notes.append(f"note: {key}: {name} does not exist; not checked" + (f"; {weights}" if weights else ""))
+    return notes
+
+
+def _is_local_path(name: str) -> bool:
+    """Return whether the name of a model is a path, and not the id of a model on the hub."""
+    return "/" in name and (name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).exists())
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
