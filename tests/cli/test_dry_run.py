@@ -1,6 +1,7 @@
 """`ramify rl --dry-run` refuses what the processes of the run would refuse at start."""
 
 import fcntl
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAMIFY_SECRET", raising=False)
     Path("envs.py").write_text(TASKSETS)
+    monkeypatch.setattr("ramify.launch.api.prefork_shared_modules", lambda specs: nullcontext())  # none starts
 
 
 def test_unloadable_tasks_and_losses_are_reported_together(capsys):
