@@ -29,10 +29,14 @@ Status = dict[str, Any]
 
 
 class RunState(NamedTuple):
-    """What is known of a run: its status, None if the orchestrator does not answer, and its processes."""
+    """What is known of a run: its status, None if the orchestrator does not answer, and its processes.
+
+    `startup_wait` says what a starting orchestrator waits for.
+    """
 
     status: Status | None
     processes: Sequence[ProcessStatus]
+    startup_wait: str = ""
 
 
 RunDisplay = Display[RunState]
@@ -44,13 +48,16 @@ class RunContent:
     def __init__(self) -> None:
         self._last_step, self._next_line_time, self._last_error_time = -1, 0.0, 0.0
         self._last_states: list[str] = []
-        self._last_error_line = ""
+        self._last_error_line = self._last_startup_wait = ""
 
     def format_lines(self, state: RunState) -> Iterator[str]:
         """Yield what is new since the last call."""
         status = state.status
         if status is None:
             yield from self._format_startup(state.processes)
+            if state.startup_wait and state.startup_wait != self._last_startup_wait:
+                yield state.startup_wait
+            self._last_startup_wait = state.startup_wait
             return
         yield from self._format_new_errors(status.get("errors") or ())
         if status.get("step", 0) > self._last_step or time.monotonic() >= self._next_line_time:
@@ -59,7 +66,7 @@ class RunContent:
 
     def render_page(self, state: RunState) -> RenderableType:
         """Return the dashboard."""
-        return render_dashboard(state.status, state.processes)
+        return render_dashboard(state.status, state.processes, state.startup_wait)
 
     def _format_startup(self, processes: Sequence[ProcessStatus]) -> Iterator[str]:
         states = [f"{process.name} {process.state.value}" for process in processes]
@@ -96,12 +103,14 @@ def format_status_line(status: Status) -> str:
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failures}.items())
 
 
-def render_dashboard(status: Status | None, processes: Sequence[ProcessStatus]) -> RenderableType:
+def render_dashboard(
+    status: Status | None, processes: Sequence[ProcessStatus], startup_wait: str = ""
+) -> RenderableType:
     """Render the dashboard: progress, metrics, what each process waits for, and the last errors."""
     parts: list[RenderableType] = []
     if status is None:
         has_restarted = any(process.restarts for process in processes)
-        parts.append(Text("waiting for the orchestrator" if has_restarted else "starting"))
+        parts.append(Text(startup_wait or ("waiting for the orchestrator" if has_restarted else "starting")))
     else:
         parts += [_build_header(status), Text(), _build_stats(status)]
     status = status or {}

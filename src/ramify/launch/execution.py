@@ -16,6 +16,7 @@ from ramify.launch.completion import get_finished_steps, mark_finished, replicat
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
+from ramify.launch.last_state import describe_startup_wait
 from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
@@ -113,7 +114,7 @@ async def _supervise(
     epoch: int,
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
-    launch, path = plan.config.launch, plan.config.path
+    launch, path, started_at = plan.config.launch, plan.config.path, time.time()
     record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
 
     def record_statuses(statuses: Sequence[ProcessStatus]) -> None:
@@ -141,7 +142,8 @@ async def _supervise(
                 status = await client.get_async()
             except ProviderError:
                 status = None
-            return RunState(status, supervisor.get_process_statuses())
+            wait = describe_startup_wait(path, started_at) if status is None else ""
+            return RunState(status, supervisor.get_process_statuses(), wait)
 
         async with open_display(display, get_state, REFRESH_INTERVAL):
             return await supervisor.run()

@@ -1,4 +1,4 @@
-"""Describes the last known state of a run in one line, for when its orchestrator does not answer."""
+"""Describes the last known state of a run in one line, for when its orchestrator does not answer (yet)."""
 
 from pathlib import Path
 
@@ -13,3 +13,15 @@ def describe_last_state(path: Path) -> str:
     if snapshot is None:
         return f"{path} has no status.json; its last state is unknown"
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"
+
+
+def describe_startup_wait(path: Path, started_at: float) -> str:
+    """Describe what the orchestrator of the run at `path` waits for while it starts; "" if it has reported no wait.
+
+    `started_at` is in Unix seconds: an older snapshot is that of an earlier start.
+    """
+    snapshot = read_snapshot(path)
+    if snapshot is None or snapshot.time < started_at or snapshot.status.get("state") != "starting":
+        return ""
+    waits = [f"{wait['waits_for']}, up to {wait['deadline_s']:g} s" for wait in snapshot.waits if wait["since_s"]]
+    return f"the orchestrator waits for {'; '.join(waits)}" if waits else ""
