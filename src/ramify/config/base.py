@@ -37,12 +37,14 @@ class Config(BaseModel):
 
     - `renamed_keys`: the new name of each key that was renamed, so that an error can suggest it.
     - `renamed_values`: the same for values, by key.
+    - `misplaced_keys`: where keys of a plugin's table belong that users write in this section, for suggestions.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
 
     renamed_keys: ClassVar[Mapping[str, str]] = {}
     renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    misplaced_keys: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod

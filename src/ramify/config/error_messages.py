@@ -17,9 +17,11 @@ from ramify.config.schema import (
     KeyPath,
     child_options,
     format_key,
+    get_misplaced_keys,
     has_key,
     is_dict,
     is_list,
+    is_model_type,
     iter_keys,
     section_keys,
     select_variant,
@@ -136,6 +138,10 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
     dashes = "--" if _is_flag(key, layers) else ""
     if dashes and not section:
         valid_keys = [*(flag.removeprefix("--") for flag in command_flags), *valid_keys]
+    models = [option for option in options if is_model_type(option)]
+    places = {key: place for model in models for key, place in get_misplaced_keys(model).items()}
+    if place := places.get(str(name)):
+        return f"did you mean {dashes}{format_key((*section, place))}?"
     if similar := find_similar(str(name), valid_keys):
         return f"did you mean {dashes}{format_key((*section, similar))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}

@@ -167,6 +167,11 @@ def get_renamed_values(model: type[BaseModel]) -> dict[str, dict[str, str]]:
     return _merge_class_tables(model, "renamed_values")
 
 
+def get_misplaced_keys(model: type[BaseModel]) -> dict[str, str]:
+    """Return where each key belongs that users write in a section by mistake, relative to the section."""
+    return _merge_class_tables(model, "misplaced_keys")
+
+
 def _merge_class_tables(model: type[BaseModel], name: str) -> dict[str, Any]:
     return {key: value for cls in reversed(model.__mro__) for key, value in vars(cls).get(name, {}).items()}
 
