@@ -88,7 +88,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "max_steps": steps,
         "committed": ledger_progress.committed,
         "incarnation": ledger_progress.incarnation,
-        "state": _get_state(run),
+        "state": get_run_state(run),
         "eta_s": eta,
         "reward": progress.mean_reward,
         "is_teacher_reward": all(source.sampler_model is not None for source in run.config.train),
@@ -107,7 +107,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
     }
 
 
-def _get_state(run: RunContext) -> str:
+def get_run_state(run: RunContext) -> str:
     """Return what the run does; after the last step it is `evaluating` until the evals of that step have ended."""
     if run.stop_requested.is_set():
         return "leaving"
