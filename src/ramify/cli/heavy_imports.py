@@ -6,11 +6,11 @@ time of the imports.
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def pause_garbage_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Generator[None]:
     """Import modules in this context without collections; the collector continues afterwards if it ran before."""
     was_enabled = gc.isenabled()
     gc.disable()
