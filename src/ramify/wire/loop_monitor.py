@@ -1,13 +1,16 @@
 """Measures from another thread how long an event loop has been blocked, and by what."""
 
 import asyncio
-import sys
+import faulthandler
+import linecache
+import re
+import tempfile
 import threading
 import time
-import traceback
 
 TICK_INTERVAL = 0.1
 MAX_STACK_FRAMES = 25
+FRAME_PATTERN = re.compile(r'  File "(.*)", line (\d+) in .*')
 LAG_REPORT_THRESHOLD = 1.0  # seconds of lag above which a heartbeat carries the running task and its stack
 
 
@@ -51,6 +54,22 @@ class LoopMonitor:
 
 
 def format_thread_stack(thread_id: int, limit: int | None = None) -> str:
-    """Return the current stack of a thread; "" if there is no such thread."""
-    frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] - documented all the same
-    return "" if frame is None else "".join(traceback.format_stack(frame, limit=limit))
+    """Return the stack of a thread, outermost frame first; "" if there is no such thread. `limit` keeps inner frames.
+
+    `faulthandler` reads all frames at once. Python code would release the interpreter lock between two frames, and the
+    thread would run on meanwhile: CPython 3.11 has crashed there.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        sections = file.read().split("\n\n")
+    header = re.compile(rf"(Thread|Current thread) 0x0*{thread_id:x} ")
+    frames = [line for section in sections if header.match(section) for line in section.splitlines()[1:]]
+    return "".join(_format_frame(line) for line in reversed(frames[:limit]))
+
+
+def _format_frame(line: str) -> str:
+    """Add the source to a line of `faulthandler`, such as `  File "env.py", line 7 in step`."""
+    match = FRAME_PATTERN.fullmatch(line)
+    source = linecache.getline(match[1], int(match[2])).strip() if match else ""
+    return f"{line}\n    {source}\n" if source else f"{line}\n"
