@@ -103,6 +103,19 @@ async def test_actors_that_have_not_started_are_not_subtracted_and_named(failure
 
 
 @with_timeout
+async def test_actors_are_ended_although_the_timeout_interrupts_their_cleanup(monkeypatch):
+    async def interrupt(tasks):
+        await cancel_all(tasks)
+        raise TimeoutError
+
+    monkeypatch.setattr(ray_launcher, "cancel_all", interrupt)
+    ray = StubRay("a", failures={"a": "crashes"})
+    with pytest.raises(DeadlineExceeded):
+        await RayLauncher(ray).open_slots(build_leases(), choose_first("a"), timeout=0.2)
+    assert ray.actors and all(actor.is_killed for actor in ray.actors)
+
+
+@with_timeout
 async def test_actor_that_crashes_again_and_again_ends_with_the_timeout():
     ray = StubRay("a", failures={"a": "crashes"})
     with pytest.raises(DeadlineExceeded, match=r"within 0.5 s: .*; the last try failed: .* on a .*worker has crashed"):

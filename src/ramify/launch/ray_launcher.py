@@ -156,9 +156,9 @@ class RayLauncher:
             for task, node in zip(tasks, nodes):
                 if task.cancelled():  # by the timeout
                     self._avoid(node)
-            await cancel_all(tasks)
-            for client in clients:
+            for client in clients:  # before anything is awaited: the timeout may end this method there
                 client.kill()
+            await cancel_all(tasks)
             raise
         return [
             RemoteSlot(client, address, leases, rank) for rank, (client, address) in enumerate(zip(clients, addresses))
