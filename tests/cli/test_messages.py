@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,7 @@ def test_supervised_run_names_its_supervisor():
 
 @pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "2 rollouts kept")])
 def test_interrupted_eval_prints_what_is_kept(engine, at, kept, capsys):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
     Path("env.py").write_text(INTERRUPTED.format(at=at))
     assert main(["eval", "env.py", "-m", "tiny", "-b", engine.url, "-c", "1", "-r", "1", "--name", "run"]) == 130
     message = capsys.readouterr().err
