@@ -75,8 +75,9 @@ def run_file(tmp_path, monkeypatch):
 
 def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run"]) == 0
-    first, origin, *lines = capsys.readouterr().out.splitlines()
+    first, step, origin, *lines = capsys.readouterr().out.splitlines()
     assert first == "run outputs/run: tiny, 100 steps"
+    assert step == "step: 8 groups, about 128 rollouts (reverse: groups of 16)"
     assert origin.startswith("nodes as in [cluster.node], because cluster.")
     assert lines[:11] == [
         "",
@@ -105,7 +106,7 @@ def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
 def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file, capsys, monkeypatch):
     monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: StubRay("a"))
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.trainer.num_ranks", "1"]) == 0
-    _, origin, *lines = capsys.readouterr().out.splitlines()
+    _, _, origin, *lines = capsys.readouterr().out.splitlines()
     assert origin == (
         "nodes of the Ray cluster at 'auto'; 1 of 2 nodes have joined (a); "
         "the run would wait up to 600 s for the others, planned as in [cluster.node]"
@@ -121,4 +122,4 @@ def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", *args]) == 0
     usage = "other Ray jobs use 0 GPUs and 3 cores, and 0 GPUs and 5 cores are free"
     origin = "nodes of the Ray cluster at 'auto', planned as if they were free"
-    assert capsys.readouterr().out.splitlines()[1] == f"{origin}: {usage}"
+    assert capsys.readouterr().out.splitlines()[2] == f"{origin}: {usage}"

@@ -29,6 +29,7 @@ from ramify.launch.memory import ModelSize
 from ramify.launch.node_assignments import NodeAssignments
 from ramify.launch.placement import ProcessDemand
 from ramify.launch.plan import ATTEMPT_SHUTDOWN_TIMEOUT, SourceT, check_run, describe_run, with_default_pools
+from ramify.launch.plan_notes import describe_step_size
 from ramify.launch.ports import PortReservation
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import (
@@ -70,7 +71,7 @@ class ClusterPlan:
     def write(self) -> None:
         """Write the configuration of the run, and who runs where, to the run directory."""
         write_toml(self.config, self.config.path / "config.toml")
-        lines = [describe_run(self.config), *self.placement.format_lines(), ""]
+        lines = [describe_run(self.config), describe_step_size(self.config), *self.placement.format_lines(), ""]
         (self.config.path / "plan.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
