@@ -225,7 +225,7 @@ def test_sdks_raise_their_own_error_for_a_bad_image(run_scenario, vision):
     run_scenario([], check, renderer=vision)
 
 
-@pytest.mark.parametrize("path", ["square.png", "/work/square.png", "./a b.png", "C:\\square.png"])
+@pytest.mark.parametrize("path", ["square.png", "/data/square.png", "./a b.png", "C:\\square.png"])
 def test_a_path_as_image_is_refused_with_what_is_expected(run_scenario, vision, path):
     chat_part = {"type": "image_url", "image_url": {"url": path}}
     block = {"type": "image", "source": {"type": "url", "url": path}}
