@@ -28,7 +28,7 @@ from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
 MAX_MESSAGE_BYTES = 1 << 16  # of a request
 TITLE_PADDING = " " * 1024  # an argument that leaves room for the titles of the forked processes
-LATE_PREFIX = "RAMIFY_"  # of variables that Ramify reads after the imports, so that they can be set in a forked process
+POST_FORK_PREFIX = "RAMIFY_"  # variables that are read only after the imports, so a forked process can set its own
 
 
 class PreforkClient:
@@ -52,8 +52,8 @@ class PreforkClient:
         """
         if not is_forkable(command, modules) or get_import_env(env) != self._import_env:
             return False
-        late_env = {name: value for name, value in env.items() if name.startswith(LATE_PREFIX)}
-        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules, "env": late_env}
+        post_fork_env = {name: value for name, value in env.items() if name.startswith(POST_FORK_PREFIX)}
+        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules, "env": post_fork_env}
         try:
             socket.send_fds(self._request_socket, [json.dumps(request).encode()], fds)
         except OSError:  # the fork server is dead
@@ -68,7 +68,7 @@ def is_forkable(command: Sequence[str], modules: Sequence[str]) -> bool:
 
 def get_import_env(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that libraries may read when they are imported: all but those of Ramify."""
-    return {name: value for name, value in env.items() if not name.startswith(LATE_PREFIX)}
+    return {name: value for name, value in env.items() if not name.startswith(POST_FORK_PREFIX)}
 
 
 @contextlib.contextmanager
