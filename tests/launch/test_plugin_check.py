@@ -29,7 +29,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(plugin_check, "_check_in", check)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "max_rl", "echo", "turn_credit"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "max_rl", "turn_credit"])
 def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, in_this_process, algorithm):
     alone = {**TRAIN, "name": "alone", "group_size": 1, "algorithm": {"id": algorithm}}
     problem = f"1 gives the algorithm '{algorithm}' of train.1 nothing to compare; use at least 2, or opd, sft or rae"

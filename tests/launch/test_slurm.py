@@ -169,6 +169,11 @@ def test_a_setup_command_that_is_not_complete_is_refused_with_its_entry(tmp_path
     assert "setup.0" not in error.value.message and "(`}')" not in error.value.message
 
 
+def test_setup_is_checked_where_the_locale_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")
+    build_job(tmp_path, "true")
+
+
 def test_a_setup_command_may_span_lines(tmp_path):
     extended = "shopt -s extglob\necho /nowhere/!(x)"
     job = build_job(tmp_path, "if true; then\n  export GREETING=hello\nfi", "cat <<END\nready\nEND", extended)

@@ -49,3 +49,17 @@ def test_stacks_can_be_read_while_the_thread_runs():
         may_end.set()
         thread.join()
     assert all("in run" in stack for stack in stacks)
+
+
+def test_stack_among_too_many_threads_is_reported_as_missing():
+    may_end = threading.Event()
+    threads = [threading.Thread(target=may_end.wait) for _ in range(120)]
+    for thread in threads:
+        thread.start()
+    try:
+        stack = format_thread_stack(threading.main_thread().ident or 0)
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
+    assert "not available" in stack

@@ -135,8 +135,9 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
         case RunOutcome.FINISHED:
             plot_command = shlex.join(["ramify", "plot", str(result.path), "-o", "reward.png"])
             steps = format_finished(result.steps, config)
-            for line in describe_evals(result.path):
-                print(line)
+            with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
+                for line in describe_evals(result.path):
+                    print(line)
             print(f"finished: {steps} in {result.path}; plot it with: {plot_command}")
         case RunOutcome.STOPPED:
             print(f"stopped; {describe_resume(result.path, resume_command)}", file=sys.stderr)

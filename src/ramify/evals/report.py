@@ -73,8 +73,9 @@ def _split_by_source(rows: Sequence[RolloutRecord]) -> dict[str, list[RolloutRec
     for source, source_rows in rows_by_source.items():
         steps = [row.summary["step"] for row in source_rows if "step" in row.summary]
         if steps:
-            split[f"{source} at step {max(steps)}"] = [
-                row for row in source_rows if row.summary.get("step") == max(steps)
+            last_step = max(steps)
+            split[f"{source} at step {last_step}"] = [
+                row for row in source_rows if row.summary.get("step") == last_step
             ]
         else:
             split[source] = source_rows

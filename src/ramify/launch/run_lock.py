@@ -45,7 +45,8 @@ def lock_run(path: Path) -> Generator[None]:
             raise StorageFailed(f"{path} cannot be locked: {error.strerror}; use a file system with locks") from error
         write_holder(fd)
         now = time.time()
-        os.utime(fd, (now, now))  # by the clock of this machine, not by that of a file server
+        with contextlib.suppress(OSError):  # the file may be another user's
+            os.utime(fd, (now, now))  # by the clock of this machine, not by that of a file server
         yield
 
 

@@ -19,7 +19,7 @@ STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all proc
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
 SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `setup`
 # Bash exits with 0 after some syntax errors, but always prints them. A setup may turn extglob on for its later lines.
-CHECK_SYNTAX = 'bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
+CHECK_SYNTAX = 'LC_ALL=C bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
 
 START_RAY = r"""
 # A thousand ports by job and restart, so that jobs on one node seldom collide; below those of outgoing connections.

@@ -65,6 +65,8 @@ def format_thread_stack(thread_id: int, limit: int | None = None) -> str:
         sections = file.read().split("\n\n")
     header = re.compile(rf"(Thread|Current thread) 0x0*{thread_id:x} ")
     frames = [line for section in sections if header.match(section) for line in section.splitlines()[1:]]
+    if not frames and any(thread.ident == thread_id for thread in threading.enumerate()):
+        return "  (not available: faulthandler shows the newest 100 threads)\n"
     return "".join(_format_frame(line) for line in reversed(frames[:limit]))
 
 

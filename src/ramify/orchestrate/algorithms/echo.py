@@ -19,6 +19,7 @@ class EchoConfig(GrpoConfig):
 class Echo(Grpo):
     """The annotations of GRPO, and one with a `ce` weight for the content of each message with a weighted role."""
 
+    compares_attempts = False  # a single attempt has tool output to learn from
     config: EchoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
