@@ -3,8 +3,9 @@
 The native engine and vLLM are measured through the same HTTP endpoint, with logprobs; transformers runs in a process of
 its own. The engines are measured alternately, since the speed of a shared machine changes from minute to minute.
 Prompts have 16 tokens, or 512 shared tokens and 16 of their own; every request samples 64 tokens at temperature 1. On a
-CPU `tiny` runs on one thread, SmolLM2-135M in bfloat16 on two. With `--device cuda` both run in float32 and bfloat16
-with 1, 32 and 256 concurrent requests, without targets; a directory without weights gets random ones, equally fast.
+CPU `tiny` runs on one thread, SmolLM2-135M on two, in bfloat16 unless the CPU emulates it. With `--device cuda` both
+run in float32 and bfloat16 with 1, 32 and 256 concurrent requests, without targets; a directory without weights gets
+random ones, equally fast.
 A random model of 0.48 B parameters is measured with targets, in process and through HTTP (`_sampler_gpu.py`).
 """
 
@@ -372,7 +373,10 @@ def main() -> int:
     if args.only != "smollm2":
         rows += measure(ModelSetup("tiny", TINY, "float32", 1, read_vocab_size(TINY)), None)
     if args.smollm2 and args.only != "tiny":
-        smollm2 = ModelSetup("SmolLM2", args.smollm2, "bfloat16", 2, read_vocab_size(args.smollm2))
+        from ramify.model.precision import cpu_has_bfloat16
+
+        dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
+        smollm2 = ModelSetup(f"SmolLM2 {dtype}", args.smollm2, dtype, 2, read_vocab_size(args.smollm2))
         rows += measure(smollm2, args.vllm_python)
     return finish("benchmarks/inference.py: the native engine on CPU", rows, args)
 
