@@ -1,12 +1,9 @@
 """What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
-from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.model.resolve import describe_weights_near
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.config import RunConfig, uses_model
 
 
 def describe_step_size(config: RunConfig) -> str:
@@ -28,13 +25,10 @@ def list_model_notes(config: RunConfig) -> list[str]:
 
 def _list_unused_models(config: RunConfig) -> list[str]:
     """Return a note for each model of `[models]` that no source uses."""
-    sources = [*config.train, *config.eval]
-    texts = {text for source in sources for text in _iter_strings(source.model_dump(mode="json"))}
-    used_names = {name for source in config.train for name in (source.sampler_model, source.score_model)}
     return [
         f"note: no source uses models.{name}; name it as `teacher` or `reference`, or remove its table"
         for name in config.models
-        if name not in used_names and f"{RUN_MODEL_PREFIX}{name}" not in texts
+        if not any(uses_model(source, name) for source in (*config.train, *config.eval))
     ]
 
 
@@ -53,15 +47,3 @@ def _list_missing_models(config: RunConfig) -> list[str]:
 def _is_local_path(name: str) -> bool:
     """Return whether the name of a model is a path, and not the id of a model on the hub."""
     return "/" in name and (name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).exists())
-
-
-def _iter_strings(value: Any) -> Iterator[str]:
-    """Yield every string in nested tables and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in cast(Mapping[str, Any], value).values():
-            yield from _iter_strings(item)
-    elif isinstance(value, Sequence):
-        for item in cast(Sequence[Any], value):
-            yield from _iter_strings(item)

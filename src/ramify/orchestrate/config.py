@@ -181,6 +181,13 @@ class EvalSourceConfig(ServedSourceConfig):
         return self
 
 
+def uses_model(source: ServedSourceConfig, name: str) -> bool:
+    """Return whether a source uses the model `name` of `[models]`: to score, to sample, or as a judge or a user."""
+    if isinstance(source, TrainSourceConfig) and name in (source.score_model, source.sampler_model):
+        return True
+    return f'"{RUN_MODEL_PREFIX}{name}"' in json.dumps(source.model_dump(), default=str)
+
+
 class OrchestratorConfig(Config):
     """How attempts are dispatched and batches are formed."""
 
@@ -428,21 +435,15 @@ class RunConfig(Config):
     def identity(self) -> dict[str, Any]:
         """The settings that identify a run. A run is not resumed with a different identity."""
         sources = {source.source_name: source.identity for source in self.train}
-        tables = {"model": self.model.name, "train": sources}
-        text = json.dumps(tables, default=str)
         models = {
             name: {"name": model.name}
             for name, model in self.models.items()
-            if model.name and self._is_trained_with(name, text)
+            if model.name and any(uses_model(source, name) for source in self.train)
         }
-        return json.loads(text) | ({"models": models} if models else {})
-
-    def _is_trained_with(self, name: str, identities: str) -> bool:
-        """Return whether a train source uses a model of `[models]`, given the identities of the sources as text."""
-        if name == START_REFERENCE and self.models[name].name == self.model.name:
-            return False  # the orchestrator's configuration names it, that of the run need not
-        is_scorer_or_sampler = any(name in (source.score_model, source.sampler_model) for source in self.train)
-        return is_scorer_or_sampler or f'"{RUN_MODEL_PREFIX}{name}"' in identities  # a judge or a user
+        if models.get(START_REFERENCE) == {"name": self.model.name}:
+            del models[START_REFERENCE]  # the orchestrator's configuration names it, that of the run need not
+        tables = {"model": self.model.name, "train": sources, **({"models": models} if models else {})}
+        return json.loads(json.dumps(tables, default=str))
 
     @property
     def secret(self) -> str | None:
