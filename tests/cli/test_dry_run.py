@@ -87,17 +87,23 @@ def test_compaction_that_is_never_reached_is_refused_before_anything_starts(caps
     assert "harness.compact_at: 1000000 tokens are never reached" in capsys.readouterr().err
 
 
-def test_dry_run_names_local_models_that_do_not_exist(capsys):
+def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(Path("hub").absolute()))
     Path("outputs/run/weights/2-000040").mkdir(parents=True)
     Path("outputs/run/weights/2-000040/config.json").write_text("{}")
-    names = {"teacher": "outputs/run/weights/0-000040", "judge": "./judge", "hub": "org/model", "started": "tiny"}
+    names = {"teacher": "outputs/run/weights/0-000040", "judge": "./judge", "typo": "tinny"}
+    names |= {"hub": "org/model", "started": "tiny"}
     models = [word for key, name in names.items() for word in (f"--models.{key}.name", name)]
     assert main(["rl", "envs.py:Sound", "--name", "other", *models, "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if "not checked" in line]
+    teacher, judge = names["teacher"], names["judge"]
     assert notes == [
-        "note: models.teacher: outputs/run/weights/0-000040 does not exist; not checked; "
+        f"note: models.teacher: not checked: model {teacher!r} was not found ({teacher}: does not exist): "
         "outputs/run/weights holds 2-000040",
-        "note: models.judge: ./judge does not exist; not checked",
+        f"note: models.judge: not checked: model {judge!r} was not found (judge: does not exist): "
+        "give a directory, or a Hugging Face id ORG/NAME",
+        "note: models.typo: not checked: model 'tinny' was not found (tinny: does not exist; "
+        f"{Path('hub/models--tinny/snapshots').absolute()}: does not exist): did you mean 'tiny'?",
     ]
 
 

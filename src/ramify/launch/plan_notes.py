@@ -1,8 +1,7 @@
 """What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
 
-from pathlib import Path
-
-from ramify.model.resolve import describe_weights_near
+from ramify.errors import ModelNotFound
+from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig, uses_model
 
 
@@ -19,7 +18,7 @@ def describe_step_size(config: RunConfig) -> str:
 
 
 def list_model_notes(config: RunConfig) -> list[str]:
-    """Return a note for each model that no source uses, or whose directory does not exist on this machine."""
+    """Return a note for each model that no source uses, or that a run on this machine would not find."""
     return [*_list_unused_models(config), *_list_missing_models(config)]
 
 
@@ -33,17 +32,13 @@ def _list_unused_models(config: RunConfig) -> list[str]:
 
 
 def _list_missing_models(config: RunConfig) -> list[str]:
-    """Return a note for each model that is a local path and does not exist. A dry run may be for another machine."""
+    """Return a note for each model that is neither here nor a hub id. A dry run may be for another machine."""
     models = {f"models.{name}": model.name for name, model in config.models.items() if model.is_managed}
     notes: list[str] = []
     for key, name in {"model": config.model.name, **models}.items():
-        path = Path(name).expanduser()
-        if _is_local_path(name) and not path.exists():
-            weights = describe_weights_near(path)
-            notes.append(f"note: {key}: {name} does not exist; not checked" + (f"; {weights}" if weights else ""))
+        try:
+            resolve_model_path(name)
+        except ModelNotFound as error:
+            if not is_hub_id(name):  # which the run would download
+                notes.append(f"note: {key}: not checked: {error.message}")
     return notes
-
-
-def _is_local_path(name: str) -> bool:
-    """Return whether the name of a model is a path, and not the id of a model on the hub."""
-    return "/" in name and (name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).exists())

@@ -91,11 +91,11 @@ def _first_model_directory(name: str, candidates: list[Path]) -> Path:
     advice = suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
     if is_hub_id(name):
         advice = f"'ramify model fetch {name}' downloads it"
-    advice = describe_weights_near(Path(name).expanduser()) or advice
+    advice = _describe_weights_near(Path(name).expanduser()) or advice
     raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
 
 
-def describe_weights_near(path: Path) -> str | None:
+def _describe_weights_near(path: Path) -> str | None:
     """Return which published weights a path may mean: of the run at `path`, or beside it; None if there are none."""
     for directory in (path, path / "weights", path.parent):
         if names := _list_published_weights(directory):
