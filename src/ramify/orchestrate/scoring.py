@@ -107,7 +107,7 @@ def _score_rewarded_group(
         return ScoredGroup(mean, notes, filtered.fired_by_filter, state_after, drop_reason=reason, drop_detail=detail)
 
     if not annotations:
-        return drop(*source.algorithm.explain_no_annotations(tracker.traces))
+        return drop(*source.algorithm.get_drop_reason(tracker.traces))
     if not filtered.annotations:
         return drop(DropReason.FILTERED, ", ".join(filtered.enforced_filters))
     rollout_ids = tuple(build_rollout_id(tracker.number, attempt) for attempt in sorted(tracker.rollouts))

@@ -71,7 +71,7 @@ class Algorithm:
         """
         return self.annotate(group), None
 
-    def explain_no_annotations(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
+    def get_drop_reason(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
         """Return why a group without annotations is dropped: the reason and its detail."""
         has_samples = any(get_trainable_nodes(trace) for trace in group)
         detail = "the algorithm annotated no token" if has_samples else "no sampled tokens"

@@ -32,10 +32,10 @@ class Sft(Algorithm):
             for node in get_trainable_nodes(trace)
         ]
 
-    def explain_no_annotations(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
+    def get_drop_reason(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
         """Return why a group without annotations is dropped: all rewards are too small, or nothing was sampled."""
         if any(self._has_min_reward(trace) for trace in group):
-            return super().explain_no_annotations(group)
+            return super().get_drop_reason(group)
         return DropReason.BELOW_MIN_REWARD, f"no attempt reached min_reward = {self.config.min_reward:g}"
 
     def _has_min_reward(self, trace: Trace) -> bool:
