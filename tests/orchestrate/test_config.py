@@ -156,6 +156,7 @@ REFUSED = {
     "max_step": (["--max-step", "3"], "unknown flag --max-step; did you mean --max_steps?"),
     "train.0.num_tasks": (["--train.0.num-tasks", "8"], "did you mean --train.0.taskset.num_tasks?"),
     "train.0.split": (["--train.0.split", "eval"], "did you mean --train.0.taskset.split?"),
+    "eval.0.split": (["--eval.0.split", "eval"], "did you mean --eval.0.taskset.split?"),
     "train.0.curriculum.epochs": (
         ["--train.0.curriculum.type", "pools", "--train.0.curriculum.epochs", "2"],
         "train.0.curriculum with type = 'pools' has",

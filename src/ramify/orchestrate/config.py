@@ -62,8 +62,6 @@ class EndpointConfig(Config):
 class TrainSourceConfig(ServedSourceConfig):
     """`[[train]]`: an environment to train on."""
 
-    misplaced_keys: ClassVar = {"num_tasks": "taskset.num_tasks", "split": "taskset.split"}
-
     endpoint: EndpointConfig | None = None
     """Model server of its agents. Default: the run's inference."""
     ratio: float = Field(default=1.0, gt=0)

@@ -33,6 +33,7 @@ class SourceConfig(Config):
     """An environment and how its rollouts are run."""
 
     renamed_keys: ClassVar = {"attempts": "max_tries"}
+    misplaced_keys: ClassVar = {"num_tasks": "taskset.num_tasks", "split": "taskset.split"}
 
     name: str = ""
     """The name of the source in traces; by default the taskset's id."""
