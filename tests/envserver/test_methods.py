@@ -1,7 +1,6 @@
 """The methods of an env server, and its log."""
 
 import asyncio
-import contextlib
 import itertools
 import os
 import re
@@ -17,7 +16,7 @@ from ramify.envserver import EnvServer, EnvServerConfig, env_worker
 from ramify.envserver.env_worker import TaskPager
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import connect_source
+from ramify.orchestrate.connected_source import load_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.wire import WireMessage
 from tests.envserver.helpers import make_config, task, wait_until
@@ -183,9 +182,10 @@ def test_training_source_without_rewards_is_refused(engine, tmp_path):
 
     async def connect(kind: type) -> None:
         served = make_config(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
-        async with EnvServer(served) as server, contextlib.AsyncExitStack() as stack:
+        async with EnvServer(served) as server:
             source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
-            await connect_source(source, EnvServerPool("silent", source.addresses, start_timeout=60.0), stack)
+            async with EnvServerPool("silent", source.addresses, start_timeout=60.0) as servers:
+                await load_source(source, servers)
 
     asyncio.run(connect(EvalSourceConfig))
     with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):

@@ -1,7 +1,6 @@
 """Several env servers of one source: they share its load, and one that is lost costs no attempt and no result twice."""
 
 import asyncio
-import contextlib
 import functools
 import socket
 from collections import Counter
@@ -14,7 +13,7 @@ from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, 
 from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
-from ramify.orchestrate.connected_source import connect_source
+from ramify.orchestrate.connected_source import load_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from tests.orchestrate.stub_env_server import QUICK, StubEnvServer
 from tests.wire.proxy import Proxy
@@ -192,11 +191,11 @@ async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up(monk
 @bounded
 async def test_servers_with_different_environments_are_refused():
     source = TrainSourceConfig(name="it", taskset={"id": "it"}, address=["tcp://a:1", "tcp://b:1"])
-    async with StubEnvServer() as a, StubEnvServer(environment="other") as b, contextlib.AsyncExitStack() as stack:
-        connected = await connect_source(source, make_pool(a.address), stack)
-        assert connected.num_tasks == 10
+    async with StubEnvServer() as a, StubEnvServer(environment="other") as b:
+        async with make_pool(a.address) as pool:
+            assert (await load_source(source, pool)).num_tasks == 10
         with pytest.raises(EnvironmentChanged, match=f"source it have different environments: .* at {b.address}"):
-            await connect_source(source, make_pool(a.address, b.address), stack)
+            await make_pool(a.address, b.address).start()
 
 
 @bounded

@@ -15,6 +15,7 @@ from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged
 from ramify.launch.completion import get_finished_steps
+from ramify.launch.last_state import describe_startup_wait
 from ramify.orchestrate import startup_report
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
@@ -204,9 +205,8 @@ def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
     config = RunConfig.model_validate(table)
 
     def is_reported() -> bool:
-        snapshot = read_snapshot(config.path)
-        waits = [] if snapshot is None else snapshot.waits
-        return [wait["waits_for"] for wait in waits] == ["models.teacher at http://127.0.0.1:9"]
+        text = describe_startup_wait(config.path, started_at=0.0)
+        return text == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -218,3 +218,25 @@ def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
     assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
     with RunStore.open(config.path) as store:
         assert [event.fields["what"] for event in RunLog(store).events("waiting")][-1].startswith("models.teacher")
+
+
+def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):
+    monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
+    changing_run.data.unlink()
+    os.mkfifo(changing_run.data)  # `load` blocks until it is written
+
+    async def main() -> None:
+        async with changing_run.server() as server, AsyncExitStack() as stack:
+            config = changing_run.config(server.address)
+
+            def is_reported() -> bool:
+                text = describe_startup_wait(config.path, started_at=0.0)
+                return text == "the orchestrator waits for the tasks of words"
+
+            opening = asyncio.create_task(RunContext(config).open(stack))
+            await wait_until(is_reported, "a report")
+            await asyncio.to_thread(changing_run.data.write_text, WORDS)
+            await opening
+            assert read_snapshot(config.path).waits == []
+
+    asyncio.run(main())

@@ -23,5 +23,8 @@ def describe_startup_wait(path: Path, started_at: float) -> str:
     snapshot = read_snapshot(path)
     if snapshot is None or snapshot.time < started_at or snapshot.status.get("state") != "starting":
         return ""
-    waits = [f"{wait['waits_for']}, up to {wait['deadline_s']:g} s" for wait in snapshot.waits if wait["since_s"]]
-    return f"the orchestrator waits for {'; '.join(waits)}" if waits else ""
+    for wait in snapshot.waits:
+        if wait["since_s"]:
+            limit = "" if wait["deadline_s"] is None else f", up to {wait['deadline_s']:g} s"
+            return f"the orchestrator waits for {wait['waits_for']}{limit}"
+    return ""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,14 +92,11 @@ class ConnectedSource:
         return ObservedEnvironment(dict(self.environment), digests, keys, num_tasks=self.num_tasks)
 
 
-async def connect_source(
-    config: TrainSourceConfig | EvalSourceConfig, servers: EnvServerPool, stack: AsyncExitStack
-) -> ConnectedSource:
-    """Connect to the env servers of a source; the connections are closed with `stack`.
+async def load_source(config: TrainSourceConfig | EvalSourceConfig, servers: EnvServerPool) -> ConnectedSource:
+    """Return the source of env servers that are connected, with the number of its tasks.
 
     Raises PeerLost, WorkerDied, TokensRequired, EnvironmentChanged or ConfigInvalid.
     """
-    await stack.enter_async_context(servers)
     name, tasks = config.source_name, TaskCache(config.source_name, servers, timeout=config.timeouts.load)
     info = servers.info
     if isinstance(config, TrainSourceConfig) and not info.trainable:

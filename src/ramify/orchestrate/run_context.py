@@ -24,7 +24,7 @@ from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import ConnectedSource, connect_source
+from ramify.orchestrate.connected_source import ConnectedSource, load_source
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.named_models import connect_model
@@ -39,7 +39,13 @@ from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.store import open_run
-from ramify.store.environments import ACCEPT_CHANGES_KEY, check_no_changes, find_changes, record_environments
+from ramify.store.environments import (
+    ACCEPT_CHANGES_KEY,
+    ObservedEnvironment,
+    check_no_changes,
+    find_changes,
+    record_environments,
+)
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.head_replication import HeadReplicator
 from ramify.store.ledger import Ledger
@@ -103,7 +109,7 @@ class RunContext:
         self.address_book = await stack.enter_async_context(AddressBook(config.path))
         client = InferenceClient(self.inference.base_url, client_config, version=version)
         self.address_book.subscribe(INFERENCE_KEY, client.set_urls)
-        async with self._startup_report.waiting_for(f"the engines at {', '.join(self.inference.base_url)}"):
+        async with self._startup_report.waiting_for(f"the engines at {', '.join(self.inference.base_url)}", timeout):
             self.client: InferenceClient = await stack.enter_async_context(client)
         score_models = await self._connect_score_models(stack, timeout)
         train = {source.source_name: await self._connect_source("train", source, stack) for source in config.train}
@@ -178,7 +184,8 @@ class RunContext:
         for name in dict.fromkeys([*score_names.values(), *sampler_names]):
             model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
             top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
-            async with self._startup_report.waiting_for(f"models.{name} at {', '.join(models[name].base_url)}"):
+            what = f"models.{name} at {', '.join(models[name].base_url)}"
+            async with self._startup_report.waiting_for(what, timeout):
                 self.model_clients[name] = client = await connect_model(
                     name,
                     models[name],
@@ -196,19 +203,21 @@ class RunContext:
         self, kind: str, source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack
     ) -> ConnectedSource:
         """Connect to the env servers of a source, at the addresses of the address book if it has them."""
-        name = source.source_name
+        name, timeout = source.source_name, self.config.launch.startup_timeout
         origin = name if kind == "train" else f"{kind}/{name}"
         servers = EnvServerPool(
             name,
             source.addresses,
             self.config.secret,
-            start_timeout=self.config.launch.startup_timeout,
+            start_timeout=timeout,
             get_update=lambda: self._build_address_update(source),
             on_lost=lambda failure: self.progress.record_failure(origin, failure),
         )
         self.address_book.subscribe(get_env_key(kind, name), servers.set_addresses)
-        async with self._startup_report.waiting_for(f"the env servers of {origin}"):
-            return await connect_source(source, servers, stack)
+        async with self._startup_report.waiting_for(f"the env servers of {origin}", timeout):
+            await stack.enter_async_context(servers)
+        async with self._startup_report.waiting_for(f"the tasks of {origin}"):
+            return await load_source(source, servers)
 
     def _build_address_update(self, source: TrainSourceConfig | EvalSourceConfig) -> AddressUpdate | None:
         """Return what the env servers of a source must know of the address book; None if the run has none.
@@ -248,10 +257,10 @@ class RunContext:
         """
         limits = {f"eval/{source.source_name}": source.num_tasks for source in self.config.eval}
         stored_sources = {**train, **{f"eval/{name}": source for name, source in evals.items()}}
-        observed = {
-            name: await source.observe_environment(self.store, name, limits.get(name))
-            for name, source in stored_sources.items()
-        }
+        observed: dict[str, ObservedEnvironment] = {}
+        for name, source in stored_sources.items():
+            async with self._startup_report.waiting_for(f"the tasks of {name}"):
+                observed[name] = await source.observe_environment(self.store, name, limits.get(name))
         changes = find_changes(self.store, observed)
         if not self.store.get_fact(ACCEPT_CHANGES_KEY):
             check_no_changes(self.store, changes)

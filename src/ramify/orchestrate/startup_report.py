@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from ramify.async_calls import cancel_all
 from ramify.orchestrate.config import RunConfig
@@ -21,29 +22,34 @@ class StartupReport:
 
     def __init__(self, config: RunConfig, run_log: RunLog, committed: int) -> None:
         self._config, self._run_log, self._committed = config, run_log, committed
-        self._write_snapshot("engines and env servers", 0.0)
 
     @contextlib.asynccontextmanager
-    async def waiting_for(self, what: str) -> AsyncGenerator[None]:
-        """Report `what` as long as the block runs; a short wait is not reported."""
-        task = asyncio.create_task(self._report(what), name=f"report of the wait for {what}")
+    async def waiting_for(self, what: str, timeout: float | None = None) -> AsyncGenerator[None]:
+        """Report `what` as long as the block runs; a short wait is not logged.
+
+        `timeout` is the seconds that the wait may take; None if only its parts have timeouts.
+        """
+        self._write_snapshot(_describe_wait(what, 0.0, timeout))
+        task = asyncio.create_task(self._report(what, timeout), name=f"report of the wait for {what}")
         try:
             yield
         finally:
             await cancel_all([task])
+            self._write_snapshot()
 
-    async def _report(self, what: str) -> None:
-        started_at, timeout, is_logged = time.monotonic(), self._config.launch.startup_timeout, False
+    async def _report(self, what: str, timeout: float | None) -> None:
+        started_at, is_logged = time.monotonic(), False
         while True:
             await asyncio.sleep(REPORT_INTERVAL)
             seconds = time.monotonic() - started_at
-            self._write_snapshot(what, seconds)
+            self._write_snapshot(_describe_wait(what, seconds, timeout))
             if not is_logged:
                 is_logged = True
-                print(f"waiting for {what}: {seconds:.0f} s of {timeout:g} s", flush=True)
+                limit = "" if timeout is None else f" of {timeout:g} s"
+                print(f"waiting for {what}: {seconds:.0f} s{limit}", flush=True)
                 self._run_log.log_event("waiting", what=what, timeout=timeout)
 
-    def _write_snapshot(self, what: str, seconds: float) -> None:
+    def _write_snapshot(self, *waits: dict[str, Any]) -> None:
         config = self._config
         status = {
             "run": str(config.path),
@@ -51,6 +57,8 @@ class StartupReport:
             "max_steps": config.max_steps,
             "state": "starting",
         }
-        timeout = config.launch.startup_timeout
-        wait = {"who": "orchestrator", "waits_for": what, "since_s": round(seconds, 1), "deadline_s": timeout}
-        write_snapshot(config.path, status, [wait])
+        write_snapshot(config.path, status, waits)
+
+
+def _describe_wait(what: str, seconds: float, timeout: float | None) -> dict[str, Any]:
+    return {"who": "orchestrator", "waits_for": what, "since_s": round(seconds, 1), "deadline_s": timeout}
