@@ -124,15 +124,15 @@ void attend(const float *restrict qkv, const float *restrict pool, const int64_t
         const int64_t *block_table = blocks + query_index / queries_per_sequence * blocks_per_sequence;
         for (int64_t first = 0; first < keys; first += block_size) {
             int64_t count = keys - first < block_size ? keys - first : block_size;
-            for (int head = 0; head < HEADS; head++) {
-                const float *block = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
-                const float *key = block + head / HEADS_PER_KV_HEAD * HEAD_DIM;
-                const float *query = qkv + head * HEAD_DIM;
-                float *score = scores + head * max_keys + first;
-                for (int64_t t = 0; t < count; t++, key += SLOT_WIDTH) {
+            const float *key = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
+            for (int64_t t = 0; t < count; t++, key += SLOT_WIDTH) {
+                const float *value = key + KV_HEADS * HEAD_DIM; /* read below, when the scores are known */
+                for (int j = 0; j < KV_HEADS * HEAD_DIM; j += 16) __builtin_prefetch(value + j);
+                for (int head = 0; head < HEADS; head++) {
+                    const float *head_key = key + head / HEADS_PER_KV_HEAD * HEAD_DIM, *query = qkv + head * HEAD_DIM;
                     float sum = 0;
-                    for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * key[j];
-                    score[t] = sum * SCALING;
+                    for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * head_key[j];
+                    scores[head * max_keys + first + t] = sum * SCALING;
                 }
             }
         }
