@@ -1,7 +1,6 @@
 """Displays of a run: a dashboard in a terminal, lines elsewhere."""
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -9,12 +8,10 @@ from rich.console import Console
 from ramify.display import LiveDisplay, LogDisplay
 from ramify.errors import ProviderError
 from ramify.launch.dashboard import RunContent, RunState, format_status_line, render_dashboard, sparkline
-from ramify.launch.last_state import describe_startup_wait
 from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus
-from ramify.orchestrate.snapshot import write_snapshot
 from tests.launch.status_stub import STATUS, serve_status
 
 PROCESSES = [
@@ -82,12 +79,8 @@ def test_log_display_prints_each_step_and_error_once(capsys):
     assert [line.split()[0] for line in lines[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
 
 
-def test_wait_of_a_starting_orchestrator_is_printed_once(tmp_path, capsys):
-    wait = {"who": "orchestrator", "waits_for": "models.teacher at http://h:1", "since_s": 5.0, "deadline_s": 600.0}
-    write_snapshot(tmp_path, {"state": "starting"}, [wait])
-    text = describe_startup_wait(tmp_path, started_at=0.0)
-    assert text == "the orchestrator waits for models.teacher at http://h:1, up to 600 s"
-    assert describe_startup_wait(tmp_path, started_at=time.time() + 1) == ""
+def test_wait_of_a_starting_orchestrator_is_printed_once(capsys):
+    text = "the orchestrator waits for models.teacher at http://h:1, up to 600 s"
     display = LogDisplay(RunContent())
     with display:
         for _ in range(2):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -21,6 +22,7 @@ from ramify.launch.process import ProcessRole
 from ramify.launch.run_lock import lock_run
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
@@ -72,6 +74,27 @@ def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     assert execute_plan(build_test_plan(tmp_path, three), fresh=True, display=Display()).did_run
     assert (tmp_path / "run.old-1").is_dir()
     assert len(pids(tmp_path, "orchestrator")) == 3
+
+
+def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
+    path, fifo = tmp_path / "run", tmp_path / "refreshed"
+    path.mkdir()
+    wait = {"who": "orchestrator", "waits_for": "the engines", "since_s": 5.0, "deadline_s": 60.0}
+    write_snapshot(path, {"state": "starting"}, [wait])
+    file = path / SNAPSHOT_FILE  # of a machine whose clock is an hour ahead
+    file.write_text(json.dumps({**json.loads(file.read_text()), "time": time.time() + 3600}))
+    os.mkfifo(fifo)
+    startup_waits = []
+
+    class WaitDisplay(Display):
+        def refresh(self, state):
+            startup_waits.append(state.startup_wait)
+            pipe.write(b"x")
+
+    ends_after_a_refresh = 'open(DIR + "/refreshed").read(1)' + COMMITS_STEPS.format(steps=3)
+    with fifo.open("r+b", buffering=0) as pipe:
+        execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=WaitDisplay())
+    assert set(startup_waits) == {""}
 
 
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):

@@ -15,7 +15,7 @@ from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged
 from ramify.launch.completion import get_finished_steps
-from ramify.launch.last_state import describe_startup_wait
+from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate import startup_report
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
@@ -204,8 +204,8 @@ def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
     }
     config = RunConfig.model_validate(table)
 
-    def is_reported() -> bool:
-        text = describe_startup_wait(config.path, started_at=0.0)
+    async def is_reported() -> bool:
+        text = await read_startup_wait(config.path, earlier=None)
         return text == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
 
     async def main() -> None:
@@ -229,8 +229,8 @@ def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypa
         async with changing_run.server() as server, AsyncExitStack() as stack:
             config = changing_run.config(server.address)
 
-            def is_reported() -> bool:
-                text = describe_startup_wait(config.path, started_at=0.0)
+            async def is_reported() -> bool:
+                text = await read_startup_wait(config.path, earlier=None)
                 return text == "the orchestrator waits for the tasks of words"
 
             opening = asyncio.create_task(RunContext(config).open(stack))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ramify.async_calls import call_storage
 from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
@@ -16,7 +17,7 @@ from ramify.launch.completion import get_finished_steps, mark_finished, replicat
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
-from ramify.launch.last_state import describe_startup_wait
+from ramify.launch.last_state import read_startup_wait
 from ramify.launch.launcher import Launcher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
@@ -27,7 +28,9 @@ from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.shared_storage import CLEANUP_TIMEOUT, call_storage_blocking
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
 from ramify.store import RunStore, wrap_storage_errors
+from ramify.store.head_replication import STORAGE_TIMEOUT
 from ramify.store.index import DATABASE_NAME
 from ramify.store.run_log import RunLog, read_metrics_by_step
 
@@ -114,7 +117,8 @@ async def _supervise(
     epoch: int,
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
-    launch, path, started_at = plan.config.launch, plan.config.path, time.time()
+    launch, path = plan.config.launch, plan.config.path
+    earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
     record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
 
     def record_statuses(statuses: Sequence[ProcessStatus]) -> None:
@@ -142,7 +146,7 @@ async def _supervise(
                 status = await client.get_async()
             except ProviderError:
                 status = None
-            wait = describe_startup_wait(path, started_at) if status is None else ""
+            wait = await read_startup_wait(path, earlier_snapshot) if status is None else ""
             return RunState(status, supervisor.get_process_statuses(), wait)
 
         async with open_display(display, get_state, REFRESH_INTERVAL):

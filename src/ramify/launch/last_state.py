@@ -1,8 +1,13 @@
 """Describes the last known state of a run in one line, for when its orchestrator does not answer (yet)."""
 
+from functools import partial
 from pathlib import Path
 
-from ramify.orchestrate.snapshot import read_snapshot
+from ramify.async_calls import call_storage
+from ramify.errors import StorageFailed
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
+
+READ_TIMEOUT = 5.0  # seconds to read the snapshot of a starting orchestrator
 
 
 def describe_last_state(path: Path) -> str:
@@ -15,13 +20,17 @@ def describe_last_state(path: Path) -> str:
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"
 
 
-def describe_startup_wait(path: Path, started_at: float) -> str:
+async def read_startup_wait(path: Path, earlier: Snapshot | None) -> str:
     """Describe what the orchestrator of the run at `path` waits for while it starts; "" if it has reported no wait.
 
-    `started_at` is in Unix seconds: an older snapshot is that of an earlier start.
+    `earlier` is the last snapshot of the earlier start. Its time is not compared with that of this start, because it
+    may be from another machine.
     """
-    snapshot = read_snapshot(path)
-    if snapshot is None or snapshot.time < started_at or snapshot.status.get("state") != "starting":
+    try:
+        snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=READ_TIMEOUT)
+    except StorageFailed:
+        return f"{path / SNAPSHOT_FILE} could not be read within {READ_TIMEOUT:g} s"
+    if snapshot is None or snapshot == earlier or snapshot.status.get("state") != "starting":
         return ""
     for wait in snapshot.waits:
         if wait["since_s"]:

@@ -1,0 +1,50 @@
+"""What a starting orchestrator waits for, as the supervisor reads it from `status.json`."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from ramify.launch import last_state
+from ramify.launch.last_state import read_startup_wait
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
+
+WAIT = {"who": "orchestrator", "waits_for": "models.teacher at http://h:1", "since_s": 5.0, "deadline_s": 600.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "wait", "text"),
+    [
+        ("starting", WAIT, "the orchestrator waits for models.teacher at http://h:1, up to 600 s"),
+        ("starting", {**WAIT, "deadline_s": None}, "the orchestrator waits for models.teacher at http://h:1"),
+        ("starting", {**WAIT, "since_s": 0.0}, ""),
+        ("running", WAIT, ""),
+    ],
+)
+def test_wait_is_described_once_it_has_lasted(tmp_path, state, wait, text):
+    assert asyncio.run(read_startup_wait(tmp_path, earlier=None)) == ""
+    write_snapshot(tmp_path, {"state": state}, [wait])
+    assert asyncio.run(read_startup_wait(tmp_path, earlier=None)) == text
+
+
+def test_wait_of_an_earlier_start_is_not_described_whatever_its_clock_was(tmp_path):
+    write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
+    file = tmp_path / SNAPSHOT_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "host": "lost-host", "time": time.time() + 3600}))
+    earlier = read_snapshot(tmp_path)
+    assert asyncio.run(read_startup_wait(tmp_path, earlier)) == ""
+    write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
+    assert "models.teacher" in asyncio.run(read_startup_wait(tmp_path, earlier))
+
+
+def test_storage_that_hangs_does_not_block_the_supervisor(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(last_state, "READ_TIMEOUT", 0.05)
+    monkeypatch.setattr(last_state, "read_snapshot", lambda path: answers.wait())
+    try:
+        text = asyncio.run(asyncio.wait_for(read_startup_wait(tmp_path, earlier=None), 60))
+    finally:
+        answers.set()
+    assert text == f"{tmp_path / SNAPSHOT_FILE} could not be read within 0.05 s"
