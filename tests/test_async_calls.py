@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from ramify import files
 from ramify.async_calls import call_storage, cancel_all, fail_after, retry
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
+from ramify.files import take_effect, write_atomically
 
 
 def test_fail_after_names_the_operation():
@@ -78,6 +80,56 @@ def test_call_to_storage_passes_the_errors_of_the_call(error):
 
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(call_storage(fail, "status.json", timeout=60.0))
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancellation"])
+def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
+    started, answers, threads = threading.Event(), threading.Event(), []
+
+    def write():
+        threads.append(threading.current_thread())
+        started.set()
+        answers.wait(60)
+        write_atomically(tmp_path / "status.json", "late")
+
+    async def run():
+        if end == "timeout":
+            return await call_storage(write, "status.json", timeout=0.05)
+        task = asyncio.create_task(call_storage(write, "status.json", timeout=60.0))
+        await asyncio.to_thread(started.wait, 60)
+        task.cancel()
+        return await task
+
+    with pytest.raises(StorageFailed if end == "timeout" else asyncio.CancelledError):
+        asyncio.run(run())
+    answers.set()
+    threads[0].join(60)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_call_to_storage_waits_for_a_step_that_has_begun_unless_it_hangs(monkeypatch, hangs):
+    monkeypatch.setattr(files, "STEP_TIMEOUT", 0.05 if hangs else 60.0)
+    begun, answers, steps = threading.Event(), threading.Event(), []
+
+    def rename():
+        with take_effect():
+            begun.set()
+            assert answers.wait(60)
+            steps.append("renamed")
+
+    async def run():
+        task = asyncio.create_task(call_storage(rename, "status.json", timeout=60.0))
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        if not hangs:
+            threading.Timer(0.05, answers.set).start()
+        return await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert steps == ([] if hangs else ["renamed"])
+    answers.set()
 
 
 def test_cancel_all_waits_until_the_tasks_have_ended():

@@ -81,3 +81,13 @@ def test_a_removed_directory_leaves_nothing_behind(tmp_path):
         (partial_path / "file").write_text("all")
     remove_directory(tmp_path / "old")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_removed_although_an_earlier_removal_was_interrupted(tmp_path, monkeypatch):
+    for is_interrupted in (True, False):
+        (tmp_path / "old" / "nested").mkdir(parents=True)
+        with monkeypatch.context() as patch:
+            if is_interrupted:
+                patch.setattr(files.shutil, "rmtree", lambda path, **options: None)
+            remove_directory(tmp_path / "old")
+    assert list(tmp_path.iterdir()) == []

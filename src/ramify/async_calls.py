@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed
+from ramify.files import AbandonableCall
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -57,25 +58,30 @@ async def retry(call: Callable[[], Awaitable[T]], *, max_retries: int, backoff: 
 async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
 
-    Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one.
+    Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one. If the caller stops waiting,
+    the call is abandoned: it may go on, but changes no files any more.
     """
-    future: Future[T] = Future()
+    abandonable, future = AbandonableCall(), Future[T]()
     future.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
 
     def call() -> None:
         try:
-            future.set_result(function())
+            future.set_result(abandonable.run(function))
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             future.set_exception(error)
 
     threading.Thread(target=call, name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        abandonable.abandon()
 
 
 async def call_storage(function: Callable[[], T], what: str, *, timeout: float) -> T:
     """Return the result of a call that reads or writes files, which hangs if their storage does.
 
-    Raises StorageFailed after `timeout` seconds, with `what` as the subject; a thread that hangs is left behind.
+    Raises StorageFailed after `timeout` seconds, with `what` as the subject. A thread that hangs is left behind, but
+    changes no files any more, unless it hangs in the change itself (`ramify.files`).
     """
     scope = asyncio.timeout(timeout)
     try:

@@ -1,11 +1,61 @@
-"""Files and directories that are either complete or absent, and files that are on disk when a function returns."""
+"""Files and directories that are either complete or absent, and files that are on disk when a function returns.
+
+A thread that hangs on storage cannot be ended. If its caller gives up, it may go on much later, in a process that has
+repeated the work by then. So each step that others can see, such as a rename, is made in `take_effect`, which refuses
+the steps of an abandoned call.
+"""
 
 import contextlib
 import os
 import shutil
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
+
+from ramify.errors import StorageFailed
+
+STEP_TIMEOUT = 1.0  # seconds for a step that has begun when its call is abandoned
+
+T = TypeVar("T")
+
+
+class AbandonableCall:
+    """A call in a thread of its own whose caller may stop waiting for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_abandoned = threading.RLock(), False
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function in this thread; `take_effect` then belongs to this call."""
+        _current_call.set(self)
+        return function()
+
+    def abandon(self) -> None:
+        """Let no further step of the call take effect. A step that has begun is waited for, but only STEP_TIMEOUT."""
+        is_locked = self._lock.acquire(timeout=STEP_TIMEOUT)
+        self._is_abandoned = True
+        if is_locked:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def take_effect(self) -> Generator[None]:
+        """Make a step that others can see, inside the block. Raises StorageFailed if the call was abandoned."""
+        with self._lock:
+            if self._is_abandoned:
+                raise StorageFailed("the storage answered after its deadline; nothing was changed")
+            yield
+
+
+_current_call: ContextVar[AbandonableCall | None] = ContextVar("current_call", default=None)
+
+
+def take_effect() -> contextlib.AbstractContextManager[None]:
+    """Make a step that others can see, inside the block. Raises StorageFailed if this thread's call was abandoned."""
+    call = _current_call.get()
+    return contextlib.nullcontext() if call is None else call.take_effect()
 
 
 @contextlib.contextmanager
@@ -17,7 +67,8 @@ def replace_file(path: Path) -> Generator[Path]:
     partial_path = _make_partial_path(path)
     try:
         yield partial_path
-        partial_path.replace(path)
+        with take_effect():
+            partial_path.replace(path)
     finally:
         partial_path.unlink(missing_ok=True)
 
@@ -32,7 +83,8 @@ def create_directory(directory: Path) -> Generator[Path]:
     partial_path.mkdir(parents=True)
     try:
         yield partial_path
-        partial_path.rename(directory)
+        with take_effect():
+            partial_path.rename(directory)
     except BaseException:
         shutil.rmtree(partial_path, ignore_errors=True)
         raise
@@ -44,7 +96,8 @@ def remove_directory(directory: Path) -> None:
     Another process may remove it at the same time; one of them succeeds, and for the other it is removed already.
     """
     trash_path = directory.with_name(f".{directory.name}.gone.partial")
-    with contextlib.suppress(FileNotFoundError):
+    shutil.rmtree(trash_path, ignore_errors=True)  # of a removal that was interrupted
+    with contextlib.suppress(FileNotFoundError), take_effect():
         directory.rename(trash_path)
     shutil.rmtree(trash_path, ignore_errors=True)
 

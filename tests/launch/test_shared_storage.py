@@ -1,56 +1,83 @@
-"""Storage that hangs ends the start of a run with StorageFailed, and the end of a run goes on without it."""
+"""Storage that hangs ends the start of a run with StorageFailed, and the end of a run goes on without it.
 
+When it answers again, what was given up has no effect.
+"""
+
+import shutil
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ramify.display import Display
 from ramify.errors import StorageFailed
+from ramify.fencing import directory_store
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.launch import execution, head, published_weights, shared_storage
 from ramify.launch.completion import get_finished_steps, mark_finished
-from ramify.launch.head import check_newest_head, prepare_head
+from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.plan import build_plan
 from ramify.launch.process import ProcessState
-from ramify.launch.published_weights import hold_weights_directory, save_final_weights
+from ramify.launch.published_weights import (
+    get_served_directory,
+    hold_weights_directory,
+    link_newest_weights,
+    save_final_weights,
+)
 from ramify.launch.run_record import RunRecord
+from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
+from ramify.launch.shared_storage import TimedDirectoryStore, call_storage_blocking
 from ramify.launch.supervisor import ProcessStatus
 from ramify.store import head_replication
 from ramify.store.run_store import RunStore
+from ramify.train import weights_directory
 from tests.launch.test_head import make_config, train_step
 from tests.launch.test_head_leases import make_specs
+from tests.launch.test_shared_directory import publish
+
+pytestmark = pytest.mark.timeout(60)
 
 NO_ANSWER = r"the storage did not answer within 1 s; check the disk and the mounts"
 
 
-@pytest.fixture
-def hang(monkeypatch):
-    """Return a function that makes a function block until the test ends, for calls whose first argument `is_affected`.
+class HangingStorage:
+    """Makes functions block until `recover`, or the end of the test."""
 
-    Some call must block.
-    """
-    has_ended, blocked = threading.Event(), threading.Event()
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.has_recovered, self.blocked = monkeypatch, threading.Event(), []
 
-    def replace(owner, name, is_affected=lambda argument: True):
+    def __call__(self, owner, name, is_affected=lambda argument: True):
+        """Make a function block, for calls whose first argument `is_affected`."""
         original = getattr(owner, name)
 
         def call(*args, **options):
             if is_affected(args[0]):
-                blocked.set()
-                has_ended.wait()
+                self.blocked.append(threading.current_thread())
+                self.has_recovered.wait()
             return original(*args, **options)
 
-        monkeypatch.setattr(owner, name, call)
-        monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
-        monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 1.0)
+        self.monkeypatch.setattr(owner, name, call)
+        self.monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
+        self.monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 1.0)
 
+    def recover(self):
+        """Let the blocked calls go on, and return when their threads have ended."""
+        self.has_recovered.set()
+        for thread in self.blocked:
+            thread.join(30)
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """Return storage of which some call must block."""
+    storage = HangingStorage(monkeypatch)
     try:
-        yield replace
-        assert blocked.is_set()
+        yield storage
+        assert storage.blocked
     finally:
-        has_ended.set()
+        storage.has_recovered.set()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +143,85 @@ def test_final_weights_are_saved_within_a_deadline(tmp_path, hang):
     hang(published_weights, "find_newest_weights")
     with pytest.raises(StorageFailed, match=f"weights: {NO_ANSWER}"):
         save_final_weights(make_config(tmp_path, "a"))
+
+
+def test_final_weights_are_copied_within_a_deadline_and_not_later(tmp_path, hang, monkeypatch):
+    monkeypatch.setattr(weights_directory, "SHM_ROOT", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    config = make_config(tmp_path, "a", weights={"transport": "shm"})
+    publish(config.weights_directory, 1)
+    monkeypatch.setattr(published_weights, "STORAGE_TIMEOUT", 1.0)
+    hang(shutil, "copytree")
+    with pytest.raises(StorageFailed, match=r"weights: the storage did not answer within 1.* s"):
+        save_final_weights(config)
+    hang.recover()
+    assert list((config.shared_path / "weights").iterdir()) == []
+
+
+def test_weights_of_an_engine_are_not_linked_later(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    newest = publish(config.weights_directory, 1)
+    hang(shutil, "copytree")
+    with pytest.raises(StorageFailed):
+        call_storage_blocking(partial(link_newest_weights, config), newest)
+    hang.recover()
+    assert list(get_served_directory(config).iterdir()) == []
+
+
+def test_served_weights_are_not_removed_later(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    with hold_weights_directory(config, lambda line: None):
+        served = publish(get_served_directory(config), 1)
+        hang(shutil, "rmtree")
+    hang.recover()
+    assert served.exists()
+
+
+def test_leases_are_not_removed_later(tmp_path, hang):
+    for name in ("a", "b"):
+        train_step(config := make_config(tmp_path, name))
+    leases = config.shared_path / "leases"
+    with hold_leases(config.path, config.shared_path, 1, make_specs(tmp_path), print_line=lambda line: None):
+        RunRecord(config.path, "").write([ProcessStatus("a", ProcessState.ENDED, 1, 0, 0.0, token="1.0")])
+        hang(Path, "unlink", lambda path: path == leases / "0")
+    hang.recover()
+    assert (leases / "1").exists()
+
+
+def test_entry_of_the_head_log_is_not_created_later(tmp_path, hang):
+    hang(directory_store, "write_and_fsync")
+    with pytest.raises(StorageFailed):
+        TimedDirectoryStore(tmp_path).create("ledger/0/0", b"entry")
+    hang.recover()
+    assert list((tmp_path / "ledger/0").iterdir()) == []
+
+
+def test_history_of_a_run_is_not_begun_later(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    hang(RunStore, "open")
+    with pytest.raises(StorageFailed):
+        prepare_head(config)
+    hang.recover()
+    assert read_local_state(config.path) is None
+
+
+def test_shared_directory_is_not_linked_later(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    hang(Path, "mkdir", lambda path: path == config.shared_path / "checkpoints")
+    with pytest.raises(StorageFailed):
+        call_storage_blocking(partial(link_shared_directory, config.path, config.shared_path), config.path)
+    hang.recover()
+    assert not (config.path / "checkpoints").is_symlink()
+
+
+def test_shared_directory_is_not_moved_aside_later(tmp_path, hang):
+    config = make_config(tmp_path, "a")
+    newest = publish(config.weights_directory, 1)
+    hang(Path, "exists", lambda path: path.name == "weights.old-1")
+    with pytest.raises(StorageFailed):
+        call_storage_blocking(partial(move_shared_aside, config.path, config.shared_path), config.path)
+    hang.recover()
+    assert newest.exists()
 
 
 def test_end_of_a_run_is_replicated_within_a_deadline(tmp_path, hang, monkeypatch):

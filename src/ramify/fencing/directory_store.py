@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from ramify.files import fsync_path, mkdir_and_fsync, write_and_fsync
+from ramify.files import fsync_path, mkdir_and_fsync, take_effect, write_and_fsync
 
 
 class DirectoryStore:
@@ -29,7 +29,8 @@ class DirectoryStore:
         try:
             write_and_fsync(partial_path, data)
             try:
-                os.link(partial_path, path)
+                with take_effect():
+                    os.link(partial_path, path)
             except OSError:
                 if partial_path.stat().st_nlink != 2:
                     if not path.exists():

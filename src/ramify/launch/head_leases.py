@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.errors import StorageFailed
 from ramify.fencing.token import FencingToken
-from ramify.files import write_atomically
+from ramify.files import take_effect, write_atomically
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
@@ -71,7 +71,8 @@ def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> 
 def _remove_leases(directory: Path, epoch: int) -> None:
     """Remove the files of a head and of those before it."""
     for number in range(epoch + 1):
-        _get_path(directory, number).unlink(missing_ok=True)
+        with take_effect():
+            _get_path(directory, number).unlink(missing_ok=True)
 
 
 def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:

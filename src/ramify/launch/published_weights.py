@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
+from ramify.files import create_directory, remove_directory
 from ramify.launch.head import read_local_state
 from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
 from ramify.model.manifest import MANIFEST_FILE, Manifest
@@ -44,11 +45,13 @@ def link_newest_weights(config: RunConfig, engine: str = "") -> Path | None:
     for _ in range(MAX_TRIES):
         if (newest := find_newest_weights(directory)) is None:
             return None
-        shutil.rmtree(served_directory, ignore_errors=True)
         try:
-            return Path(shutil.copytree(newest, served_directory / newest.name, copy_function=os.link))
+            remove_directory(served_directory)
+            with create_directory(served_directory / newest.name) as partial_path:
+                shutil.copytree(newest, partial_path, copy_function=os.link, dirs_exist_ok=True)
         except OSError:
             continue
+        return served_directory / newest.name
     return None
 
 
@@ -69,7 +72,7 @@ def _read_epoch(config: RunConfig) -> int:
 
 def _remove_directories(directories: Sequence[Path]) -> None:
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_directory(directory)
 
 
 @contextlib.contextmanager
@@ -107,6 +110,7 @@ def save_final_weights(config: RunConfig) -> None:
 def _copy_weights(newest: Path, directory: Path) -> None:
     """Copy a version of the weights into `directory`, unless it has them."""
     if not (directory / newest.name).exists():
-        unfinished = directory / f".{newest.name}"
-        shutil.copytree(newest, unfinished, dirs_exist_ok=True)
-        unfinished.rename(directory / newest.name)
+        for unfinished in directory.glob(f".{newest.name}.*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        with create_directory(directory / newest.name) as partial_path:
+            shutil.copytree(newest, partial_path, dirs_exist_ok=True)

@@ -8,6 +8,7 @@ given the run directory finds everything in it.
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid
+from ramify.files import take_effect
 from ramify.images.image_store import MEDIA_DIR
 from ramify.store import wrap_storage_errors
 from ramify.store.run_directory import move_aside
@@ -37,16 +38,21 @@ def link_shared_directory(run: Path, shared: Path) -> None:
         for name in SHARED_SUBDIRECTORIES:
             target, link = shared.absolute() / name, run / name
             target.mkdir(parents=True, exist_ok=True)
-            if link.is_symlink():
-                if link.readlink() == target:
-                    continue
-                link.unlink()
-            elif link.is_dir():
-                if any(link.iterdir()):
-                    problem = "is not in the run's shared directory (cluster.shared_directory)"
-                    raise ConfigInvalid(f"{link} {problem}: move its contents to {target}, and repeat the command")
-                link.rmdir()
-            link.symlink_to(target, target_is_directory=True)
+            with take_effect():
+                _link(link, target)
+
+
+def _link(link: Path, target: Path) -> None:
+    if link.is_symlink():
+        if link.readlink() == target:
+            return
+        link.unlink()
+    elif link.is_dir():
+        if any(link.iterdir()):
+            problem = "is not in the run's shared directory (cluster.shared_directory)"
+            raise ConfigInvalid(f"{link} {problem}: move its contents to {target}, and repeat the command")
+        link.rmdir()
+    link.symlink_to(target, target_is_directory=True)
 
 
 def move_shared_aside(run: Path, shared: Path) -> Path | None:
@@ -62,8 +68,9 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
                 number += 1
             if not directory.is_dir() or not any(directory.iterdir()):
                 continue
-            directory.rename(old_directory)
-            if old_run is not None and (link := old_run / name).is_symlink():
-                link.unlink()
-                link.symlink_to(old_directory, target_is_directory=True)
+            with take_effect():
+                directory.rename(old_directory)
+                if old_run is not None and (link := old_run / name).is_symlink():
+                    link.unlink()
+                    link.symlink_to(old_directory, target_is_directory=True)
     return old_run

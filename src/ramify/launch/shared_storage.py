@@ -1,6 +1,6 @@
 """File operations at the start and end of a run, each with a deadline, because a lost network mount blocks forever.
 
-A call that hangs is left behind in its thread, and StorageFailed ends the run.
+A call that hangs is left behind in its thread, where it changes nothing any more, and StorageFailed ends the run.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,10 @@ class TimedDirectoryStore(DirectoryStore):
     """A `DirectoryStore` whose methods raise StorageFailed if the storage does not answer."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create `name` with all of `data` as `DirectoryStore` does. After StorageFailed it may yet be created."""
+        """Create `name` with all of `data` as `DirectoryStore` does.
+
+        After StorageFailed it may yet be created, if the storage hung while it made the final link.
+        """
         return call_storage_blocking(partial(super().create, name, data), self.directory / name)
 
     def read(self, name: str) -> bytes | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
+from ramify.files import take_effect
 from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT, diff_values
 from ramify.store.run_log import RunLog
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lock
@@ -91,7 +92,8 @@ def move_aside(path: Path) -> Path:
         number += 1
     lock_fd = acquire_lock(path)
     try:
-        path.rename(new_path)
+        with take_effect():
+            path.rename(new_path)
     finally:
         os.close(lock_fd)
     return new_path

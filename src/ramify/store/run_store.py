@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
-from ramify.files import fsync_path
+from ramify.files import fsync_path, take_effect
 from ramify.images import ImageStore
 from ramify.images.image_store import MEDIA_DIR
 from ramify.store import rollout_table
@@ -136,7 +136,8 @@ class RunStore:
                 rollout_table.insert_rollout(connection, record, summary, location)
             apply(connection)
 
-        return self._writer.submit(frames, apply_all, images)
+        with take_effect():
+            return self._writer.submit(frames, apply_all, images)
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows that an SQL query finds in the last committed state of the tables."""
