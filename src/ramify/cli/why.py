@@ -155,8 +155,9 @@ def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | No
     """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
     from ramify.cli.console import make_console
     from ramify.launch.run_record import read_record
+    from ramify.orchestrate.snapshot import OrchestratorState
 
-    line = f"{path} state=starting: {reason}; its orchestrator does not answer yet"
+    line = f"{path} state={OrchestratorState.STARTING}: {reason}; its orchestrator does not answer yet"
     make_console().print(line, markup=False, soft_wrap=True)
     record = read_record(path)
     if supervisor is not None and _is_record_of(record, supervisor):
@@ -178,8 +179,7 @@ def _print_unresponsive_run(path: Path) -> bool:
     is_local = snapshot.host == platform.node()
     state = get_process_state(snapshot.pid) if is_local else f"on {snapshot.host}"
     address = read_record(path).get("status") or "its status address"
-    is_starting = snapshot.status.get("state") == "starting"
-    problem = "is starting" if is_starting else f"does not respond at {address}"
+    problem = "is starting" if snapshot.is_starting else f"does not respond at {address}"
     print(f"the orchestrator of {path} {problem}: process {snapshot.pid}, {state}")
     if state == "stopped":
         print(f"continue it with: kill -CONT {snapshot.pid}")

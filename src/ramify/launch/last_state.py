@@ -30,7 +30,7 @@ async def read_startup_wait(path: Path, earlier: Snapshot | None) -> str:
         snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=READ_TIMEOUT)
     except StorageFailed:
         return f"{path / SNAPSHOT_FILE} could not be read within {READ_TIMEOUT:g} s"
-    if snapshot is None or snapshot == earlier or snapshot.status.get("state") != "starting":
+    if snapshot is None or snapshot == earlier or not snapshot.is_starting:
         return ""
     for wait in snapshot.waits:
         if wait["since_s"]:

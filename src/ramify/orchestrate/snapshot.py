@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ import msgspec
 from ramify.files import write_atomically
 
 SNAPSHOT_FILE = "status.json"
+
+
+class OrchestratorState(StrEnum):
+    """What the orchestrator of a run does: STARTING -> RUNNING -> EVALUATING -> FINISHED; LEAVING once it has to stop.
+
+    `docs/scaling.md` explains the states to users.
+    """
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EVALUATING = "evaluating"
+    FINISHED = "finished"
+    LEAVING = "leaving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,11 @@ class Snapshot:
     def age(self) -> float:
         """Seconds since it was written."""
         return max(0.0, time.time() - self.time)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the orchestrator was starting."""
+        return self.status.get("state") == OrchestratorState.STARTING
 
 
 def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:

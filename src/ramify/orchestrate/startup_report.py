@@ -11,7 +11,7 @@ from typing import Any
 
 from ramify.async_calls import cancel_all
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.snapshot import write_snapshot
+from ramify.orchestrate.snapshot import OrchestratorState, write_snapshot
 from ramify.store.run_log import RunLog
 
 REPORT_INTERVAL = 5.0  # seconds until a wait is reported, and between snapshots of it
@@ -55,7 +55,7 @@ class StartupReport:
             "run": str(config.path),
             "step": self._committed,
             "max_steps": config.max_steps,
-            "state": "starting",
+            "state": OrchestratorState.STARTING,
         }
         write_snapshot(config.path, status, waits)
 

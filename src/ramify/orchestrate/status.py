@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ramify.orchestrate.run_context import RunContext
+from ramify.orchestrate.snapshot import OrchestratorState
 from ramify.wire.server_state import ServerState
 
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
@@ -88,7 +89,7 @@ def build_status(run: RunContext) -> dict[str, Any]:
         "max_steps": steps,
         "committed": ledger_progress.committed,
         "incarnation": ledger_progress.incarnation,
-        "state": get_run_state(run),
+        "state": get_orchestrator_state(run),
         "eta_s": eta,
         "reward": progress.mean_reward,
         "is_teacher_reward": all(source.sampler_model is not None for source in run.config.train),
@@ -107,14 +108,15 @@ def build_status(run: RunContext) -> dict[str, Any]:
     }
 
 
-def get_run_state(run: RunContext) -> str:
-    """Return what the run does; after the last step it is `evaluating` until the evals of that step have ended."""
+def get_orchestrator_state(run: RunContext) -> OrchestratorState:
+    """Return what the orchestrator does. After the last step it is EVALUATING until the evals of that step end."""
     if run.stop_requested.is_set():
-        return "leaving"
+        return OrchestratorState.LEAVING
     if not run.trainer_service.is_finished:
-        return "running"
+        return OrchestratorState.RUNNING
     due_sources = run.evaluator.get_due_sources(run.core.ledger_progress.committed, is_last=True)
-    return "evaluating" if run.evaluator.started_at or due_sources else "finished"
+    has_evals = bool(run.evaluator.started_at or due_sources)
+    return OrchestratorState.EVALUATING if has_evals else OrchestratorState.FINISHED
 
 
 def query_metrics(run: RunContext, pattern: str) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _is_running_elsewhere(snapshot: Snapshot) -> bool:
 
 
 def _get_snapshot_state(snapshot: Snapshot, default: ActivityState) -> ActivityState:
-    return "starting" if snapshot.status.get("state") == "starting" else default
+    return "starting" if snapshot.is_starting else default
 
 
 def summarize_run(name: str, path: Path) -> dict[str, Any]:
