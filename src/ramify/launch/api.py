@@ -1,7 +1,7 @@
 """The Python API of a training run: check the configuration, build the plan, execute it."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,15 +9,17 @@ from ramify.config import expand_model_name, get_explicit_values, parse_section
 from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
-from ramify.launch.plan import build_plan
+from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import prefork_shared_modules
 from ramify.launch.run_lock import lock_run
 from ramify.orchestrate.config import RunConfig
 
 if TYPE_CHECKING:
+    from ramify.launch.cluster_plan import ClusterPlan
     from ramify.launch.dashboard import RunDisplay
     from ramify.launch.execution import RunResult
+    from ramify.launch.launcher import Launcher
 
 
 def rl(
@@ -35,64 +37,60 @@ def rl(
     running event loop (in a notebook), and its result may be awaited. `display` shows the progress.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
+    from ramify.launch.dashboard import RunContent  # loaded only where it is needed
+
     run_config = _build_config(config, settings)
+    display = display or choose_api_display(RunContent())
     # A run whose directory exists is locked before the checks, so that `ramify why` shows it as starting. A new one is
     # locked after them: a configuration that is refused leaves no files.
     is_locked = run_config.path.exists()
-    run = _run_on_cluster if run_config.cluster.is_distributed else _run_on_machine
-    with lock_run(run_config.path) if is_locked else contextlib.nullcontext():
-        return run(run_config, fresh=fresh, accept_changes=accept_changes, display=display, is_locked=is_locked)
-
-
-def _run_on_machine(
-    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None", is_locked: bool
-) -> "RunResult":
-    """Run on this machine."""
-    plan = build_plan(config)
-    with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the checks below
-        from ramify.launch.dashboard import RunContent
+    with contextlib.ExitStack() as stack:
+        if is_locked:
+            stack.enter_context(lock_run(run_config.path))
+        if run_config.cluster.is_distributed:
+            plan, launcher = stack.enter_context(_prepare_on_cluster(run_config, display.print_line))
+        else:
+            plan, launcher = stack.enter_context(_prepare_on_machine(run_config))
         from ramify.launch.execution import execute_plan
-        from ramify.launch.local_launcher import LocalLauncher
 
         return execute_plan(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
-            environments=check_plugin_tables(config),
-            display=display or choose_api_display(RunContent()),
-            launcher=LocalLauncher(prefork_client=prefork_client),
-            is_locked=is_locked,
-        )
-
-
-def _run_on_cluster(
-    config: RunConfig, *, fresh: bool, accept_changes: bool, display: "RunDisplay | None", is_locked: bool
-) -> "RunResult":
-    """Run on the nodes of the cluster that the configuration names; this machine is the head."""
-    from ramify.launch.cluster_plan import build_cluster_plan  # loaded only where they are needed
-    from ramify.launch.dashboard import RunContent
-    from ramify.launch.execution import execute_plan
-    from ramify.launch.ray_launcher import RayLauncher
-
-    cluster, display = config.cluster, display or choose_api_display(RunContent())
-    launcher = RayLauncher.connect(cluster.address)
-    try:
-        nodes = launcher.wait_for_nodes(
-            cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=display.print_line
-        )
-        if usage := launcher.describe_usage(nodes):
-            display.print_line(f"{usage}; a process without room waits up to {config.launch.startup_timeout:g} s")
-        return execute_plan(
-            build_cluster_plan(config, nodes),
-            fresh=fresh,
-            accept_changes=accept_changes,
-            environments=check_plugin_tables(config),
+            environments=check_plugin_tables(run_config),
             display=display,
             launcher=launcher,
             is_locked=is_locked,
         )
+
+
+@contextlib.contextmanager
+def _prepare_on_machine(config: RunConfig) -> Generator[tuple[LaunchPlan, "Launcher"]]:
+    """Yield the plan and the launcher of a run on this machine."""
+    plan = build_plan(config)
+    with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the plugin checks
+        from ramify.launch.local_launcher import LocalLauncher
+
+        yield plan, LocalLauncher(prefork_client=prefork_client)
+
+
+@contextlib.contextmanager
+def _prepare_on_cluster(
+    config: RunConfig, print_line: Callable[[str], None]
+) -> Generator[tuple["ClusterPlan", "Launcher"]]:
+    """Yield the plan and the launcher of a run on the nodes of a cluster, of which this machine is the head."""
+    from ramify.launch.cluster_plan import build_cluster_plan
+    from ramify.launch.ray_launcher import RayLauncher
+
+    cluster = config.cluster
+    launcher = RayLauncher.connect(cluster.address)
+    try:
+        nodes = launcher.wait_for_nodes(cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=print_line)
+        if usage := launcher.describe_usage(nodes):
+            print_line(f"{usage}; a process without room waits up to {config.launch.startup_timeout:g} s")
+        yield build_cluster_plan(config, nodes), launcher
     finally:
-        launcher.disconnect(display.print_line)
+        launcher.disconnect(print_line)
 
 
 def _build_config(
