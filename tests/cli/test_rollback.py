@@ -1,18 +1,34 @@
 """`ramify rollback` ends a run's history at an older checkpoint, and changes nothing if it cannot."""
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from ramify.cli import main
 from ramify.fencing.token import FencingToken
+from ramify.launch import shared_storage
 from ramify.launch.completion import FINISHED_KEY
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
+from ramify.train import checkpoint_manifest
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
+
+HANGS = """
+import sys, threading
+from ramify.cli import main
+from ramify.launch import shared_storage
+from ramify.train import checkpoint_manifest
+
+shared_storage.STORAGE_TIMEOUT = 1.0
+checkpoint_manifest._checksum_piece = lambda path, index: threading.Event().wait()
+sys.exit(main(["rollback", *sys.argv[1:]]))
+"""
 
 
 def save_checkpoint(run: Path, step: int) -> Path:
@@ -83,3 +99,39 @@ def test_busy_run_is_not_changed(run, capsys):
     with RunStore.open(run):
         assert main(["rollback", str(run), "2"]) == 1
     assert "RunBusy" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (checkpoint_manifest, "list_completed_steps"),
+        (RunStore, "open"),
+        (checkpoint_manifest, "find_committed_checkpoint"),
+        (Path, "stat"),
+        (checkpoint_manifest, "verify_checkpoint"),
+        (Path, "rename"),
+    ],
+)
+def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name):
+    original, answers = getattr(owner, name), threading.Event()
+
+    def hang(*args, **options):
+        if owner is not Path or args[0].parent.parent.name == "checkpoints" or name == "rename":
+            answers.wait()
+        return original(*args, **options)
+
+    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
+    monkeypatch.setattr(owner, name, hang)
+    try:
+        assert main(["rollback", str(run), "2"]) == 1
+    finally:
+        answers.set()
+    assert "StorageFailed" in capsys.readouterr().err
+
+
+def test_storage_that_hangs_while_a_checkpoint_is_verified_does_not_delay_the_exit(run):
+    command = [sys.executable, "-c", HANGS, str(run), "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "StorageFailed" in result.stderr

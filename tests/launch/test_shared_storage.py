@@ -150,7 +150,6 @@ def test_final_weights_are_copied_within_a_deadline_and_not_later(tmp_path, hang
     (tmp_path / "shm").mkdir()
     config = make_config(tmp_path, "a", weights={"transport": "shm"})
     publish(config.weights_directory, 1)
-    monkeypatch.setattr(published_weights, "STORAGE_TIMEOUT", 1.0)
     hang(shutil, "copytree")
     with pytest.raises(StorageFailed, match=r"weights: the storage did not answer within 1.* s"):
         save_final_weights(config)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,22 +19,25 @@ def run(argv: Sequence[str]) -> int:
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.launch.head import check_newest_head
+    from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
     from ramify.store import RunStore, wrap_storage_errors
     from ramify.train.checkpoint_manifest import list_completed_steps, verify_checkpoint
 
     path = find_run(options.run)
     check_newest_head(path)
-    steps = list_completed_steps(path / "checkpoints")
+    checkpoints = path / "checkpoints"  # perhaps on shared storage, which may hang
+    steps = call_storage_blocking(partial(list_completed_steps, checkpoints), checkpoints)
     if options.step not in steps:
         existing = ", ".join(map(str, steps)) or "none"
         raise CheckpointRefused(f"{path} has no checkpoint of step {options.step}; checkpoints of the run: {existing}")
-    with RunStore.open(path) as store:
-        checkpoint_dir = _find_checkpoint(store, options.step)
-        if verify_checkpoint(checkpoint_dir).files is None:
+    with call_storage_blocking(partial(RunStore.open, path), path) as store, wrap_storage_errors(path):
+        checkpoint_dir = call_storage_blocking(partial(_find_checkpoint, store, options.step), checkpoints)
+        num_bytes = call_storage_blocking(partial(_count_bytes, checkpoint_dir), checkpoint_dir)
+        verify, timeout = partial(verify_checkpoint, checkpoint_dir), get_transfer_timeout(num_bytes)
+        if call_storage_blocking(verify, checkpoint_dir, timeout=timeout).files is None:
             raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
         committed = _roll_back_ledger(store, options.step, checkpoint_dir)
-        with wrap_storage_errors(path):
-            renamed = _rename_newer(path / "checkpoints", options.step)
+        renamed = call_storage_blocking(partial(_rename_newer, checkpoints, options.step), checkpoints)
     print(f"{path} resumes from step {options.step}; rerun the command that started it")
     if committed > options.step:
         print(f"steps {options.step} to {committed - 1} are trained again, on the same batches")
@@ -49,6 +53,10 @@ def _find_checkpoint(store: "RunStore", step: int) -> Path:
 
     commit = Ledger.open(store).get_commit(step)
     return find_committed_checkpoint(store.path / "checkpoints", step, commit.directory if commit is not None else "")
+
+
+def _count_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*"))
 
 
 def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
@@ -72,6 +80,7 @@ def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
 
 def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
+    from ramify.files import take_effect
     from ramify.train.checkpoint_manifest import list_checkpoints, parse_checkpoint_name
 
     renamed: list[Path] = []
@@ -81,7 +90,8 @@ def _rename_newer(directory: Path, step: int) -> list[Path]:
             continue
         while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
             number += 1
-        renamed.append(checkpoint.rename(target))
+        with take_effect():
+            renamed.append(checkpoint.rename(target))
     return renamed
 
 

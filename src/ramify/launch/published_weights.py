@@ -10,15 +10,13 @@ from pathlib import Path
 from ramify.errors import WeightsRefused
 from ramify.files import create_directory, remove_directory
 from ramify.launch.head import read_local_state
-from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
+from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage, get_transfer_timeout
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
-from ramify.store.head_replication import STORAGE_TIMEOUT
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED_DIR = "served"
-MIN_WRITE_RATE = 10e6  # bytes per second that storage must take; slower storage counts as hanging
 MAX_TRIES = 5  # the trainer may remove a version while it is being linked
 
 
@@ -103,8 +101,8 @@ def save_final_weights(config: RunConfig) -> None:
         return
     num_bytes = sum(file.stat().st_size for file in newest.rglob("*"))
     with wrap_storage_errors(directory):
-        timeout = STORAGE_TIMEOUT + num_bytes / MIN_WRITE_RATE
-        call_storage_blocking(partial(_copy_weights, newest, directory), directory, timeout=timeout)
+        copy, timeout = partial(_copy_weights, newest, directory), get_transfer_timeout(num_bytes)
+        call_storage_blocking(copy, directory, timeout=timeout)
 
 
 def _copy_weights(newest: Path, directory: Path) -> None:

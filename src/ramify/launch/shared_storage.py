@@ -14,6 +14,7 @@ from ramify.interactive import run_coroutine
 from ramify.store.head_replication import STORAGE_TIMEOUT
 
 CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run no longer needs
+MIN_RATE = 10e6  # bytes per second that storage must read or write; slower storage counts as hanging
 
 T = TypeVar("T")
 
@@ -24,6 +25,11 @@ def call_storage_blocking(function: Callable[[], T], what: object, *, timeout: f
     Raises StorageFailed after `timeout` seconds, STORAGE_TIMEOUT by default; `what` names the files.
     """
     return run_coroutine(call_storage(function, str(what), timeout=STORAGE_TIMEOUT if timeout is None else timeout))
+
+
+def get_transfer_timeout(num_bytes: int) -> float:
+    """Return the seconds for a call that reads or writes that many bytes."""
+    return STORAGE_TIMEOUT + num_bytes / MIN_RATE
 
 
 def clean_up_storage(function: Callable[[], None], what: object, print_line: Callable[[str], None]) -> None:

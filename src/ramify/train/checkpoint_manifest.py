@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
     manifest = CheckpointManifest.read(directory)
     pieces = list(_iter_pieces(directory, manifest.files or {}))[rank::world_size]
     with _make_thread_pool() as pool:
-        list(pool.map(lambda piece: _verify_piece(*piece), pieces))
+        pool.starmap(_verify_piece, pieces)
     return manifest
 
 
@@ -213,5 +213,6 @@ def _count_pieces(size: int) -> int:
     return -(-size // PIECE_BYTES)
 
 
-def _make_thread_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="checksum")
+def _make_thread_pool() -> ThreadPool:
+    """Return a pool whose threads do not keep Python from exiting if the storage hangs."""
+    return ThreadPool(min(MAX_THREADS, os.cpu_count() or 1))
