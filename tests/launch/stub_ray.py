@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 from ramify.launch.node_process import SlotAddress
@@ -34,7 +33,7 @@ class StubActor:
     def __init__(self, ray: "StubRay", strategy) -> None:
         self.ray, self.strategy = ray, strategy
         self.is_killed, self.is_cancelled = False, False
-        self.released_at = float("inf")  # monotonic time
+        self.num_reports_left = 0  # that still count its core when it was killed
         self.get_address = SimpleNamespace(remote=self._get_address)
         ray.actors.append(self)
 
@@ -44,7 +43,7 @@ class StubActor:
 
     @property
     def has_core(self) -> bool:
-        return self.ray.failures.get(self.node) != "full" and time.monotonic() < self.released_at
+        return self.ray.failures.get(self.node) != "full" and (not self.is_killed or self.num_reports_left > 0)
 
     async def _get_address(self) -> SlotAddress:
         name, failure = self.node, self.ray.failures.get(self.node)
@@ -71,14 +70,14 @@ class StubRay:
 
     `failures` says what happens to actors on a node: `full` (they wait for a core), `slow` (they have one and never
     start), `crashes`, `dies` (the node), the text of an error in their constructor, or an exception of a method.
-    `used_cores` are those of other jobs. The core of a killed actor is free after `release_time` seconds. If `released`
-    is set, `shutdown` waits for it.
+    `used_cores` are those of other jobs. `num_late_reports` of what is free still count the core of a killed actor. If
+    `released` is set, `shutdown` waits for it.
     """
 
     def __init__(self, *names: str, failures: dict[str, str | Exception] | None = None) -> None:
         self.names, self.failures = list(names), failures or {}
         self.actors: list[StubActor] = []
-        self.used_cores, self.release_time = 0, 0.0
+        self.used_cores, self.num_late_reports = 0, 0
         self.released: threading.Event | None = None
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)
         self.util = SimpleNamespace(scheduling_strategies=strategies)
@@ -98,6 +97,8 @@ class StubRay:
 
     def available_resources(self) -> dict[str, float]:
         num_running = sum(actor.has_core for actor in self.actors)
+        for actor in self.actors:
+            actor.num_reports_left -= 1
         return {"CPU": 4.0 * len(set(self.names)) - self.used_cores - num_running}
 
     def get_runtime_context(self):
@@ -111,7 +112,7 @@ class StubRay:
 
     def kill(self, actor: StubActor) -> None:
         actor.is_killed = True
-        actor.released_at = time.monotonic() + self.release_time
+        actor.num_reports_left = self.num_late_reports
 
     def shutdown(self) -> None:
         if self.released is not None:

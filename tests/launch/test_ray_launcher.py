@@ -17,7 +17,7 @@ from tests.launch.stub_ray import RayError, StubRay
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch):
     monkeypatch.setattr(ray_launcher, "RETRY_INTERVAL", 0.01)
-    monkeypatch.setattr(ray_launcher, "RELEASE_TIME", 0.3)
+    monkeypatch.setattr(ray_launcher, "RELEASE_POLL_INTERVAL", 0.01)
 
 
 def choose_first(*names: str) -> Placement:
@@ -69,7 +69,8 @@ async def test_full_cluster_is_reported_with_what_the_nodes_have():
 
 
 @with_timeout
-async def test_cluster_that_others_have_filled_is_reported_with_what_they_use():
+async def test_cluster_that_others_have_filled_is_reported_with_what_they_use(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "RELEASE_TIMEOUT", 0.5)
     ray = StubRay("a", "b", failures={"b": "full"})
     launcher = RayLauncher(ray)
     await launcher.open_slots(build_leases(), choose_one("a"), timeout=60)
@@ -82,7 +83,7 @@ async def test_cluster_that_others_have_filled_is_reported_with_what_they_use():
 @with_timeout
 async def test_actors_that_were_just_ended_are_not_counted_as_other_jobs():
     ray = StubRay("a", failures={"a": "slow"})
-    ray.release_time = 0.2
+    ray.num_late_reports = 2
     with pytest.raises(DeadlineExceeded, match="4 cores; add a node") as raised:
         await RayLauncher(ray).open_slots(build_leases(), choose_one("a"), timeout=0.2)
     assert "other Ray jobs" not in raised.value.message

@@ -30,7 +30,8 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 SHUTDOWN_TIMEOUT = 30.0  # seconds to disconnect from Ray
-RELEASE_TIME = 2.0  # seconds after which Ray reports the resources of an actor that was ended as free
+RELEASE_TIMEOUT = 5.0  # seconds for Ray to report the resources of actors that were ended as free
+RELEASE_POLL_INTERVAL = 0.2  # seconds between two questions what is free
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
@@ -190,14 +191,22 @@ class RayLauncher:
             return f"{ranks} {needed}; {problem}; check the cluster with `ray status`"
         sizes = ", ".join(f"{node.name}: {format_room(node.num_gpus, node.num_cpus)}" for node in nodes)
         advice = "add a node, or lower the cores and GPUs of this process in [cluster]"
-        await asyncio.sleep(RELEASE_TIME)  # the actors of this process have just been ended
-        if usage := await self._describe_usage_within_timeout(nodes):
+        if usage := await self._describe_usage_after_release(nodes):
             advice = f"{usage}; wait until they end, {advice}"
         return f"{ranks} {needed}; the nodes have in total {sizes}; {advice}"
 
     def describe_usage(self, nodes: Sequence[ClusterNode]) -> str:
         """Return what other Ray jobs use of these nodes, as text; empty for nothing, or if Ray does not answer."""
         return run_coroutine(self._describe_usage_within_timeout(nodes))
+
+    async def _describe_usage_after_release(self, nodes: Sequence[ClusterNode]) -> str:
+        """Do what `describe_usage` does, when Ray no longer counts the actors that were just ended, if it can tell."""
+        deadline = time.monotonic() + RELEASE_TIMEOUT
+        while usage := await self._describe_usage_within_timeout(nodes):
+            if time.monotonic() >= deadline or not any(client.is_closed for client in self._clients):
+                break
+            await asyncio.sleep(RELEASE_POLL_INTERVAL)
+        return usage
 
     async def _describe_usage_within_timeout(self, nodes: Sequence[ClusterNode]) -> str:
         with contextlib.suppress(PeerLost, TimeoutError):
