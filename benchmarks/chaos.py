@@ -1,4 +1,4 @@
-"""Kill and stop whatever a run consists of, damage its files; then ask whether anything was lost or counted twice.
+"""Kill and stop the processes of a run and damage its files, then check that nothing was lost or counted twice.
 
 Two runs of the same configuration: one undisturbed, one with a fault whenever a checkpoint was made since the last:
 
@@ -13,8 +13,8 @@ Two runs of the same configuration: one undisturbed, one with a fault whenever a
 With `--swaps`, only the engine and the trainer are killed, each time while new weights are handed over. With
 `--device cuda` the two share a GPU. Torn weights would show in the trainer's logprobs, which differ from the engine's.
 
-What has to hold in the end: every damage was noticed, the audit finds nothing, and the held-out eval is within 0.05 of
-the undisturbed run.
+At the end every damage must have been noticed, the audit must find nothing, and the held-out eval must be within 0.05
+of the undisturbed run.
 """
 
 import contextlib
@@ -332,13 +332,13 @@ def _wait_for_step(run: Run) -> None:
 
 
 def main() -> int:
-    flags = parser("Kill, stop and damage, again and again; nothing may be lost, nothing may count twice")
-    flags.add_argument("--kills", type=int, default=20)
-    flags.add_argument("--stops", type=int, default=5)
-    flags.add_argument("--damages", type=int, default=6)
+    flags = parser(__doc__)
+    flags.add_argument("--kills", type=int, default=20, help="processes to kill")
+    flags.add_argument("--stops", type=int, default=5, help="processes to stop for some seconds")
+    flags.add_argument("--damages", type=int, default=6, help="files to damage")
     flags.add_argument("--swaps", action="store_true", help="kill only engine and trainer, while weights are swapped")
-    flags.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    flags.add_argument("--seed", type=int, default=0, help="of the choice of victims")
+    flags.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of engine and trainer")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the choice of processes and files")
     flags.add_argument("--keep", type=Path, help="leave the runs in this folder")
     args = flags.parse_args()
     if args.swaps:

@@ -354,9 +354,11 @@ def _ensure_weights(directory: Path, copy: Path) -> Path:
 
 
 def main() -> int:
-    flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
-    flags.add_argument("--only", choices=["tiny", "smollm2", "sampler"], help="measure one of the models")
-    flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu")
+    flags: argparse.ArgumentParser = parser(__doc__, uses=["--vllm-python", "--smollm2"])
+    flags.add_argument(
+        "--only", choices=["tiny", "smollm2", "sampler"], help="measure one model; `sampler`: the random one"
+    )
+    flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu", help="where the engines run")
     args: Any = flags.parse_args()
     if args.device == "cuda":
         rows = [row for setup in list_gpu_setups(args) for row in measure(setup, None)]

@@ -94,7 +94,7 @@ def full_render(directory: str, messages: Sequence[Message]) -> float:
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
+    flags = parser(__doc__)
     flags.add_argument("--renderers-python", metavar="PYTHON", help="an interpreter with renderers and tokenizers")
     args = flags.parse_args()
     python = args.renderers_python or (sys.executable if importlib.util.find_spec("renderers") else None)

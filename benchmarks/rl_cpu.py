@@ -5,8 +5,8 @@ batch, group size, learning rate, warmup, betas and clipping, in float32 on the 
 steps; it counts from the moment it is known. Ramify samples while it trains, on a thread each, a batch's attempts at
 once. TRL does both in turns; it gets the fastest of several settings, found before the race. Seeds take turns.
 
-A run that has not got there within `--limit` seconds is ended and said to be so. One of TRL's then counts as if it had
-got there at that moment, one of ours as if it never would. All takes 20 minutes at most, or so.
+A run that does not reach the reward within `--limit` seconds is ended and reported. A run of TRL then counts as if it
+had reached the reward at that moment, a run of Ramify as if it never would. The benchmark takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def _first(theirs: list[dict[str, Any]]) -> float | None:
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
-    flags.add_argument("--seeds", type=int, default=3)
+    flags = parser(__doc__, uses=["--trl-python"])
+    flags.add_argument("--seeds", type=int, default=3, help="runs of each side, with the seeds 0, 1, ...")
     flags.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a run is ended")
     args: Any = flags.parse_args()
     texts = list(reversal.generate_texts(reversal.ReversalTextsConfig()))

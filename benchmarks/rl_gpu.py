@@ -1,8 +1,9 @@
 """reverse-text with SmolLM2-135M on one GPU that trainer and engine share: `ramify sft`, then `ramify rl`.
 
 SmolLM2 does not attempt to reverse a word. The warm-up shows it the format, and mostly how to give up: a share of the
-examples has the right answer, the others a question mark, so it samples the skill about as often as that. RL has to
-find it: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8 characters.
+examples has the right answer, the others a question mark, so it samples the skill about as often as that. The run
+`learn` has to find it by RL: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8
+characters.
 
 The run `speed` measures a whole step of the random model of 0.48 B parameters (`_random_qwen.py`): 8 groups of 16,
 prompts of 368 tokens, 256 new tokens. With `--trl-python` TRL takes the same step, with transformers' `generate`, at
@@ -493,26 +494,28 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
+    flags = parser(__doc__, uses=["--trl-python", "--smollm2"])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
-    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    flags.add_argument("--only", choices=["learn", "mismatch", "distil", "speed", "tail"], help="one of the runs")
-    flags.add_argument("--staleness", type=int, choices=[0, 1], help="of `speed`; both if not given")
-    flags.add_argument("--speed-steps", type=int, default=16)
-    flags.add_argument("--tail-steps", type=int, default=24)
-    flags.add_argument("--tail-longest", type=int, default=TAIL_LONGEST, help="tokens of the longest reply")
+    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device of engine and trainer")
+    flags.add_argument(
+        "--only", choices=["learn", "mismatch", "distil", "speed", "tail"], help="do only one of the runs"
+    )
+    flags.add_argument("--staleness", type=int, choices=[0, 1], help="max_staleness of `speed`; both if not given")
+    flags.add_argument("--speed-steps", type=int, default=16, help="steps of `speed`")
+    flags.add_argument("--tail-steps", type=int, default=24, help="steps of `tail`")
+    flags.add_argument("--tail-longest", type=int, default=TAIL_LONGEST, help="tokens of the longest reply of `tail`")
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--steps", type=int, default=STEPS)
-    flags.add_argument("--lr", type=float, default=3e-5)
-    flags.add_argument("--distil-lr", type=float, help=f"by default {DISTIL_LR}")
-    flags.add_argument("--distil-batch", type=int, default=512, help="rollouts a step of `distil`")
-    flags.add_argument("--off-policy", type=int, default=1)
+    flags.add_argument("--seed", type=int, default=0, help="seed of `learn`, `mismatch` and `distil`")
+    flags.add_argument("--steps", type=int, default=STEPS, help="steps of `learn`, and most steps of `distil`")
+    flags.add_argument("--lr", type=float, default=3e-5, help="learning rate of `learn` and `mismatch`")
+    flags.add_argument("--distil-lr", type=float, help=f"learning rate of `distil`; by default {DISTIL_LR}")
+    flags.add_argument("--distil-batch", type=int, default=512, help="rollouts per step of `distil`")
+    flags.add_argument("--off-policy", type=int, default=1, help="max_staleness of `learn`")
     flags.add_argument("--right", type=float, default=0.15, help="share of right answers in the warm-up")
-    flags.add_argument("--warm-steps", type=int, default=400)
-    flags.add_argument("--warm-lr", type=float, default=5e-4)
-    flags.add_argument("--mismatch-steps", type=int, default=14)
-    flags.add_argument("--mismatch-batch", type=int, default=512)
+    flags.add_argument("--warm-steps", type=int, default=400, help="steps of the warm-up")
+    flags.add_argument("--warm-lr", type=float, default=5e-4, help="learning rate of the warm-up")
+    flags.add_argument("--mismatch-steps", type=int, default=14, help="steps of `mismatch`")
+    flags.add_argument("--mismatch-batch", type=int, default=512, help="rollouts per step of `mismatch`")
     args: Any = flags.parse_args()
     args.name = args.model or args.smollm2
     if args.name is None and args.only not in ("speed", "tail"):

@@ -113,7 +113,7 @@ async def measure_all(runtimes: dict[str, Callable[[], Runtime]]) -> dict[tuple[
 
 
 def main() -> int:
-    flags = parser("Measure what a box, and a command in it, cost a rollout.")
+    flags = parser(__doc__)
     flags.add_argument("--container-image", metavar="IMAGE", help="an image for the runtime `container`")
     flags.add_argument(
         "--engine-args", default="", metavar="ARGS", help="arguments that the container engine needs here"

@@ -129,7 +129,7 @@ def observe(world: subprocess.Popen[str], orchestrator: psutil.Process, started_
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
+    flags = parser(__doc__)
     flags.add_argument("--quick", action="store_true", help="measure only what has a target")
     args = flags.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

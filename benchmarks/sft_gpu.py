@@ -78,8 +78,8 @@ def time_step(home: Path) -> float:
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
-    flags.add_argument("--steps", type=int, default=60)
+    flags = parser(__doc__, uses=["--trl-python"])
+    flags.add_argument("--steps", type=int, default=60, help="training steps")
     args = flags.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)

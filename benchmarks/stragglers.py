@@ -220,7 +220,7 @@ async def measure(directory: Path, max_staleness: int) -> Measurement:
 
 
 def main() -> int:
-    args = parser("Slow rollouts: trained on as often as issued, and what that costs").parse_args()
+    args = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         bounded = asyncio.run(measure(Path(directory), MAX_STALENESS))
         unbounded = asyncio.run(measure(Path(directory), UNBOUNDED))

@@ -263,8 +263,8 @@ def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:
 
 
 def main() -> int:
-    flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
-    flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    flags: argparse.ArgumentParser = parser(__doc__)
+    flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="shape of the model")
     flags.add_argument("--packs", type=int, default=4, help="packs of 16k tokens the forests of a comparison fill")
     flags.add_argument("--only", choices=["mfu", "forest"], help="run one of the comparisons")
     args: Any = flags.parse_args()

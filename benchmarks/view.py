@@ -41,8 +41,10 @@ CONFIG = 'name = "large"\nmax_steps = 500\n[model]\nname = "tiny"\n[[train]]\nna
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--chromium", default="chromium", help="the browser")
-    flags.add_argument("--requests", type=int, default=NUM_REQUESTS, help="requests for the memory of the server")
+    flags.add_argument("--chromium", default="chromium", help="the command of the browser")
+    flags.add_argument(
+        "--requests", type=int, default=NUM_REQUESTS, help="requests after which the memory of the server is measured"
+    )
     args = flags.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:

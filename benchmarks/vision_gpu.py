@@ -155,7 +155,7 @@ def sample(core: EngineCore, requests: list[tuple[int, EngineRequest]]) -> float
 
 def main() -> int:
     """Measure and print."""
-    flags = parser(__doc__ or "")
+    flags = parser(__doc__)
     flags.add_argument("--small", action="store_true", help="a small model, to try the script on a CPU")
     flags.add_argument("--no-compile", action="store_true", help="do not compile the layers")
     flags.add_argument("--freeze-vision", action="store_true", help="do not train the vision tower")
