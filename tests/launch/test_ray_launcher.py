@@ -1,7 +1,10 @@
 """RayLauncher without Ray; `make test-cluster` runs it with Ray."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,21 @@ from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher
 from tests.launch.launchers import build_leases, with_timeout
 from tests.launch.stub_ray import RayError, StubRay
+
+RAY_HANGS_AT_EXIT = """
+import atexit, threading
+from ramify.launch import ray_launcher
+from tests.launch.stub_ray import StubRay
+
+class HangingRay(StubRay):
+    def shutdown(self):
+        threading.Event().wait()
+
+ray = HangingRay("a")
+atexit.register(ray.shutdown)  # as `ray.init` does
+ray_launcher.SHUTDOWN_TIMEOUT = 0.2
+ray_launcher.RayLauncher(ray).disconnect()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +274,9 @@ def test_disconnecting_ends_with_its_deadline_if_ray_hangs(monkeypatch, released
     assert lines == ([] if released is None else [f"{problem}; check the cluster with `ray status`"])
     if released is not None:
         released.set()
+
+
+def test_process_exits_although_ray_hangs():
+    command, root = [sys.executable, "-c", RAY_HANGS_AT_EXIT], Path(__file__).parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=True)
+    assert "Ray did not disconnect within 0.2 s" in result.stdout

@@ -139,6 +139,16 @@ def test_served_weights_that_cannot_be_removed_do_not_stop_a_run_from_ending(tmp
     assert line.startswith(f"files were not removed: StorageFailed: {config.weights_directory}: the storage did not")
 
 
+def test_served_weights_of_an_earlier_head_that_cannot_be_removed_do_not_stop_a_run_from_starting(tmp_path, hang):
+    first, second, lines = make_config(tmp_path, "a"), make_config(tmp_path, "b"), []
+    for config in (first, second):
+        prepare_head(config, print_line=lambda line: None)
+    hang(shutil, "rmtree", lambda path: get_served_directory(first).name in path.name)
+    with hold_weights_directory(second, lines.append):
+        (line,) = lines
+    assert line.startswith(f"files were not removed: StorageFailed: {second.weights_directory}: the storage did not")
+
+
 def test_final_weights_are_saved_within_a_deadline(tmp_path, hang):
     hang(published_weights, "find_newest_weights")
     with pytest.raises(StorageFailed, match=f"weights: {NO_ANSWER}"):

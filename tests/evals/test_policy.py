@@ -1,0 +1,27 @@
+"""What an eval checks before its first rollout."""
+
+import asyncio
+import threading
+
+import pytest
+
+from ramify.dialects import media
+from ramify.errors import StorageFailed
+from ramify.evals import policy
+from ramify.evals.config import EvalConfig
+from ramify.rollout import Environment
+from tests.evals.test_task_digest import make_task
+
+
+@pytest.mark.timeout(60)
+def test_images_of_the_first_task_are_read_within_a_deadline(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(policy, "IMAGE_TIMEOUT", 0.1)
+    monkeypatch.setattr(media, "read_image_file", lambda path: answers.wait())
+    config = EvalConfig(taskset={"id": "reverse-text"})
+    check = policy.check_first_task(config, Environment.load(config.source), make_task(f"file://{tmp_path}/square.png"))
+    try:
+        with pytest.raises(StorageFailed, match=r"the images of task square: the storage did not answer within 0.1 s"):
+            asyncio.run(check)
+    finally:
+        answers.set()
