@@ -31,9 +31,10 @@ import ramify as rf
 
 class Squares(rf.Taskset):
     def load(self):
-        parts = [{{"type": "image_url", "image_url": {{"url": "{url}"}}}}]
-        messages = [{{"role": "user", "content": parts}}, {{"role": "user", "content": "Which colour?"}}]
-        yield rf.Task(prompt=messages, key="square")
+        for url in {urls}:
+            parts = [{{"type": "image_url", "image_url": {{"url": url}}}}]
+            messages = [{{"role": "user", "content": parts}}, {{"role": "user", "content": "Which colour?"}}]
+            yield rf.Task(prompt=messages, key=url.rpartition("/")[2])
 
     @rf.reward
     def any(self, trace):
@@ -209,18 +210,41 @@ def test_run_without_stored_digests_resumes_with_unrecorded_revision(environment
 
 def test_changed_image_file_of_a_task_is_refused(evaluate, tmp_path):
     image, path = tmp_path / "square.png", tmp_path / "squares.py"
-    path.write_text(IMAGE_ENVIRONMENT.format(url=f"file://{image}"))
+    path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}"]))
     image.write_bytes(make_square((255, 0, 0)))
     evaluate(path, num_tasks=1, client_type="chat")
     image.write_bytes(make_square((0, 0, 255)))
-    with pytest.raises(EnvironmentChanged, match=r"task 0 \(square\) has changed"):
+    with pytest.raises(EnvironmentChanged, match=r"task 0 \(square\.png\) has changed"):
         evaluate(path, num_tasks=1, repetitions=2, client_type="chat")
 
 
 def test_finished_eval_is_returned_after_its_image_was_deleted(evaluate, tmp_path):
     image, path = tmp_path / "square.png", tmp_path / "squares.py"
-    path.write_text(IMAGE_ENVIRONMENT.format(url=f"file://{image}"))
+    path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}"]))
     image.write_bytes(make_square((255, 0, 0)))
     finished = evaluate(path, num_tasks=1, client_type="chat")
     image.unlink()
     assert rewards(evaluate(path, num_tasks=1, client_type="chat", accept_changes=True)) == rewards(finished)
+
+
+def test_resumed_eval_refuses_an_image_of_a_task_that_has_not_run(evaluate, engine, tmp_path):
+    images, path = [tmp_path / "red.png", tmp_path / "blue.png"], tmp_path / "squares.py"
+    path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}" for image in images]))
+    images[0].write_bytes(make_square((255, 0, 0)))
+    evaluate(path, num_tasks=1, client_type="chat")
+    engine.asked.clear()
+    for accept_changes in (False, True):
+        with pytest.raises(ConfigInvalid, match=r"taskset: .*blue\.png"):
+            evaluate(path, num_tasks=2, client_type="chat", accept_changes=accept_changes)
+    assert engine.asked == []
+    images[1].write_bytes(make_square((0, 0, 255)))
+    assert evaluate(path, num_tasks=2, client_type="chat").num_run == 1
+
+
+def test_eval_with_an_unusable_image_is_returned_again(evaluate, tmp_path):
+    image, path = tmp_path / "red.png", tmp_path / "squares.py"
+    path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}", f"file://{tmp_path}/missing.png"]))
+    image.write_bytes(make_square((255, 0, 0)))
+    for num_run in (2, 1):
+        result = evaluate(path, num_tasks=2, client_type="chat")
+        assert (result.num_run, [row.failure for row in result.rows]) == (num_run, [None, "EnvironmentFault"])

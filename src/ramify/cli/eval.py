@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the evaluation would refuse at its start, and print how many rollouts it would run."""
     from ramify.evals.plan import load_plan  # loaded here, not for help
-    from ramify.evals.policy import check_first_task, check_server
+    from ramify.evals.policy import check_server
     from ramify.evals.run import find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.rollout import Environment
 
@@ -69,7 +69,6 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     environment = Environment.load(config.source)
     rollouts = asyncio.run(load_plan(environment, config))
     check_server(config, environment)
-    asyncio.run(check_first_task(config, environment, rollouts[0].task))
     path = get_run_path(config)
     missing_rollouts = asyncio.run(
         find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)

@@ -47,7 +47,7 @@ def check_server(config: EvalConfig, environment: Environment) -> None:
         _check_port(config.server.host, config.server.port)
 
 
-async def check_first_task(config: EvalConfig, environment: Environment, task: Task) -> None:
+async def check_task_images(config: EvalConfig, environment: Environment, task: Task) -> None:
     """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take.
 
     Raises StorageFailed if the images cannot be read within IMAGE_TIMEOUT seconds.

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ramify.evals.engine_process import EngineProcess
 from ramify.evals.eval_input import EvalInput, read_config
 from ramify.evals.group_scoring import score_pending_groups
 from ramify.evals.plan import PlannedRollout, find_missing, load_plan
-from ramify.evals.policy import check_first_task, check_server, fetch_served_model, open_policy
+from ramify.evals.policy import check_server, check_task_images, fetch_served_model, open_policy
 from ramify.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
@@ -124,20 +124,23 @@ async def evaluate_async(
         environment = Environment.load(source, keep_sandboxes=keep_workdirs)
     rollouts = await load_plan(environment, config)
     check_server(config, environment)
-    if fresh or not path.exists():  # the report of a finished run needs no images
-        await check_first_task(config, environment, rollouts[0].task)
+    is_new = fresh or not path.exists()
+    if is_new:  # before its directory is created
+        await _check_first_images(config, environment, rollouts, {})
     if not environment.has_rewards:
         display.print_line(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"
         )
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
+        rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
+        if not is_new:
+            await _check_first_images(config, environment, rollouts, rows)
         observed = await _observe_environment(environment, rollouts, config)
         revision = _check_environment(store, observed, display, accept=accept_changes)
         with wrap_storage_errors(path):
             write_toml(config, path / "config.toml")
             if keep_workdirs:
                 (path / WORK_DIR).mkdir(exist_ok=True)
-        rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
         missing_rollouts = find_missing(rollouts, rows)
         missing_ids = {rollout.id for rollout in missing_rollouts}
         finished_rows = {rollout.id: rows[rollout.id] for rollout in rollouts if rollout.id not in missing_ids}
@@ -215,17 +218,34 @@ async def find_rollouts_to_run(
 ) -> list[PlannedRollout]:
     """Return the rollouts that an eval would run. Raises what the eval would raise when it opens its run."""
     path = get_run_path(config)
-    if fresh:
-        return list(rollouts)
-    check_index_file(path)
-    if not (path / DATABASE_NAME).is_file():
+    if not fresh:
+        check_index_file(path)
+    if fresh or not (path / DATABASE_NAME).is_file():
+        await _check_first_images(config, environment, rollouts, {})
         return list(rollouts)
     with RunStore.open(path, write=False) as store:
         check_identity(store, config.identity, accept_changes)
+        rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
+        await _check_first_images(config, environment, rollouts, rows)
         if not accept_changes:
             observed = await _observe_environment(environment, rollouts, config)
             check_no_changes(store, find_changes(store, {SOURCE_NAME: observed}))
-        return find_missing(rollouts, {row.id: row for row in store.rollouts(source=SOURCE_NAME)})
+        return find_missing(rollouts, rows)
+
+
+async def _check_first_images(
+    config: EvalConfig,
+    environment: Environment,
+    rollouts: Sequence[PlannedRollout],
+    rows: Mapping[str, RolloutRecord],
+) -> None:
+    """Check the images of the first task with a rollout that has never run, as `check_task_images` does.
+
+    A rollout that has failed does not count: it is run again, and fails with the reason.
+    """
+    new_rollout = next((rollout for rollout in rollouts if rollout.id not in rows), None)
+    if new_rollout is not None:
+        await check_task_images(config, environment, new_rollout.task)
 
 
 async def _observe_environment(
