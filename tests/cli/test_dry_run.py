@@ -79,6 +79,13 @@ def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_address_and_plugin_tables_are_reported_together(capsys):
+    args = ["--orchestrator.address", "tcp://0.0.0.0:5555", "--train.0.harness.max_turn", "3", "--dry-run"]
+    assert main(["rl", "envs.py:Sound", *args]) == 2
+    message = capsys.readouterr().err
+    assert ADDRESS in message and "train.0.harness.max_turn: unknown" in message
+
+
 def test_compaction_that_is_never_reached_is_refused_before_anything_starts(capsys):
     args = ["--train.0.harness.compact_at", "512", "--seq_len", "512", "--dry-run"]
     assert main(["rl", "envs.py:Sound", *args]) == 2
@@ -98,11 +105,11 @@ def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypa
     notes = [line for line in capsys.readouterr().out.splitlines() if "not checked" in line]
     teacher, judge = names["teacher"], names["judge"]
     assert notes == [
-        f"note: models.teacher: not checked: model {teacher!r} was not found ({teacher}: does not exist): "
+        f"note: models.teacher.name: not checked: model {teacher!r} was not found ({teacher}: does not exist): "
         "outputs/run/weights holds 2-000040",
-        f"note: models.judge: not checked: model {judge!r} was not found (judge: does not exist): "
+        f"note: models.judge.name: not checked: model {judge!r} was not found (judge: does not exist): "
         "give a directory, or a Hugging Face id ORG/NAME",
-        "note: models.typo: not checked: model 'tinny' was not found (tinny: does not exist; "
+        "note: models.typo.name: not checked: model 'tinny' was not found (tinny: does not exist; "
         f"{Path('hub/models--tinny/snapshots').absolute()}: does not exist): did you mean 'tiny'?",
     ]
 

@@ -128,6 +128,20 @@ def test_top_k_above_the_vocabulary_of_a_started_teacher_is_refused(tmp_path, dr
     build(5000, {"base_url": ["http://10.0.0.1:8000"]})
 
 
+def test_missing_models_and_wrong_plugin_tables_are_reported_together(tmp_path):
+    models = {"teacher": {"name": str(tmp_path / "nothing")}, "judge": {"name": "org/model"}}
+    train = [{**TRAIN, "algorithm": {"id": "grpo", "normalise": True}}]
+    with pytest.raises(ConfigInvalid) as caught:
+        build_plan(config(tmp_path, model={"name": "tinny"}, models=models, train=train), gpus=[])
+    head, *problems = caught.value.message.splitlines()
+    assert head == "3 problems in the configuration:"
+    assert [problem.split(":")[0].strip() for problem in problems] == [
+        "model.name",
+        "models.teacher.name",
+        "train.0.algorithm.normalise",
+    ]
+
+
 def test_a_missing_teacher_is_refused(tmp_path):
     models = {"teacher": {"name": str(tmp_path / "nothing")}}
     with pytest.raises(ConfigInvalid, match=r"models\.teacher\.name: model .* was not found"):

@@ -28,7 +28,7 @@ from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessS
 from ramify.launch.memory import ModelSize
 from ramify.launch.node_assignments import NodeAssignments
 from ramify.launch.placement import ProcessDemand
-from ramify.launch.plan import ATTEMPT_SHUTDOWN_TIMEOUT, SourceT, check_run, describe_run, with_default_pools
+from ramify.launch.plan import ATTEMPT_SHUTDOWN_TIMEOUT, SourceT, describe_run, with_default_pools
 from ramify.launch.plan_notes import describe_step_size
 from ramify.launch.ports import PortReservation
 from ramify.launch.process import ProcessRole, ProcessSpec
@@ -39,6 +39,7 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
+from ramify.launch.run_checks import check_run
 from ramify.orchestrate.address_book import INFERENCE_KEY
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig

@@ -4,19 +4,18 @@ Everything that can be decided before a process starts is decided here, once; `-
 follows the same plan, so addresses do not change.
 """
 
-import contextlib
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ramify.config import Config, raise_config_invalid, write_toml
+from ramify.config import Config, write_toml
 from ramify.env.chat_client import get_model_variable
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
-from ramify.errors import ConfigInvalid, ModelNotFound
+from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
@@ -32,7 +31,7 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
-from ramify.model.resolve import fetch_model, read_vocab_size, resolve_model_path
+from ramify.launch.run_checks import check_run
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
@@ -126,24 +125,6 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     builder = _PlanBuilder(config, devices)
     services = (*builder.inference_specs(), *builder.model_specs(), *builder.env_server_specs())
     return builder.build((*services, builder.orchestrator_spec(), builder.trainer_spec()), model, estimate)
-
-
-def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Raise ConfigInvalid if a model or a package is missing, or if `top_k` or the number of ranks is too large.
-
-    A dry run needs no model.
-    """
-    _check_models(config, dry_run=dry_run)
-    _check_top_k(config)
-    if config.launch.trainer_gpus > 1:
-        from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
-
-        if problem := find_rank_problem(config.model.name, config.launch.trainer_gpus):
-            raise_config_invalid([("launch.trainer_gpus", problem)])
-    if config.monitor.sinks:
-        from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
-
-        check_sinks_installed(config)
 
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
@@ -372,27 +353,3 @@ def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:
             (f"env/{kind}/{source.source_name}", ", ".join(source.addresses)) for source in sources if source.addresses
         ]
     return services
-
-
-def _check_models(config: RunConfig, *, dry_run: bool) -> None:
-    find_model = resolve_model_path if dry_run else fetch_model
-    names = {f"models.{name}.name": model.name for name, model in config.models.items() if model.is_managed}
-    for key, name in {"model.name": config.model.name, **names}.items():
-        try:
-            find_model(name)
-        except ModelNotFound as error:
-            if not dry_run:
-                raise_config_invalid([(key, error.message)], cause=error)
-
-
-def _check_top_k(config: RunConfig) -> None:
-    """Raise ConfigInvalid if `top_k` exceeds the vocabulary of a teacher that the run starts and that is here."""
-    for number, source in enumerate(config.train):
-        teacher, top_k = config.models.get(source.score_model or ""), cast(Any, source.top_k)
-        if teacher is None or not teacher.is_managed or not isinstance(top_k, int):  # the plugin check refuses others
-            continue
-        with contextlib.suppress(ModelNotFound):
-            vocab_size = read_vocab_size(resolve_model_path(teacher.name))
-            if vocab_size is not None and top_k > vocab_size:
-                text = f"expected at most {vocab_size}, the vocabulary of models.{source.score_model}, got {top_k}"
-                raise_config_invalid([(f"train.{number}.algorithm.top_k", text)])

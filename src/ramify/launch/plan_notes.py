@@ -1,7 +1,6 @@
 """What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
 
-from ramify.errors import ModelNotFound
-from ramify.model.resolve import is_hub_id, resolve_model_path
+from ramify.launch.run_checks import find_missing_models
 from ramify.orchestrate.config import RunConfig, uses_model
 
 
@@ -19,26 +18,11 @@ def describe_step_size(config: RunConfig) -> str:
 
 def list_model_notes(config: RunConfig) -> list[str]:
     """Return a note for each model that no source uses, or that a run on this machine would not find."""
-    return [*_list_unused_models(config), *_list_missing_models(config)]
-
-
-def _list_unused_models(config: RunConfig) -> list[str]:
-    """Return a note for each model of `[models]` that no source uses."""
-    return [
+    unused = [
         f"note: no source uses models.{name}; name it as `teacher` or `reference`, or remove its table"
         for name in config.models
         if not any(uses_model(source, name) for source in (*config.train, *config.eval))
     ]
-
-
-def _list_missing_models(config: RunConfig) -> list[str]:
-    """Return a note for each model that is neither here nor a hub id. A dry run may be for another machine."""
-    models = {f"models.{name}": model.name for name, model in config.models.items() if model.is_managed}
-    notes: list[str] = []
-    for key, name in {"model": config.model.name, **models}.items():
-        try:
-            resolve_model_path(name)
-        except ModelNotFound as error:
-            if not is_hub_id(name):  # which the run would download
-                notes.append(f"note: {key}: not checked: {error.message}")
-    return notes
+    # A dry run may be for another machine.
+    missing = [f"note: {key}: not checked: {text}" for key, text in find_missing_models(config)]
+    return [*unused, *missing]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ramify.config import parse_problems, raise_config_invalid
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
@@ -39,6 +39,20 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
     names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
     names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
     return {names[key]: identity for reply in replies for key, identity in reply["environments"].items()}
+
+
+def raise_with_plugin_problems(
+    config: RunConfig, problems: Sequence[tuple[str, str]], *, include_start_checks: bool = False
+) -> NoReturn:
+    """Raise ConfigInvalid with problems that were found elsewhere and all problems of the plugin tables."""
+    plugin_problems: list[tuple[str, str]] = []
+    try:
+        check_plugin_tables(config, include_start_checks=include_start_checks)
+    except ConfigInvalid as error:
+        plugin_problems = parse_problems(error)
+    except (EnvironmentFault, DeadlineExceeded):
+        pass  # the check is repeated when the other problems are solved
+    raise_config_invalid([*problems, *plugin_problems])
 
 
 def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]:

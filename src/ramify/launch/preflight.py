@@ -4,10 +4,9 @@ GPUs and models that are not on this machine are not checked, so that a run for 
 Problems that appear only when the model is loaded are left to the run.
 """
 
-from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
-from ramify.launch.plugin_check import check_plugin_tables
+from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_lock import lock_run
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.names import find_similar
@@ -26,7 +25,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
     """
     problems = [*_find_address_problems(config), *_find_model_problems(config)]
     if problems:
-        raise_config_invalid(problems)
+        raise_with_plugin_problems(config, problems, include_start_checks=True)
     environments = check_plugin_tables(config, include_start_checks=True)
     with lock_run(config.path):
         if not fresh and (config.path / DATABASE_NAME).is_file():

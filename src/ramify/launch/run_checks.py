@@ -1,0 +1,94 @@
+"""Checks of a run before it is planned: its models, the number of ranks, and the packages that it needs.
+
+One error lists all problems, those of plugin tables included.
+"""
+
+import contextlib
+from typing import Any, cast
+
+from ramify.config import parse_problems
+from ramify.errors import ConfigInvalid, ModelNotFound
+from ramify.launch.plugin_check import raise_with_plugin_problems
+from ramify.model.resolve import fetch_model, is_hub_id, read_vocab_size, resolve_model_path
+from ramify.orchestrate.config import RunConfig
+
+Problems = list[tuple[str, str]]  # keys, and what is wrong with their values
+
+
+def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
+    """Download models that are hub ids. Raise ConfigInvalid with all problems of models, ranks and packages.
+
+    A dry run needs no model.
+    """
+    problems = [*_find_rank_problems(config), *_find_sink_problems(config)]
+    if not dry_run:
+        problems += find_missing_models(config)
+        if not problems:  # a download may take minutes
+            problems += _download_models(config)
+    problems += _find_top_k_problems(config)
+    if problems:
+        raise_with_plugin_problems(config, problems)
+
+
+def find_missing_models(config: RunConfig) -> Problems:
+    """Return the models that are neither on this machine nor hub ids, which can be downloaded."""
+    problems: Problems = []
+    for key, name in _list_started_models(config).items():
+        try:
+            resolve_model_path(name)
+        except ModelNotFound as error:
+            if not is_hub_id(name):
+                problems.append((key, error.message))
+    return problems
+
+
+def _download_models(config: RunConfig) -> Problems:
+    problems: Problems = []
+    for key, name in _list_started_models(config).items():
+        try:
+            fetch_model(name)
+        except ModelNotFound as error:
+            problems.append((key, error.message))
+    return problems
+
+
+def _list_started_models(config: RunConfig) -> dict[str, str]:
+    """Return the names of the models that the run starts an engine for, by their keys."""
+    models = {f"models.{name}.name": model.name for name, model in config.models.items() if model.is_managed}
+    return {"model.name": config.model.name, **models}
+
+
+def _find_rank_problems(config: RunConfig) -> Problems:
+    if config.launch.trainer_gpus == 1:
+        return []
+    from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
+
+    problem = find_rank_problem(config.model.name, config.launch.trainer_gpus)
+    return [("launch.trainer_gpus", problem)] if problem else []
+
+
+def _find_sink_problems(config: RunConfig) -> Problems:
+    if not config.monitor.sinks:
+        return []
+    from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
+
+    try:
+        check_sinks_installed(config)
+    except ConfigInvalid as error:
+        return parse_problems(error)
+    return []
+
+
+def _find_top_k_problems(config: RunConfig) -> Problems:
+    """Return each `top_k` that exceeds the vocabulary of a teacher that the run starts and that is here."""
+    problems: Problems = []
+    for number, source in enumerate(config.train):
+        teacher, top_k = config.models.get(source.score_model or ""), cast(Any, source.top_k)
+        if teacher is None or not teacher.is_managed or not isinstance(top_k, int):  # the plugin check refuses others
+            continue
+        with contextlib.suppress(ModelNotFound):
+            vocab_size = read_vocab_size(resolve_model_path(teacher.name))
+            if vocab_size is not None and top_k > vocab_size:
+                text = f"expected at most {vocab_size}, the vocabulary of models.{source.score_model}, got {top_k}"
+                problems.append((f"train.{number}.algorithm.top_k", text))
+    return problems
