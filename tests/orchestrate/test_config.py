@@ -177,6 +177,36 @@ def test_keys_without_effect_are_refused(read, key):
     assert key.strip() in caught.value.message
 
 
+def read_problem_keys(read, *args):
+    with pytest.raises(ConfigInvalid) as caught:
+        read(*args)
+    return [line.split(":")[0].strip() for line in caught.value.message.splitlines()[1:]]
+
+
+def test_all_rules_that_a_source_breaks_are_reported_together(read):
+    args = ["--train.0.algorithm.id", "opd", "--train.0.normalization", "fixed", "--train.0.sampling.top_p", "0.9"]
+    assert read_problem_keys(read, *args, "--max-steps", "0") == [
+        "max_steps",
+        "train.0.algorithm.id",
+        "train.0.normalization_tokens",
+        "train.0.sampling.top_p",
+    ]
+    assert read_problem_keys(
+        read, "--models.big.name", "tiny", "--train.0.teacher", "big", "--train.0.sampling.temperature", "0.7"
+    ) == ["train.0.teacher"]
+
+
+def test_all_rules_that_a_run_breaks_are_reported_together(read):
+    args = ["--train.0.seq_len", "1024", "--train.0.teacher", "missing", "--train.0.algorithm.id", "sft"]
+    args += ["--cluster.launcher", "ray", "--record_batches", "true", "--weights.transport", "shm"]
+    assert read_problem_keys(read, *args) == [
+        "train.0.seq_len",
+        "train.0.teacher",
+        "weights.transport",
+        "record_batches",
+    ]
+
+
 def test_duplicate_source_names_are_refused(read):
     config = read().model_dump()
     config["train"] *= 2

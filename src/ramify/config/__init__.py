@@ -1,10 +1,10 @@
 """Configuration: typed models, filled from defaults, then `@ file.toml` from left to right, then flags.
 
 One idea: all three are layers of one plain table, which is validated once, when it is complete. So a flag can set
-whatever a file can set (entries of lists, variants, plugin tables), and one error lists every problem.
+whatever a file can set (entries of lists, variants, plugin tables), and one error lists all wrong keys and values.
 """
 
-from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
+from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values, raise_together
 from ramify.config.component import parse_component, read_top_level_keys
 from ramify.config.dump import dry_run, dump_toml, write_toml
 from ramify.config.origins import add_origins
@@ -32,6 +32,7 @@ __all__ = [
     "parse_section",
     "pop_flags",
     "raise_config_invalid",
+    "raise_together",
     "read_stored_config",
     "read_top_level_keys",
     "to_new_keys",

@@ -7,7 +7,7 @@ unless the input sets them.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from types import NoneType
 from typing import Annotated, Any, ClassVar
@@ -30,6 +30,20 @@ def _run_name_stays_below_output(name: str) -> str:
 
 RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 """The name of a run's directory below `output`; "" where the command has a default name."""
+
+
+class SectionProblems(ValueError):
+    """All rules that the values of a section break together. A message may begin with a key below the section."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        super().__init__("; ".join(messages))
+        self.messages = messages
+
+
+def raise_together(*checks: Iterable[str]) -> None:
+    """Raise SectionProblems with the messages that the checks yield, if there are any, for use in a validator."""
+    if messages := [message for check in checks for message in check]:
+        raise SectionProblems(messages)
 
 
 class Config(BaseModel):

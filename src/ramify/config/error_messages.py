@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ramify.config.base import SectionProblems
 from ramify.config.layers import ConfigLayers
 from ramify.config.schema import (
     KeyPath,
@@ -40,6 +41,11 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
     """
     expectations: dict[KeyPath, list[str]] = {}
     given: dict[KeyPath, str] = {}
+
+    def add(key: KeyPath, expectation: str) -> None:
+        if expectation not in expectations.setdefault(key, []):
+            expectations[key].append(expectation)
+
     for details in error.errors(include_url=False):
         key = _locate_key(details["loc"], layers.data, missing=details["type"] == "missing")
         match details["type"]:
@@ -53,16 +59,16 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 key = (*key, union_tag_key(options))
                 given[key] = _format_value(table.get(key[-1]))
             case "value_error":
-                message = str(details.get("ctx", {}).get("error", details["msg"]))
-                key, expectation = _extend_key(key, message, layers)
+                cause = details.get("ctx", {}).get("error", details["msg"])
+                for message in cause.messages if isinstance(cause, SectionProblems) else [str(cause)]:
+                    add(*_extend_key(key, message, layers))
+                continue
             case "model_type" | "model_attributes_type" | "dict_type":
                 expectation, given[key] = "expected a table", _format_value(details["input"])
             case _:
                 expectation = details["msg"].replace("Input should be", "expected").split(", unable to parse")[0]
                 given[key] = _format_value(details["input"])
-        expectations.setdefault(key, [])
-        if expectation not in expectations[key]:
-            expectations[key].append(expectation)
+        add(key, expectation)
     return {
         format_key(key): _format_problem(parts, given.get(key), _find_origin(key, parts, layers))
         for key, parts in expectations.items()

@@ -1,4 +1,4 @@
-"""Parse the arguments of a command into its configuration, or raise one error with every problem.
+"""Parse the arguments of a command into its configuration, or raise one error with all wrong keys and values.
 
 The library `pydantic_config` provides the help page only: its own parsing of flags does not reach into lists and union
 variants, and its TOML support needs another parser than the standard one.

@@ -6,12 +6,13 @@ It can be imported without torch and without any environment. A key that has no 
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config, RunName
+from ramify.config import Config, RunName, raise_together
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
@@ -89,28 +90,37 @@ class TrainSourceConfig(ServedSourceConfig):
         return {**DEFAULT_ALGORITHM, **table}
 
     @model_validator(mode="after")
-    def _algorithm_uses_its_models(self) -> "TrainSourceConfig":
+    def _settings_fit_together(self) -> "TrainSourceConfig":
+        raise_together(self._check_models(), self._check_normalization(), self._check_sampling())
+        return self
+
+    def _check_models(self) -> Iterator[str]:
         id, beta = self.algorithm["id"], self.algorithm.get("beta")
         if self.teacher is None and id in TEACHER_ALGORITHMS:
             misplaced = "; write `teacher` beside `algorithm`, not in it" if "teacher" in self.algorithm else ""
-            raise ValueError(f"algorithm.id: {id!r} needs `teacher`, the name of a model in [models]{misplaced}")
+            yield f"algorithm.id: {id!r} needs `teacher`, the name of a model in [models]{misplaced}"
         if id in PLUGIN_KINDS["algorithm"].builtin_paths:
             if self.teacher is not None and id not in TEACHER_ALGORITHMS:
-                raise ValueError(f"teacher: the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do")
+                yield f"teacher: the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do"
+                return  # so the rules for a teacher do not apply
             if self.reference is not None and not beta:
-                raise ValueError(f"reference: the algorithm {id!r} uses none without beta")
+                yield f"reference: the algorithm {id!r} uses none without beta"
+                return
         if self.score_model is not None and self.sampling.temperature != 1:
             problem = f"expected 1 with the algorithm {id!r}, whose other model scores at temperature 1"
-            raise ValueError(f"sampling.temperature: {problem}, got {self.sampling.temperature:g}")
+            yield f"sampling.temperature: {problem}, got {self.sampling.temperature:g}"
         if self.sampler_model is not None and self.endpoint is not None:
-            raise ValueError("endpoint: not allowed with the algorithm 'sft', whose teacher samples")
-        return self
+            yield "endpoint: not allowed with the algorithm 'sft', whose teacher samples"
 
-    @model_validator(mode="after")
-    def _normalization_tokens_belong_to_fixed(self) -> "TrainSourceConfig":
+    def _check_normalization(self) -> Iterator[str]:
         if (self.normalization == "fixed") != (self.normalization_tokens is not None):
-            raise ValueError("normalization_tokens: required with normalization = 'fixed', and only then")
-        return self
+            yield "normalization_tokens: required with normalization = 'fixed', and only then"
+
+    def _check_sampling(self) -> Iterator[str]:
+        try:
+            self.sampling.check_trainable()
+        except ConfigInvalid as error:
+            yield error.message
 
     @property
     def sampler_model(self) -> str | None:
@@ -144,14 +154,6 @@ class TrainSourceConfig(ServedSourceConfig):
             "sampling": self.sampling.model_dump(mode="json"),
             **{key: value for key, value in optional.items() if value},
         }
-
-    @model_validator(mode="after")
-    def _sampling_must_be_trainable(self) -> "TrainSourceConfig":
-        try:
-            self.sampling.check_trainable()
-        except ConfigInvalid as error:
-            raise ValueError(error.message) from error
-        return self
 
 
 class EvalSourceConfig(ServedSourceConfig):
@@ -349,58 +351,50 @@ class RunConfig(Config):
     _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
 
     @model_validator(mode="after")
-    def _sources_fit_the_run(self) -> "RunConfig":
+    def _settings_fit_together(self) -> "RunConfig":
+        checks = (self._check_sources, self._check_weights_url, self._check_model_names, self._check_cluster)
+        raise_together(*(check() for check in checks))
+        return self
+
+    def _check_sources(self) -> Iterator[str]:
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             for number, source in enumerate(sources):
                 if source.address is not None and source.pool != ElasticPoolConfig():
-                    raise ValueError(
-                        f"{kind}.{number}: pool is not allowed with `address`: the run does not start that server"
-                    )
+                    yield f"{kind}.{number}: pool is not allowed with `address`: the run does not start that server"
                 if source.seq_len is not None and source.seq_len > self.seq_len:
-                    raise ValueError(
-                        f"{kind}.{number}.seq_len: {source.seq_len} is longer than the run's seq_len, {self.seq_len}"
-                    )
-        return self
+                    yield f"{kind}.{number}.seq_len: {source.seq_len} is longer than the run's seq_len, {self.seq_len}"
 
-    @model_validator(mode="after")
-    def _weights_url_needs_native_engines(self) -> "RunConfig":
+    def _check_weights_url(self) -> Iterator[str]:
         if self.weights.url is not None and isinstance(self.inference, VLLMConfig):
-            raise ValueError("weights.url: vLLM reads weights from a directory; use cluster.shared_directory")
-        return self
+            yield "weights.url: vLLM reads weights from a directory; use cluster.shared_directory"
 
-    @model_validator(mode="after")
-    def _sources_name_known_models(self) -> "RunConfig":
+    def _check_model_names(self) -> Iterator[str]:
         for name in self.models:
             if not MODEL_NAME.fullmatch(name):
-                raise ValueError(f"models.{name}: expected letters, digits, - and _ in the name of a model")
+                yield f"models.{name}: expected letters, digits, - and _ in the name of a model"
         for number, source in enumerate(self.train):
             for key in ("teacher", "reference"):
                 name = getattr(source, key)
                 if name is None or name in self.models or (key == "reference" and name == START_REFERENCE):
                     continue
                 hint = suggest(name, self.models, f"models: {', '.join(self.models) or 'none'}")
-                raise ValueError(f"train.{number}.{key}: there is no [models.{name}]; {hint}")
-        return self
+                yield f"train.{number}.{key}: there is no [models.{name}]; {hint}"
 
-    @model_validator(mode="after")
-    def _settings_fit_the_cluster(self) -> "RunConfig":
+    def _check_cluster(self) -> Iterator[str]:
         if not self.cluster.is_distributed:
-            return self
+            return
         for key, instead in LOCAL_LAUNCH_KEYS.items():
             if getattr(self.launch, key) != LaunchConfig.model_fields[key].default:
-                raise ValueError(f"launch.{key}: not allowed on a cluster; {instead}")
+                yield f"launch.{key}: not allowed on a cluster; {instead}"
         if self.weights.transport != "disk":
             reason = "reaches only engines on the trainer's node"
-            raise ValueError(f"weights.transport: {self.weights.transport!r} {reason}; use 'disk' on a cluster")
+            yield f"weights.transport: {self.weights.transport!r} {reason}; use 'disk' on a cluster"
         if isinstance(self.inference, ExternalConfig) and self.cluster.engines != EnginePlacementConfig():
-            raise ValueError(
-                "cluster.engines: not allowed with inference.base_url: the run does not start these servers"
-            )
+            yield "cluster.engines: not allowed with inference.base_url: the run does not start these servers"
         if (self.cluster.engines.gpus or 0) > 1 and isinstance(self.inference, EngineConfig):
-            raise ValueError("cluster.engines.gpus: the native engine uses one GPU; use inference.engine = 'vllm'")
+            yield "cluster.engines.gpus: the native engine uses one GPU; use inference.engine = 'vllm'"
         if self.record_batches:
-            raise ValueError("record_batches: not supported on a cluster: the trainer's nodes lack the run directory")
-        return self
+            yield "record_batches: not supported on a cluster: the trainer's nodes lack the run directory"
 
     @property
     def all_models(self) -> dict[str, NamedModelConfig]:
