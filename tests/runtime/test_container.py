@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import pytest
 from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
-from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig
+from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig, container_engine
+from ramify.runtime.container_engine import ContainerEngine
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
 
 ISOLATION = Capability.ISOLATION
@@ -192,6 +194,19 @@ def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             assert os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.timeout(60)
+def test_command_of_the_engine_ends_although_its_descendants_hold_its_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(container_engine, "KILL_TIMEOUT", 0.2)
+    program, pid_file = tmp_path / "podman", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\nsetsid sh -c 'echo $$ > {pid_file}; exec sleep 600' &\nsleep 600\n")
+    program.chmod(0o755)
+    try:
+        with pytest.raises(SandboxError, match=r"podman rm did not end in 1 s"):
+            asyncio.run(ContainerEngine("podman", (str(program),), None).run("rm", timeout=1.0))
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):

@@ -26,6 +26,7 @@ PULL_TIMEOUT = 600.0  # seconds to fetch an image
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
 # When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
 ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
+KILL_TIMEOUT = 5.0  # seconds for a killed command to be gone
 PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
 HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
 
@@ -76,7 +77,9 @@ class ContainerEngine:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # a rootless podman starts itself again
-                await process.wait()
+                with contextlib.suppress(TimeoutError):  # `wait` also waits for descendants that hold its output
+                    async with asyncio.timeout(KILL_TIMEOUT):
+                        await process.wait()
         return EngineResult(
             process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
         )
