@@ -1,12 +1,13 @@
 """The directory of published weights, and the removal of those that dead runs left in shm_root memory."""
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, DeadlineExceeded
 from ramify.train import weights_directory
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
@@ -70,3 +71,15 @@ def test_a_directory_that_is_locked_twice_stays_until_both_locks_are_released(sh
     assert remove_stale_directories() == [directory]
     with lock_directory(tmp_path / "weights"):  # a directory on disk needs no lock
         assert not list(tmp_path.glob("*.held"))
+
+
+@pytest.mark.timeout(60)
+def test_directory_that_another_process_never_finishes_removing_is_named(shm_root, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights_directory, "LOCK_TIMEOUT", 0.2)
+    directory = get_weights_directory(tmp_path / "run", "shm")
+    with directory.with_name(f"{directory.name}.held").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineExceeded, match=r"another process has been removing .* for 0.2 s; end the process"):
+            lock_directory(directory).__enter__()
+    with lock_directory(directory):
+        pass

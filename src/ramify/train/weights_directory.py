@@ -10,15 +10,18 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, DeadlineExceeded
 
 WEIGHTS_DIR = "weights"  # in the directory of a run
 SHM_ROOT = Path("/dev/shm")
 DIRECTORY_GLOB = "ramify-" + "[0-9a-f]" * 16
 LOCK_SUFFIX = ".held"  # of the lock file beside a directory
+LOCK_TIMEOUT = 60.0  # seconds for another process to remove what a dead run left in the directory
+POLL_INTERVAL = 0.1  # seconds between two attempts to lock it
 
 
 def get_weights_directory(run: Path, transport: str, shared: Path | None = None) -> Path:
@@ -36,17 +39,23 @@ def get_weights_directory(run: Path, transport: str, shared: Path | None = None)
 
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold a shared lock so that `remove_stale_directories` keeps the directory. Directories on disk need none."""
+    """Hold a shared lock so that `remove_stale_directories` keeps the directory. Directories on disk need none.
+
+    Raises DeadlineExceeded if another process is removing the directory for longer than LOCK_TIMEOUT.
+    """
     if directory.parent != SHM_ROOT:
         yield
         return
-    lock = _lock_path(directory)
+    lock, deadline = _lock_path(directory), time.monotonic() + LOCK_TIMEOUT
     while True:
         with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if _is_same_file(file.fileno(), lock):  # otherwise it was removed before the lock was taken
+            if _try_lock_shared(file.fileno()) and _is_same_file(file.fileno(), lock):  # not removed meanwhile
                 yield
                 return
+        if time.monotonic() >= deadline:
+            problem = f"another process has been removing {directory} for {LOCK_TIMEOUT:g} s"
+            raise DeadlineExceeded(f"{problem}; end the process that holds {lock}, then repeat the command")
+        time.sleep(POLL_INTERVAL)
 
 
 def remove_stale_directories() -> list[Path]:
@@ -67,6 +76,14 @@ def _remove_if_unlocked(directory: Path) -> bool:
             shutil.rmtree(directory, ignore_errors=True)
             lock.unlink()
             return True
+    return False
+
+
+def _try_lock_shared(fd: int) -> bool:
+    """Take the lock, unless another process is removing the directory; return whether it was taken."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
     return False
 
 
