@@ -217,7 +217,7 @@ class QueueFull(RamifyError, blame="system", retryable=True):
 class ConfigInvalid(RamifyError, blame="system", retryable=False):
     """The configuration has invalid keys or values; commands exit with code 2.
 
-    The message lists every problem with its key, and suggests a valid key; fix them and start again.
+    The message lists problems with their keys, and suggests valid keys; fix them and start again.
     """
 
 
