@@ -126,19 +126,19 @@ class _ClusterPlanBuilder:
             placement=Placement(demand.cores, demand.gpus, partial(self.assignments.assign, name), terms),
         )
         if name == TRAINER:
-            return replace(spec, role=ProcessRole.FOLLOWER, build_start=partial(self._start_trainer, demand))
+            return replace(spec, role=ProcessRole.FOLLOWER, build_start=partial(self._build_trainer_start, demand))
         if name.startswith(ENV_PREFIX):
             return replace(
                 spec,
                 service=_get_service(name),
                 start_after=self.engine_names,
-                build_start=partial(self._start_env_server, demand),
+                build_start=partial(self._build_env_server_start, demand),
             )
-        return replace(spec, service=_get_service(name), build_start=partial(self._start_engine, demand))
+        return replace(spec, service=_get_service(name), build_start=partial(self._build_engine_start, demand))
 
     def _build_orchestrator_spec(self) -> ProcessSpec:
         config, file = self.config, self.config.path / "configs" / "orchestrator.toml"
-        ports = self.reservation.ports("orchestrator.address", "orchestrator.status_address")
+        ports = self.reservation.format_ports("orchestrator.address", "orchestrator.status_address")
         return ProcessSpec(
             ORCHESTRATOR,
             (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
@@ -183,7 +183,7 @@ class _ClusterPlanBuilder:
             }
         )
 
-    def _start_engine(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+    def _build_engine_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
         """Return the start of an engine, which serves the newest weights, or of the engine of another model."""
         config, name, url = self.config, demand.name, f"http://{slot.host}:{slot.port}"
         if name.startswith(MODEL_PREFIX):
@@ -202,7 +202,7 @@ class _ClusterPlanBuilder:
         start = self._build_start("serve", ServeConfig(**table), demand, slot, address=f"{url}/health")
         return replace(start, releases_port=is_vllm)
 
-    def _start_env_server(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+    def _build_env_server_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
         address = self.addresses[demand.name] = f"tcp://{slot.host}:{slot.port}"
         run_config, source_name = self._build_run_config(), _get_service(demand.name).removeprefix(ENV_PREFIX)
         kind, _, name = source_name.partition("/")
@@ -224,7 +224,7 @@ class _ClusterPlanBuilder:
         }
         return self._build_start("env-server", config, demand, slot, address=address, env=variables)
 
-    def _start_trainer(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+    def _build_trainer_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
         table = build_trainer_config(self.config)
         table |= {"output": slot.directory, "address": self.address}
         table["model"] = ModelConfig(name=_make_absolute(self.config.model.name)).model_dump()

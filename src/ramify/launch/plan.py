@@ -123,15 +123,15 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     if estimate is not None:
         check_memory(estimate, devices)
     builder = _PlanBuilder(config, devices)
-    services = (*builder.inference_specs(), *builder.model_specs(), *builder.env_server_specs())
-    return builder.build((*services, builder.orchestrator_spec(), builder.trainer_spec()), model, estimate)
+    services = (*builder.build_inference_specs(), *builder.build_model_specs(), *builder.build_env_server_specs())
+    return builder.build((*services, builder.build_orchestrator_spec(), builder.build_trainer_spec()), model, estimate)
 
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
     devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", placement="auto")
     builder = _PlanBuilder(config, devices)
-    return builder.build((*builder.env_server_specs(), builder.orchestrator_spec()))
+    return builder.build((*builder.build_env_server_specs(), builder.build_orchestrator_spec()))
 
 
 class _PlanBuilder:
@@ -177,7 +177,7 @@ class _PlanBuilder:
             reservation=self.reservation,
         )
 
-    def inference_specs(self) -> list[ProcessSpec]:
+    def build_inference_specs(self) -> list[ProcessSpec]:
         """Return the inference engine, unless inference is external."""
         if isinstance(self.config.inference, ExternalConfig):
             return []
@@ -209,12 +209,12 @@ class _PlanBuilder:
             )
         ]
 
-    def model_specs(self) -> list[ProcessSpec]:
+    def build_model_specs(self) -> list[ProcessSpec]:
         """Return the engines of the other models that the run starts; their weights never change."""
         managed = {name: model for name, model in self.config.all_models.items() if model.is_managed}
-        return [self._model_spec(f"{MODEL_PREFIX}{name}", model) for name, model in managed.items()]
+        return [self._build_model_spec(f"{MODEL_PREFIX}{name}", model) for name, model in managed.items()]
 
-    def _model_spec(self, process_name: str, model: NamedModelConfig) -> ProcessSpec:
+    def _build_model_spec(self, process_name: str, model: NamedModelConfig) -> ProcessSpec:
         file_name, address = process_name.replace("/", "-"), self.addresses[process_name]
         url, table = urlsplit(address), build_model_serve_config(self.config, model, self.devices.inference.gpus)
         table["server"] |= {"host": url.hostname, "port": url.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
@@ -232,11 +232,11 @@ class _PlanBuilder:
             preload_modules=ENGINE_MODULES if is_preloadable else (),
         )
 
-    def env_server_specs(self) -> list[ProcessSpec]:
+    def build_env_server_specs(self) -> list[ProcessSpec]:
         """Return the env servers of all sources without an address."""
-        return [self._env_server_spec(name) for name in build_source_addresses(self.config)]
+        return [self._build_env_server_spec(name) for name in build_source_addresses(self.config)]
 
-    def _env_server_spec(self, name: str) -> ProcessSpec:
+    def _build_env_server_spec(self, name: str) -> ProcessSpec:
         timeout, table = self.config.launch.startup_timeout, build_env_server_config(self.run_config, name)
         config = EnvServerConfig(**table, shutdown_timeout=ATTEMPT_SHUTDOWN_TIMEOUT, worker_startup_timeout=2 * timeout)
         source = config.select_source()
@@ -250,7 +250,7 @@ class _PlanBuilder:
             ready_timeout=timeout,
         )
 
-    def orchestrator_spec(self) -> ProcessSpec:
+    def build_orchestrator_spec(self) -> ProcessSpec:
         """Return the orchestrator."""
         file = self._add_config_file("orchestrator", with_default_pools(self.run_config))
         return ProcessSpec(
@@ -265,7 +265,7 @@ class _PlanBuilder:
             last_state=lambda: describe_last_state(self.path),
         )
 
-    def trainer_spec(self) -> ProcessSpec:
+    def build_trainer_spec(self) -> ProcessSpec:
         """Return the trainer, with one process per GPU."""
         file = self._add_config_file("trainer", TrainerProcessConfig(**build_trainer_config(self.run_config)))
         record = ("--record", str(self.path / "batches")) if self.config.record_batches else ()
@@ -284,7 +284,7 @@ class _PlanBuilder:
 
     def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""
-        return {**devices.env, RESERVED_PORTS_VARIABLE: self.reservation.ports(*listeners)}
+        return {**devices.env, RESERVED_PORTS_VARIABLE: self.reservation.format_ports(*listeners)}
 
     @property
     def _training_lock_env(self) -> dict[str, str]:

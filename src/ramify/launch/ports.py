@@ -52,7 +52,7 @@ class PortReservation:
             if holder is not None:
                 self._socket_fds[name] = holder.detach()
 
-    def ports(self, *names: str) -> str:
+    def format_ports(self, *names: str) -> str:
         """Return the ports that are held for these listeners, separated by commas."""
         return ",".join(str(urlsplit(self.addresses[name]).port) for name in names if name in self._socket_fds)
 
