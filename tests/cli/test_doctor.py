@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ramify.cli import doctor_checks
-from ramify.launch.machine import CgroupLimits, read_cgroup_limits, usable_cores
+from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_limits
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.processes.probe import run_probe
 from tests.cli.installed_command import ramify_command
@@ -139,7 +139,7 @@ def test_uninstalled_package_is_reported(monkeypatch):
 
 def test_cores_respect_affinity():
     script = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); " + (
-        "from ramify.launch.machine import usable_cores; print(usable_cores())"
+        "from ramify.launch.machine import count_usable_cores; print(count_usable_cores())"
     )
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this platform has no affinity")
@@ -148,9 +148,9 @@ def test_cores_respect_affinity():
 
 
 def test_cores_respect_a_cgroup_quota():
-    assert usable_cores(CgroupLimits(cpus=0.5)) == 1
-    assert usable_cores(CgroupLimits(cpus=1.0)) == 1
-    assert usable_cores(CgroupLimits(cpus=10_000.0)) == usable_cores(CgroupLimits())
+    assert count_usable_cores(CgroupLimits(cpus=0.5)) == 1
+    assert count_usable_cores(CgroupLimits(cpus=1.0)) == 1
+    assert count_usable_cores(CgroupLimits(cpus=10_000.0)) == count_usable_cores(CgroupLimits())
 
 
 def test_tightest_cgroup_of_all_ancestors_counts(tmp_path):

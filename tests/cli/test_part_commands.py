@@ -86,7 +86,7 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
 def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
     """With the dtype of the checkpoint, engine and trainer once computed in different types."""
-    monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("ramify.launch.process_configs.list_visible_gpus", lambda: gpus)
     any_port = RUN.replace(":5100", ":0")  # the plan reserves its ports
     Path("run.toml").write_text(f"{any_port}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])

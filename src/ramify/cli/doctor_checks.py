@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal
 
-from ramify.launch.machine import read_cgroup_limits, usable_cores, usable_memory
+from ramify.launch.machine import count_usable_cores, get_usable_memory, read_cgroup_limits
 from ramify.processes.probe import run_probe
 
 VERSION_TIMEOUT = 5.0  # seconds for a program to print its version
@@ -74,8 +74,8 @@ class CheckResult:
 def check_system() -> list[CheckResult]:
     """Check Python, the platform, and the usable cores and memory."""
     limits = read_cgroup_limits()
-    cores, present = usable_cores(limits), os.cpu_count() or 1
-    memory = usable_memory(limits)
+    cores, present = count_usable_cores(limits), os.cpu_count() or 1
+    memory = get_usable_memory(limits)
     return [
         CheckResult("Python", "ok", f"{platform.python_version()} at {sys.executable}"),
         CheckResult("platform", "ok", platform.platform()),

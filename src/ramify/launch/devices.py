@@ -11,7 +11,7 @@ from typing import Literal
 
 from ramify.config import raise_config_invalid
 from ramify.infer.config import EngineConfig, ExternalConfig
-from ramify.launch.machine import usable_cores
+from ramify.launch.machine import count_usable_cores
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.probe import run_probe
 
@@ -62,7 +62,7 @@ class DeviceAllocations:
         return bool(self.inference.gpus) and self.inference.gpus == self.trainer.gpus
 
 
-def visible_gpus() -> list[Gpu]:
+def list_visible_gpus() -> list[Gpu]:
     """Return the GPUs that this process may use; none without a driver."""
     probe = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
     rows = [line.split(", ", 2) for line in probe.text.splitlines()] if probe.ok else []
@@ -86,8 +86,8 @@ def allocate_for_run(config: RunConfig, *, dry_run: bool, gpus: list[Gpu] | None
         model.is_managed for model in config.all_models.values()
     )
     return allocate_devices(
-        usable_cores(),
-        visible_gpus() if gpus is None else gpus,
+        count_usable_cores(),
+        list_visible_gpus() if gpus is None else gpus,
         inference=device if starts_engine else "none",
         trainer=config.trainer.device,
         placement=config.launch.gpu_placement,
@@ -110,34 +110,34 @@ def allocate_devices(
 
     Raises ConfigInvalid if there are too few GPUs, or if the keys of `launch` contradict each other.
     """
-    engine_gpu, trainer_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
-    both = engine_gpu and trainer_gpu
-    if trainer_gpus > 1 and not trainer_gpu:
+    engine_on_gpu, trainer_on_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
+    both_on_gpu = engine_on_gpu and trainer_on_gpu
+    if trainer_gpus > 1 and not trainer_on_gpu:
         problem = f"{trainer_gpus} requires a trainer on GPUs; it runs on the CPU (trainer.device is {trainer!r})"
         advice = "set trainer.device to 'cuda', or launch.trainer_gpus to 1"
         raise_config_invalid([("launch.trainer_gpus", f"{problem}: {advice}")])
-    if trainer_gpus > 1 and both and placement != "split":
+    if trainer_gpus > 1 and both_on_gpu and placement != "split":
         raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpu_placement = 'split'")])
-    if placement != "auto" and not both:
-        component = "engine" if trainer_gpu else "trainer"
+    if placement != "auto" and not both_on_gpu:
+        component = "engine" if trainer_on_gpu else "trainer"
         problem = f"{placement!r} requires both engine and trainer on GPUs; the {component} has none"
         raise_config_invalid([("launch.gpu_placement", problem)])
-    split = both and (placement == "split" or (placement == "auto" and len(gpus) > 1))
-    num_needed = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
+    is_split = both_on_gpu and (placement == "split" or (placement == "auto" and len(gpus) > 1))
+    num_needed = (1 + trainer_gpus) if is_split else trainer_gpus if trainer_on_gpu else int(engine_on_gpu)
     if len(gpus) < num_needed:
         if not assume_gpus or gpus:
             plural = "s" if num_needed > 1 else ""
             problem = f"the run needs {num_needed} GPU{plural}, found {len(gpus)}"
             raise_config_invalid([("launch.gpu_placement", problem)])
         gpus = [Gpu(str(number), "not on this machine", None) for number in range(num_needed)]
-    half = max(1, cores // 2 if inference != "none" else cores - 1)
+    threads = max(1, cores // 2 if inference != "none" else cores - 1)
 
     def allocate(gpus: list[Gpu]) -> DeviceAllocation:
-        return DeviceAllocation(min(half, MAX_THREADS_WITH_GPU) if gpus else half, gpus)
+        return DeviceAllocation(min(threads, MAX_THREADS_WITH_GPU) if gpus else threads, gpus)
 
-    first = 1 if split else 0  # of the trainer's GPUs
+    first_trainer_gpu = 1 if is_split else 0
     return DeviceAllocations(
-        inference=allocate(gpus[:1] if engine_gpu else []),
-        trainer=allocate(gpus[first : first + trainer_gpus] if trainer_gpu else []),
+        inference=allocate(gpus[:1] if engine_on_gpu else []),
+        trainer=allocate(gpus[first_trainer_gpu : first_trainer_gpu + trainer_gpus] if trainer_on_gpu else []),
         other=DeviceAllocation(1),
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ramify.fencing.lease import RoleLeases
-from ramify.launch.devices import visible_gpus
+from ramify.launch.devices import list_visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
-from ramify.launch.machine import usable_cores, usable_memory
+from ramify.launch.machine import count_usable_cores, get_usable_memory
 from ramify.launch.ports import HOST, PortReservation
 from ramify.launch.slot_directory import SlotDirectory
 from ramify.processes.child import ChildProcess
@@ -27,15 +27,15 @@ class LocalLauncher:
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return this machine."""
-        gpus = visible_gpus()
+        gpus = list_visible_gpus()
         gpu_memory = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=None)
         return [
             ClusterNode(
                 socket.gethostname(),
                 HOST,
-                num_cpus=usable_cores(),
+                num_cpus=count_usable_cores(),
                 num_gpus=len(gpus),
-                memory=usable_memory(),
+                memory=get_usable_memory(),
                 gpu_memory=gpu_memory,
                 is_head=True,
             )

@@ -21,14 +21,14 @@ class CgroupLimits:
     memory: int | None = None
 
 
-def usable_cores(limits: CgroupLimits | None = None) -> int:
+def count_usable_cores(limits: CgroupLimits | None = None) -> int:
     """Return the number of cores that this process may use."""
     limits = read_cgroup_limits() if limits is None else limits
     allowed = count_available_cores()
     return allowed if limits.cpus is None else min(allowed, max(1, int(limits.cpus)))
 
 
-def usable_memory(limits: CgroupLimits | None = None) -> int:
+def get_usable_memory(limits: CgroupLimits | None = None) -> int:
     """Return the bytes of memory that this process and the others of its control group may use."""
     limits = read_cgroup_limits() if limits is None else limits
     total = psutil.virtual_memory().total

@@ -17,7 +17,7 @@ from ramify.config import raise_config_invalid
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocations
-from ramify.launch.machine import usable_memory
+from ramify.launch.machine import get_usable_memory
 from ramify.model.experts import describe_experts
 from ramify.model.layer_types import RECURRENT_LAYER_TYPES
 from ramify.model.manifest import read_tensor_shapes
@@ -107,7 +107,7 @@ class MemoryEstimate:
 def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> MemoryEstimate:
     """Estimate the memory of a run on the devices that are allocated for it."""
     gpus, num_sources = devices.inference.gpus, len(config.train) + len(config.eval)
-    device_memory = (gpus[0].memory or ASSUMED_GPU_BYTES) if gpus else usable_memory()
+    device_memory = (gpus[0].memory or ASSUMED_GPU_BYTES) if gpus else get_usable_memory()
     return MemoryEstimate(
         inference=sum(
             estimate_engine(engine, config.seq_len, size, gpu=bool(gpus), device_memory=device_memory)
@@ -130,7 +130,7 @@ def check_memory(estimate: MemoryEstimate, devices: DeviceAllocations) -> None:
     rows = [(f"GPU {gpu.index}", needed, gpu.memory) for gpu, needed in demands]
     problems = [
         ("launch", f"not enough memory: {name} has {memory / GIB:.1f} GiB, the run needs about {needed / GIB:.1f} GiB")
-        for name, needed, memory in [*rows, ("this machine", host_bytes, usable_memory())]
+        for name, needed, memory in [*rows, ("this machine", host_bytes, get_usable_memory())]
         if memory is not None and needed > MAX_MEMORY_FRACTION * memory
     ]
     if problems:

@@ -19,7 +19,7 @@ from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
-from ramify.launch.machine import usable_cores
+from ramify.launch.machine import count_usable_cores
 from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
 from ramify.launch.plan_notes import describe_step_size, list_model_notes
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
@@ -129,7 +129,7 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
 
 def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
-    devices = allocate_devices(usable_cores(), [], inference="none", trainer="cpu", placement="auto")
+    devices = allocate_devices(count_usable_cores(), [], inference="none", trainer="cpu", placement="auto")
     builder = _PlanBuilder(config, devices)
     return builder.build((*builder.build_env_server_specs(), builder.build_orchestrator_spec()))
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from ramify.config import Config
 from ramify.envserver.config import EnvServerConfig, ServedSourceConfig
 from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
-from ramify.launch.devices import Gpu, uses_gpu, visible_gpus
+from ramify.launch.devices import Gpu, list_visible_gpus, uses_gpu
 from ramify.launch.ports import build_source_addresses
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
 
@@ -109,7 +109,8 @@ def _resolve_engine_dtype(run_config: RunConfig, gpus: list[Gpu] | None) -> str:
     dtype = run_config.trainer.dtype if engine_dtype == "auto" else engine_dtype
     if dtype != "auto":
         return dtype
-    return "bfloat16" if uses_gpu(run_config.trainer.device, visible_gpus() if gpus is None else gpus) else "float32"
+    gpus = list_visible_gpus() if gpus is None else gpus
+    return "bfloat16" if uses_gpu(run_config.trainer.device, gpus) else "float32"
 
 
 def _build_source_table(run_config: RunConfig, source: ServedSourceConfig, address: str | None) -> ConfigTable:
