@@ -48,7 +48,7 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     from rich.text import Text
 
     from ramify.cli.console import make_console
-    from ramify.launch.dashboard import sparkline
+    from ramify.launch.dashboard import render_sparkline
 
     values: dict[str, list[float]] = {}
     for point in points:  # sorted by step
@@ -57,7 +57,7 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     for name, numbers in sorted(values.items()):
         finite = [number for number in numbers if math.isfinite(number)] or [math.nan]
         extremes = (numbers[0], numbers[-1], min(finite), max(finite))
-        curve = sparkline(finite, CURVE_WIDTH) if len(finite) > 1 else ""
+        curve = render_sparkline(finite, CURVE_WIDTH) if len(finite) > 1 else ""
         table.add_row(Text(name), str(len(numbers)), *(f"{number:.4g}" for number in extremes), Text(curve))
     console = make_console()
     console.width = max(console.width, 60 + max(map(len, values)) + CURVE_WIDTH)  # never truncate a name

@@ -1,4 +1,4 @@
-"""The finished marker of a run: its directory records when all steps are done, or all that its tasks allow."""
+"""Records in the directory of a run that it is finished: all steps are done, or its tasks ran out."""
 
 from collections.abc import Mapping
 from functools import partial

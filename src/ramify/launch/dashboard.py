@@ -97,7 +97,7 @@ def format_status_line(status: Status) -> str:
         "trainable": _format_ratio(status.get("trainable")),
         "left": "unknown" if status.get("eta_s") is None else format_duration(status["eta_s"]),
     }
-    evals = {name: _format_number(value, ".3f") for name, value in _latest_eval_means(status)}
+    evals = {name: _format_number(value, ".3f") for name, value in _list_latest_eval_means(status)}
     counts: dict[str, int] = status.get("failures") or {}
     failures = {"failed": ",".join(f"{name}:{count}" for name, count in counts.items())} if counts else {}
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failures}.items())
@@ -133,7 +133,7 @@ def render_dashboard(
     return Group(*parts)
 
 
-def sparkline(values: Sequence[float], width: int = BAR_WIDTH) -> str:
+def render_sparkline(values: Sequence[float], width: int = BAR_WIDTH) -> str:
     """Return a curve of the values as one line of at most `width` characters, scaled to their range."""
     if not values:
         return ""
@@ -157,8 +157,9 @@ def _build_header(status: Status) -> Table:
 def _build_stats(status: Status) -> Table:
     stats = make_grid()
     history = [value for value in status.get("reward_history") or () if value is not None]
-    stats.add_row(_get_reward_label(status), f"{_format_number(status.get('reward'), '.3f')}  {sparkline(history)}")
-    for name, value in _latest_eval_means(status):
+    reward = _format_number(status.get("reward"), ".3f")
+    stats.add_row(_get_reward_label(status), f"{reward}  {render_sparkline(history)}")
+    for name, value in _list_latest_eval_means(status):
         stats.add_row(name, _format_number(value, ".3f"))
     stats.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
     stats.add_row("tokens/s", _format_number(status.get("tokens_per_s"), ",.0f"))
@@ -178,7 +179,7 @@ def _get_reward_label(status: Status) -> str:
     return "reward(teacher)" if status.get("is_teacher_reward") else "reward"
 
 
-def _latest_eval_means(status: Status) -> list[tuple[str, float]]:
+def _list_latest_eval_means(status: Status) -> list[tuple[str, float]]:
     """Return the latest mean reward of each eval, by name."""
     evals: dict[str, dict[str, Any]] = status.get("evals") or {}
     means = {name: metric.get("value") for name, metric in evals.items() if name.endswith("/avg")}

@@ -77,7 +77,7 @@ def prepare_head(
         elif state is not None and _is_newest(log, state):
             token = FencingToken(state.epoch)
         else:
-            has_history, identity = _read_identity(log)
+            has_history, identity = _read_history(log)
             if has_history:
                 compare_identities(shared, identity, config.identity, accept_changes)
             elif state is None:  # raises if the run has checkpoints of its own
@@ -88,7 +88,7 @@ def prepare_head(
                 old_run = _move_older_head(run)
             elif state is not None:  # a start with `fresh` was interrupted, or a head before its first entry
                 old_run = call_storage_blocking(partial(move_shared_aside, run, shared), shared)
-            step = _restore(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
+            step = _restore_run(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
             if token.epoch:
                 print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
@@ -128,8 +128,8 @@ def _is_newest(log: HeadLog, state: HeadState) -> bool:
     return data is None
 
 
-def _read_identity(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether there is a history, and the identity of the run that it is of."""
+def _read_history(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether the log has entries, and the identity of the run that they belong to."""
     has_history, identity = False, None
     for position, data in log.iter_entries():
         has_history = True
@@ -152,7 +152,7 @@ def _begin_history(run: Path, epoch: int) -> int:
     return call_storage_blocking(begin, run)
 
 
-def _restore(run: Path, shared: Path, epoch: int) -> int:
+def _restore_run(run: Path, shared: Path, epoch: int) -> int:
     """Restore the run directory from the history; return the last committed step."""
     partial_path = run.with_name(f".{run.name}.restoring")
     shutil.rmtree(partial_path, ignore_errors=True)

@@ -64,7 +64,8 @@ def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> 
     """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
     earlier_heads = _read_earlier_heads(directory, epoch)
     directory.mkdir(exist_ok=True)
-    write_atomically(_get_path(directory, epoch), msgspec.json.encode(_merge(_read(directory, epoch), delays)))
+    all_delays = _merge_delays(_read_delays(directory, epoch), delays)
+    write_atomically(_get_lease_file(directory, epoch), msgspec.json.encode(all_delays))
     return earlier_heads
 
 
@@ -72,26 +73,26 @@ def _remove_leases(directory: Path, epoch: int) -> None:
     """Remove the files of a head and of those before it."""
     for number in range(epoch + 1):
         with take_effect():
-            _get_path(directory, number).unlink(missing_ok=True)
+            _get_lease_file(directory, number).unlink(missing_ok=True)
 
 
 def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:
     """Return the processes that heads of earlier epochs may have left, by name."""
     delays: dict[str, float] = {}
     for number in range(epoch):
-        delays = _merge(delays, _read(directory, number))
+        delays = _merge_delays(delays, _read_delays(directory, number))
     return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
         name: EarlierProcess(FencingToken(epoch - 1), may_run=True, replacement_delay=delay + POLL_INTERVAL)
         for name, delay in delays.items()
     }
 
 
-def _merge(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     return {name: max(delays.get(name, 0.0), others.get(name, 0.0)) for name in (*delays, *others)}
 
 
-def _read(directory: Path, epoch: int) -> dict[str, float]:
-    path = _get_path(directory, epoch)
+def _read_delays(directory: Path, epoch: int) -> dict[str, float]:
+    path = _get_lease_file(directory, epoch)
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
     except FileNotFoundError:
@@ -101,5 +102,5 @@ def _read(directory: Path, epoch: int) -> dict[str, float]:
         raise StorageFailed(f"{path} is damaged: {error}; {advice}") from error
 
 
-def _get_path(directory: Path, epoch: int) -> Path:
+def _get_lease_file(directory: Path, epoch: int) -> Path:
     return directory / str(epoch)

@@ -34,6 +34,6 @@ class NodeAssignments:
                 continue
             for node_name in assigned_nodes:
                 if node_name in free_nodes:
-                    free_nodes[node_name].take(self._demands[name], 1)
+                    free_nodes[node_name].reserve(self._demands[name], 1)
         node_names = place_process(demand, list(free_nodes.values()))
         return node_names if len(node_names) == demand.num_ranks else ()

@@ -48,7 +48,7 @@ class ProcessDemand:
         """Return what one rank needs, as text."""
         sizes = {"memory": self.memory, "GPU memory": self.gpu_memory}
         counts = {"GPU": self.gpus, "core": self.cores}
-        amounts = [_count(number, noun) for noun, number in counts.items() if number]
+        amounts = [_format_count(number, noun) for noun, number in counts.items() if number]
         return ", ".join([*amounts, *(f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size)])
 
 
@@ -82,7 +82,7 @@ class FreeNode:
             limits.append(demand.max_per_node - self.num_by_role[demand.role])
         return max(0, int(min(limits)))
 
-    def take(self, demand: ProcessDemand, num_ranks: int) -> None:
+    def reserve(self, demand: ProcessDemand, num_ranks: int) -> None:
         """Reserve the room of some ranks."""
         self.cores -= num_ranks * demand.cores
         self.gpus -= num_ranks * demand.gpus
@@ -118,7 +118,7 @@ def place_processes(demands: Sequence[ProcessDemand], nodes: Sequence[ClusterNod
 def place_process(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tuple[str, ...]:
     """Return the nodes of as many ranks as fit, and reserve their room if all do."""
     if demand.num_ranks == 1:
-        order = sorted(free_nodes, key=lambda free: _rate_for_server(free, demand))
+        order = sorted(free_nodes, key=lambda free: _get_server_sort_key(free, demand))
     else:
         order = sorted(free_nodes, key=lambda free: -free.count_fitting(demand))
     ranks_by_node: list[tuple[FreeNode, int]] = []
@@ -129,7 +129,7 @@ def place_process(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tupl
             num_missing -= num_ranks
     if not num_missing:
         for free, num_ranks in ranks_by_node:
-            free.take(demand, num_ranks)
+            free.reserve(demand, num_ranks)
     return tuple(free.node.name for free, num_ranks in ranks_by_node for _ in range(num_ranks))
 
 
@@ -141,7 +141,7 @@ def find_unknown_nodes(demands: Sequence[ProcessDemand], nodes: Sequence[Cluster
     return {role: names for role, names in unknown.items() if names}
 
 
-def _rate_for_server(free: FreeNode, demand: ProcessDemand) -> tuple[int, ...]:
+def _get_server_sort_key(free: FreeNode, demand: ProcessDemand) -> tuple[int, ...]:
     """Return a key by which the best node for a server sorts first."""
     gpus = -free.gpus if demand.gpus else free.gpus  # whoever does not need GPUs leaves their nodes to the others
     return free.num_by_group[demand.group], free.num_by_role[demand.role], gpus, -free.cores
@@ -180,10 +180,10 @@ def _describe_free(free_nodes: Sequence[FreeNode]) -> str:
 
 def format_room(gpus: float, cores: float) -> str:
     """Return numbers of GPUs and cores as text."""
-    return f"{_count(gpus, 'GPU')} and {_count(cores, 'core')}"
+    return f"{_format_count(gpus, 'GPU')} and {_format_count(cores, 'core')}"
 
 
-def _count(number: float, noun: str) -> str:
+def _format_count(number: float, noun: str) -> str:
     return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 

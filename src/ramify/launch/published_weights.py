@@ -75,9 +75,10 @@ def _remove_directories(directories: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] = print) -> Generator[None]:
-    """Hold the weights directory of a run; one in shared memory is removed afterwards.
+    """Lock the weights directory of a run, so that no other run removes it as stale.
 
-    The weights that engines were started with are removed, also those of earlier heads: a lost head could not do so.
+    At the end, a directory in shared memory is removed, and so are the weights that engines were started with. Those
+    of earlier heads are removed at the start: a lost head could not do so.
     """
     directory = config.weights_directory
     remove_stale_directories()

@@ -233,7 +233,7 @@ class Supervisor:
             leases = RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
             self._leases[spec.name] = leases
             return leases
-        await self._wait_until(leases.replaceable_at, spec)
+        await self._wait_until_dead(leases.replaceable_at, spec)
         leases.replace(read_lease_clock())
         return leases
 
@@ -244,10 +244,10 @@ class Supervisor:
             return FencingToken(self.epoch)
         if earlier.may_run:  # its lease may have been renewed just now
             delay = terms.replacement_delay if earlier.replacement_delay is None else earlier.replacement_delay
-            await self._wait_until(read_lease_clock() + delay, spec)
+            await self._wait_until_dead(read_lease_clock() + delay, spec)
         return max(earlier.token.next_incarnation(), FencingToken(self.epoch))
 
-    async def _wait_until(self, dead_at: float, spec: ProcessSpec) -> None:
+    async def _wait_until_dead(self, dead_at: float, spec: ProcessSpec) -> None:
         """Wait until a process that may still run is dead for certain, at `dead_at` on the clock of leases."""
         if (seconds := dead_at - read_lease_clock()) > 0:
             self._print_line(f"{spec.name} may still run on a node that is not reachable; starting in {seconds:.0f} s")
