@@ -25,6 +25,7 @@ from ramify.launch.memory import (
 from ramify.launch.placement import ProcessDemand, find_unknown_nodes
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.names import suggest
+from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import (
     ClusterConfig,
     EnginePlacementConfig,
@@ -36,7 +37,6 @@ from ramify.orchestrate.config import RunConfig
 ORCHESTRATOR = "orchestrator"
 TRAINER = "trainer"
 ENGINE_PREFIX = "inference/"
-MODEL_PREFIX = "models/"
 ORCHESTRATOR_CORES = 1
 MAX_ENV_SERVER_CORES = 4  # of a derived number of cores
 MAX_ENV_SERVERS = 16  # of a source, if the number is derived

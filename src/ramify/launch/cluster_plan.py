@@ -20,7 +20,7 @@ from ramify.env.chat_client import get_model_variable
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
 from ramify.fencing.lease import LeaseTerms
 from ramify.infer.config import ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.cluster_demands import ENGINE_PREFIX, MODEL_PREFIX, ORCHESTRATOR, TRAINER
+from ramify.launch.cluster_demands import ENGINE_PREFIX, ORCHESTRATOR, TRAINER
 from ramify.launch.cluster_placement import ClusterPlacement, place_run
 from ramify.launch.devices import DeviceAllocation, Gpu
 from ramify.launch.last_state import describe_last_state
@@ -40,7 +40,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import link_newest_weights
 from ramify.launch.run_checks import check_run
-from ramify.orchestrate.address_book import INFERENCE_KEY
+from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND

@@ -32,6 +32,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import link_newest_weights
 from ramify.launch.run_checks import check_run
+from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
@@ -40,7 +41,6 @@ from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
-MODEL_PREFIX = "models/"  # of the processes that serve other models than the policy
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
 
 SourceT = TypeVar("SourceT", bound=ServedSourceConfig)

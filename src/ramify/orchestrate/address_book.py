@@ -23,6 +23,7 @@ from ramify.wire.lifecycle import AsyncService
 
 ADDRESS_BOOK_FILE = "addresses.json"
 INFERENCE_KEY = "inference"
+MODEL_PREFIX = "models/"  # of the keys of other models than the policy, and of the processes that serve them
 POLL_INTERVAL = 1.0  # seconds
 READ_TIMEOUT = 60.0  # seconds for which the file may be unreadable, as on shared storage that stalls
 
@@ -31,7 +32,7 @@ OnAddresses = Callable[[list[str]], None]
 
 def get_model_key(name: str) -> str:
     """Return the key of the servers of a model in `[models]`."""
-    return f"models/{name}"
+    return f"{MODEL_PREFIX}{name}"
 
 
 def get_env_key(kind: str, source_name: str) -> str:
