@@ -18,17 +18,17 @@ from tests.infer.serving import run_server
 TINY = resolve_model_path("tiny")
 
 
-async def connect(url: str, *, scores: bool = True, timeout: float = 5.0) -> None:
+async def connect(url: str, *, must_score: bool = True, timeout: float = 5.0) -> None:
     async with AsyncExitStack() as stack:
         config = NamedModelConfig(base_url=[url])
-        await connect_model("teacher", config, TINY, stack, timeout=timeout, scores=scores)
+        await connect_model("teacher", config, TINY, stack, timeout=timeout, must_score=must_score)
 
 
 def test_another_tokenizer_is_refused(tmp_path):
     message = r"models.teacher: http://\S+ has another tokenizer than .*tiny"
     core = build_core(write_llama(tmp_path / "model"))
     with run_server(core) as (url, _), pytest.raises(TokenizerMismatch, match=message):
-        asyncio.run(connect(url, scores=False))
+        asyncio.run(connect(url, must_score=False))
 
 
 class TokenizingFake(Fake):
@@ -47,7 +47,7 @@ class TokenizingFake(Fake):
 def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
     async def check() -> None:
         async with TokenizingFake() as fake:
-            await connect(fake.url, scores=False)
+            await connect(fake.url, must_score=False)
             message = rf"models.teacher: {fake.url} sent a response without prompt logprobs; use a native or vLLM"
             with pytest.raises(TokensRequired, match=message):
                 await connect(fake.url)
@@ -94,6 +94,6 @@ def test_special_tokens_are_compared(tmp_path):
         async with TokenizingFake() as fake:
             fake.directory = tmp_path
             with pytest.raises(TokenizerMismatch, match="another tokenizer"):
-                await connect(fake.url, scores=False)
+                await connect(fake.url, must_score=False)
 
     asyncio.run(check())

@@ -125,6 +125,7 @@ async def watch_patience(run: RunContext) -> None:
 
 
 def _check_fruitless_attempts(run: RunContext) -> None:
+    """Raise the last failure of a source of which MAX_FRUITLESS_ATTEMPTS attempts failed and none succeeded."""
     for source, (count, failure) in list(run.progress.fruitless_attempts.items()):
         if count < MAX_FRUITLESS_ATTEMPTS or source not in run.dispatcher.sources:
             continue

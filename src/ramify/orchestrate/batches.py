@@ -38,22 +38,22 @@ class BatchGroup:
 
         Raises BatchCorrupt if an annotated trace is missing.
         """
-        by_trace: dict[str, list[Annotation]] = {}
+        annotations_by_trace: dict[str, list[Annotation]] = {}
         for annotation in self.annotations:
-            by_trace.setdefault(annotation.trace_id, []).append(annotation)
-        if missing := sorted(by_trace.keys() - {trace.id for trace in traces}):
+            annotations_by_trace.setdefault(annotation.trace_id, []).append(annotation)
+        if missing := sorted(annotations_by_trace.keys() - {trace.id for trace in traces}):
             raise BatchCorrupt(f"group {self.number} has annotations of traces {missing}, which are not in the run")
         annotated = [
-            AnnotatedTrace(trace, tuple(by_trace[trace.id]), self.temperature, self.source_name)
+            AnnotatedTrace(trace, tuple(annotations_by_trace[trace.id]), self.temperature, self.source_name)
             for trace in traces
-            if trace.id in by_trace
+            if trace.id in annotations_by_trace
         ]
         return build_forest(annotated, seq_len=seq_len)
 
 
 def encode_batch(step: int, scored_groups: Sequence[tuple[BatchGroup, Forest]], seq_len: int | None) -> BatchRecord:
     """Encode the batch of these groups, in this order, for the ledger; this fixes its number of entries."""
-    content = _StoredContent(seq_len, [_encode_group(group) for group, _ in scored_groups])
+    content = _StoredBatch(seq_len, [_encode_group(group) for group, _ in scored_groups])
     numbers = tuple(group.number for group, _ in scored_groups)
     counts = count_entries([forest for _, forest in scored_groups])
     return BatchRecord(step, numbers, msgspec.msgpack.encode(content), counts)
@@ -62,7 +62,7 @@ def encode_batch(step: int, scored_groups: Sequence[tuple[BatchGroup, Forest]], 
 def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | None]:
     """Return the groups of a batch in order, and its `seq_len`. Raises BatchCorrupt."""
     try:
-        content = msgspec.msgpack.decode(stored_batch.annotations, type=_StoredContent)
+        content = msgspec.msgpack.decode(stored_batch.annotations, type=_StoredBatch)
         groups = [_decode_group(group) for group in content.groups]
     except (msgspec.MsgspecError, ValueError) as error:
         raise BatchCorrupt(f"the annotations of batch {stored_batch.step} cannot be read: {error}") from error
@@ -110,7 +110,7 @@ def _add_top_logprobs(group: BatchGroup, top_logprobs: TopLogprobsByNode) -> Bat
 
 
 def normalize_groups(groups: Sequence[BatchGroup], forests: Sequence[Forest]) -> list[Forest]:
-    """Return the forests of a batch with the weights that the normalization of each group's source means."""
+    """Return the forests of a batch, with their weights scaled by the normalization of each group's source."""
     names, normalizations = [group.source_name for group in groups], [group.normalization for group in groups]
     return normalize_forests(forests, names, normalizations)
 
@@ -153,7 +153,7 @@ class _StoredGroup(msgspec.Struct, array_like=True):
     normalization: tuple[NormalizationType, int] = ("token", 1)  # batches of earlier versions have none
 
 
-class _StoredContent(msgspec.Struct, array_like=True):
+class _StoredBatch(msgspec.Struct, array_like=True):
     seq_len: int | None
     groups: list[_StoredGroup]
 

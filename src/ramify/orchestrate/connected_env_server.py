@@ -58,7 +58,7 @@ class ConnectedEnvServer:
         return self.client
 
     async def send_update(self, client: EnvClient, update: AddressUpdate | None) -> None:
-        """Tell the server where the inference servers are, unless this process of it knows."""
+        """Tell the server where the inference servers are, unless it was told so in this session."""
         if update is not None and self._sent_update != (update, client.session_number):
             session_number = client.session_number
             await client.update_addresses(update)

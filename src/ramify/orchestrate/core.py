@@ -3,7 +3,7 @@
 The I/O layers (env servers, engines, trainer) ask the core for the next action and report the result. Each method
 writes to the ledger before it moves the state machines, so a crash between the two loses nothing: `open` restores the
 state from the ledger. Methods may be called from many tasks concurrently: calls for one group take turns, and so do
-calls that number groups or batches. A call that has started should not be cancelled.
+calls that assign numbers to groups or batches. A call that has started should not be cancelled.
 
     issue_groups -> next_attempt -> record_attempt / record_failure -> score_group
         -> form_batches -> serve_batch -> acknowledge_step -> commit_version

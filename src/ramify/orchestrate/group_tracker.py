@@ -82,7 +82,7 @@ class GroupTracker:
         return [trace for attempt in sorted(self.rollouts) for trace in self.rollouts[attempt]]
 
     def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
-        """Record the episode of an attempt, unless the system failed it or a reward is missing."""
+        """Record the episode of an attempt, or a failure if the system failed or a reward is missing."""
         failures = list_system_failures(traces)
         missing = {name for trace in traces for name, reward in trace.rewards.items() if reward is None}
         if failures or not traces or missing - self._group_rewards:

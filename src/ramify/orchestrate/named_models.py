@@ -27,13 +27,13 @@ async def connect_model(
     stack: AsyncExitStack,
     *,
     timeout: float,
-    scores: bool,
+    must_score: bool,
     top_k: int = 0,
     address_book: AddressBook | None = None,
 ) -> InferenceClient:
     """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
 
-    With `scores`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
+    With `must_score`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
     client follows the addresses in `address_book`. Raises ProviderError if no server answers within `timeout` seconds,
     TokensRequired or TokenizerMismatch.
     """
@@ -46,9 +46,9 @@ async def connect_model(
         for url in client.joined_urls:
             await check_tokenizer(url, tokenizer)
         token_ids = tokenizer.encode(PROBE_TEXT).ids.tolist()
-        if scores and top_k:
+        if must_score and top_k:
             await client.score_top(token_ids, top_k, timeout=PROBE_TIMEOUT, start=1)
-        elif scores:
+        elif must_score:
             await client.score(token_ids, timeout=PROBE_TIMEOUT, start=1)
     except RamifyError as error:
         problem = f"models.{name}: {error.message}"

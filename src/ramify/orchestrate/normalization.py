@@ -31,7 +31,7 @@ TOKEN_MEAN = LossNormalization()
 def normalize_forests(
     forests: Sequence[Forest], sources: Sequence[str], normalizations: Sequence[LossNormalization]
 ) -> list[Forest]:
-    """Return the forests of a batch with the weights that their sources' normalizations mean."""
+    """Return the forests of a batch, with their weights scaled by the normalization of each forest's source."""
     result = list(forests)
     for source in dict.fromkeys(sources):
         indices = [index for index, name in enumerate(sources) if name == source]
@@ -43,6 +43,7 @@ def normalize_forests(
 
 
 def _normalize(forests: Sequence[Forest], normalization: LossNormalization) -> list[Forest]:
+    """Return all forests of one source in a batch, with scaled weights."""
     weights: list[dict[str, np.ndarray]] = [{} for _ in forests]
     for component in LOSS_COMPONENTS:
         columns = [getattr(forest.targets, component) for forest in forests]

@@ -1,7 +1,7 @@
 """Evals during a training run, on tasks that are not trained on.
 
 An eval that holds the weights is recorded at the step of the version it held; any other, at the step it was started
-for. A rollout that the system failed counts as missing, not as zero.
+for. A rollout that failed because of the system counts as missing, not as zero.
 """
 
 import asyncio

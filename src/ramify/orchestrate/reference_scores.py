@@ -82,10 +82,10 @@ class ScoreRequest:
 
 def plan_requests(traces: Sequence[Trace], annotations: Sequence[Annotation]) -> list[ScoreRequest]:
     """Return the requests that score every annotated node whose weights need a reference, each node once."""
-    spans_by_trace: dict[str, dict[int, tuple[int, int]]] = {}
+    spans_by_trace: dict[str, dict[int, tuple[int, int] | None]] = {}  # None: all sampled tokens of the node
     for annotation in annotations:
         if annotation.needs_reference and annotation.ref_logprobs is None:
-            spans_by_trace.setdefault(annotation.trace_id, {})[annotation.node] = annotation.span or (-1, -1)
+            spans_by_trace.setdefault(annotation.trace_id, {})[annotation.node] = annotation.span
     return [
         request
         for trace in traces
@@ -94,23 +94,23 @@ def plan_requests(traces: Sequence[Trace], annotations: Sequence[Annotation]) ->
     ]
 
 
-def _plan_trace(trace: Trace, spans: Mapping[int, tuple[int, int]]) -> list[ScoreRequest]:
+def _plan_trace(trace: Trace, spans: Mapping[int, tuple[int, int] | None]) -> list[ScoreRequest]:
     graph, requests = trace.graph, list[ScoreRequest]()
-    owner_waves: dict[int, int] = {}  # by scored node: the wave of its request
+    wave_by_node: dict[int, int] = {}  # of the request that scores the node
     for last_node in sorted(spans, reverse=True):  # children follow their parents, so a path is found by its end
-        if last_node in owner_waves:
+        if last_node in wave_by_node:
             continue
         offset, wave, node_spans = 0, 0, dict[NodeKey, tuple[int, int]]()
         for node in graph.path_nodes(last_node):
             size = graph.token_stop(node) - graph.token_start(node)
-            if node in owner_waves:
-                wave = owner_waves[node] + 1
+            if node in wave_by_node:
+                wave = wave_by_node[node] + 1
             elif node in spans:
-                begin, stop = spans[node] if spans[node][0] >= 0 else trace.nodes[node].sampled_span
+                begin, stop = spans[node] or trace.nodes[node].sampled_span
                 node_spans[trace.id, node] = (offset + begin, offset + stop)
             offset += size
         for _, node in node_spans:
-            owner_waves[node] = wave
+            wave_by_node[node] = wave
         end = max(stop for _, stop in node_spans.values())
         start = min(begin for begin, _ in node_spans.values())
         requests.append(ScoreRequest(graph.path_tokens(last_node)[:end], start, node_spans, wave))

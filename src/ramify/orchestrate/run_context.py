@@ -52,7 +52,7 @@ from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 
-RUN_ID_KEY = "run_id"  # of the fact
+RUN_ID_KEY = "run_id"  # of the id among the facts of the store
 READER_TIMEOUT = 30.0  # seconds to wait for commands that read the run (`why`, `show`, `export`)
 
 LogMetrics = Callable[[int, Mapping[str, float]], None]
@@ -159,9 +159,9 @@ class RunContext:
             self.dispatcher.weights_ready.set()
 
     async def _open_replicator(self) -> HeadReplicator | None:
-        """Create the entry of the head log that the ledger is ahead by; from now on, commits wait for their entries.
+        """Copy what the ledger is ahead of the head log to it, and let each later commit wait for its entry there.
 
-        Raises ProcessReplaced if another head has taken over. Return None if the run has no shared directory.
+        Return None if the run has no shared directory. Raises ProcessReplaced if another head has taken over.
         """
         if self.config.shared_path is None:
             return None
@@ -193,7 +193,7 @@ class RunContext:
                     stack,
                     address_book=self.address_book,
                     timeout=timeout,
-                    scores=is_scorer,
+                    must_score=is_scorer,
                     top_k=top_k,
                 )
             scorers[name] = ScoreModel(name, client, timeout)
@@ -282,7 +282,7 @@ class RunContext:
                 group_size=self.config.get_group_size(config),
                 max_tries=config.max_tries,
                 temperature=config.sampling.temperature,
-                trainer_scores=bool(config.score_model) and config.score_model not in self.config.all_models,
+                is_scored_by_trainer=bool(config.score_model) and config.score_model not in self.config.all_models,
                 normalization=LossNormalization(config.normalization, config.normalization_tokens or 1),
                 group_rewards=train[name].group_rewards,
                 tasks_per_epoch=train[name].num_tasks if config.curriculum.type == "shuffle" else None,

@@ -33,7 +33,7 @@ class SourceSpec:
     max_tries: int = 3  # most tries of an attempt
     temperature: float = 1.0
     normalization: LossNormalization = TOKEN_MEAN
-    trainer_scores: bool = False  # whether the reference is the starting model, which a trainer with adapters has
+    is_scored_by_trainer: bool = False  # whether the trainer computes the reference, with its adapters off
     group_rewards: frozenset[str] = frozenset()  # names of the rewards that compare all attempts of a group
     tasks_per_epoch: int | None = None  # None if its curriculum has no epochs
 
@@ -98,7 +98,8 @@ def _score_rewarded_group(
     mean = safe_mean(rewards)
     annotations, state_after = source.algorithm.annotate_with_state(tracker.traces, state_before)
     annotations = [
-        _add_reference(annotation, reference_scores, trainer_scores=source.trainer_scores) for annotation in annotations
+        _add_reference(annotation, reference_scores, is_scored_by_trainer=source.is_scored_by_trainer)
+        for annotation in annotations
     ]
     filtered = apply_filters(rules.filters, tracker.traces, annotations, rules.vocab_size)
     notes = _build_attempt_notes(tracker, annotations, filtered.filters_by_trace)
@@ -126,9 +127,10 @@ def _score_rewarded_group(
     return ScoredGroup(mean, notes, filtered.fired_by_filter, state_after, group, forest)
 
 
-def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, trainer_scores: bool) -> Annotation:
+def _add_reference(annotation: Annotation, reference_scores: NodeScores, *, is_scored_by_trainer: bool) -> Annotation:
+    """Return the annotation with the reference logprobs of its tokens, if it needs them."""
     score = reference_scores.get((annotation.trace_id, annotation.node))
-    if trainer_scores and annotation.needs_reference:
+    if is_scored_by_trainer and annotation.needs_reference:
         return replace(annotation, ref_logprobs=START_LOGPROB)
     if score is None or annotation.ref_logprobs is not None:
         return annotation
