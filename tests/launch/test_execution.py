@@ -20,9 +20,10 @@ from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.process import ProcessRole
 from ramify.launch.run_lock import lock_run
+from ramify.launch.run_record import read_record
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
@@ -95,6 +96,7 @@ def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
     with fifo.open("r+b", buffering=0) as pipe:
         execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=WaitDisplay())
     assert set(startup_waits) == {""}
+    assert read_record(path)["earlier_snapshot"] == read_snapshot(path).time
 
 
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
