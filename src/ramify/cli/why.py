@@ -137,7 +137,7 @@ def _is_starting(path: Path, supervisor: "RunSupervisor") -> bool:
         return True
     if record.get("processes", {}).get("orchestrator", {}).get("state") == "ended":
         return False
-    if snapshot is None or snapshot.time < record["started"]:  # it is that of an earlier start, maybe on another host
+    if snapshot is None or snapshot.time == record.get("earlier_snapshot"):
         return True
     return snapshot.host == platform.node() and get_process_state(snapshot.pid) == "gone"
 

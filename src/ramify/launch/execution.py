@@ -119,7 +119,9 @@ async def _supervise(
 ) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
     earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
-    record, addresses = RunRecord(path, plan.status_address), ServiceAddresses(path, plan.process_specs)
+    earlier_time = None if earlier_snapshot is None else earlier_snapshot.time
+    record = RunRecord(path, plan.status_address, earlier_snapshot=earlier_time)
+    addresses = ServiceAddresses(path, plan.process_specs)
 
     def record_statuses(statuses: Sequence[ProcessStatus]) -> None:
         record.write(statuses)
