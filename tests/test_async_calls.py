@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ramify import files
-from ramify.async_calls import call_storage, cancel_all, fail_after, retry
+from ramify.async_calls import call_storage, cancel_all, fail_after, map_in_daemon_threads, retry
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
 from ramify.files import take_effect, write_atomically
 
@@ -130,6 +130,20 @@ def test_call_to_storage_waits_for_a_step_that_has_begun_unless_it_hangs(monkeyp
         asyncio.run(run())
     assert steps == ([] if hangs else ["renamed"])
     answers.set()
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 20])
+def test_results_of_threads_are_in_the_order_of_the_items(num_items):
+    assert map_in_daemon_threads(lambda item: -item, range(num_items), max_threads=3) == [-i for i in range(num_items)]
+
+
+def test_error_of_a_thread_is_raised():
+    def fail(item):
+        assert threading.current_thread().daemon
+        raise OSError(f"item {item}")
+
+    with pytest.raises(OSError, match="item 0"):
+        map_in_daemon_threads(fail, range(5), max_threads=2)
 
 
 def test_cancel_all_waits_until_the_tasks_have_ended():

@@ -1,7 +1,10 @@
 """Helpers for asyncio: a timeout that names its operation, retries, calls that may hang, and the ownership of tasks."""
 
 import asyncio
+import contextlib
+import os
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
@@ -11,6 +14,7 @@ from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed
 from ramify.files import AbandonableCall
 
 T = TypeVar("T")
+R = TypeVar("R")
 K = TypeVar("K")
 
 
@@ -75,6 +79,31 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
         return await asyncio.wrap_future(future)
     finally:
         abandonable.abandon()
+
+
+def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max_threads: int) -> list[R]:
+    """Return the results of a function for each item, from one thread per core. Raises the first error.
+
+    Python does not wait at its exit for these threads, which may hang; it waits for those of a ThreadPoolExecutor.
+    """
+    calls: list[tuple[T, Future[R]]] = [(item, Future()) for item in items]
+    pending = deque(calls)
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                item, future = pending.popleft()
+                try:
+                    future.set_result(function(item))
+                except BaseException as error:  # noqa: BLE001 - the caller gets it
+                    future.set_exception(error)
+
+    for _ in range(min(max_threads, len(calls), os.cpu_count() or 1)):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        return [future.result() for _, future in calls]
+    finally:
+        pending.clear()
 
 
 async def call_storage(function: Callable[[], T], what: str, *, timeout: float) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, Weigh
 from ramify.model.manifest import Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
 from tests.client.fake import FakeVLLM, hang
-from tests.client.test_replica_pool import SAMPLING, bounded, connected, until
+from tests.client.test_replica_pool import QUICK, SAMPLING, bounded, connected, until
 
 SECOND = PolicyVersion("policy", 0, 2)
 
@@ -97,6 +98,25 @@ def test_a_server_whose_cache_cannot_be_reset_is_ejected(first, second, monkeypa
             assert control_requests(fake)[-1] == "/pause?mode=abort&clear_cache=false"
 
     check()
+
+
+@pytest.mark.timeout(60)
+def test_storage_that_hangs_while_weights_are_verified_does_not_delay_the_exit(first, second, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(vllm_adapter, "verify_weights", lambda *args: answers.wait())
+
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        config = QUICK.model_copy(update={"control_timeout": 0.2})
+        async with connected(fake, config=config, version=PolicyVersion("policy", 0, 1)) as client:
+            with pytest.raises(DeadlineExceeded, match=r"to update to policy@0.2 took longer than 0.2 s"):
+                await client.update_weights(second, SECOND)
+
+    try:
+        check()
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("directory", ["missing", "other"])

@@ -22,9 +22,11 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ramify.async_calls import call_in_daemon_thread
 from ramify.client.engine_adapter import EngineAdapter, PauseMode, UnknownWeights, WeightUpdate
 from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_json
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
@@ -82,7 +84,8 @@ class VLLMAdapter(EngineAdapter):
         """
         if not self._is_dev_mode:
             raise WeightsRefused(f"{self.url} accepts no weights: vLLM must be started with VLLM_SERVER_DEV_MODE=1")
-        manifest = await asyncio.to_thread(verify_weights, update.directory, self._model_dir)
+        verify = partial(verify_weights, update.directory, self._model_dir)
+        manifest = await call_in_daemon_thread(verify, f"verify {update.directory}")  # its storage may hang
         if manifest.version != update.version:
             raise WeightsRefused(f"{update.directory} holds {manifest.version}, not {update.version}")
         start = time.perf_counter()

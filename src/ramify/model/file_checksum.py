@@ -4,11 +4,11 @@ The parts of a file have CRCs of their own, which are combined: the CRC of a tex
 the text's CRC that depends on n only, a matrix over GF(2) with a row for each bit.
 """
 
-import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+
+from ramify.async_calls import map_in_daemon_threads
 
 PART_BYTES = 64 << 20
 READ_BYTES = 1 << 20  # small enough to be in the CPU cache when they are summed
@@ -22,8 +22,7 @@ def compute_crc32(path: Path) -> int:
     starts = range(0, size, PART_BYTES)
     if len(starts) < 2:
         return _compute_part(path, 0)
-    with ThreadPoolExecutor(min(MAX_THREADS, len(starts), os.cpu_count() or 1)) as executor:
-        parts = list(executor.map(lambda start: _compute_part(path, start), starts))
+    parts = map_in_daemon_threads(partial(_compute_part, path), starts, max_threads=MAX_THREADS)
     crc = parts[0]
     for start, part in zip(starts[1:], parts[1:]):
         crc = _append_bytes(crc, min(PART_BYTES, size - start)) ^ part

@@ -10,16 +10,16 @@ as for published weights: it detects damage, not an attacker, who could write th
 
 import contextlib
 import hashlib
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from multiprocessing.pool import ThreadPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ramify.async_calls import map_in_daemon_threads
 from ramify.errors import CheckpointRefused
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_and_fsync
@@ -88,13 +88,12 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
 
 def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Compute the sizes and checksums of these files, by name. Raises OSError."""
-    with _make_thread_pool() as pool:
-        records: dict[str, FileRecord] = {}
-        for path in paths:
-            size = path.stat().st_size
-            sums = pool.map(lambda index, path=path: _checksum_piece(path, index), range(_count_pieces(size)))
-            records[path.name] = FileRecord(size, list(sums))
-        return records
+    records: dict[str, FileRecord] = {}
+    for path in paths:
+        size, checksum = path.stat().st_size, partial(_checksum_piece, path)
+        sums = map_in_daemon_threads(checksum, range(_count_pieces(size)), max_threads=MAX_THREADS)
+        records[path.name] = FileRecord(size, sums)
+    return records
 
 
 def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) -> CheckpointManifest:
@@ -104,8 +103,7 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
     """
     manifest = CheckpointManifest.read(directory)
     pieces = list(_iter_pieces(directory, manifest.files or {}))[rank::world_size]
-    with _make_thread_pool() as pool:
-        pool.starmap(_verify_piece, pieces)
+    map_in_daemon_threads(lambda piece: _verify_piece(*piece), pieces, max_threads=MAX_THREADS)
     return manifest
 
 
@@ -211,8 +209,3 @@ def _checksum_piece(path: Path, index: int) -> str:
 
 def _count_pieces(size: int) -> int:
     return -(-size // PIECE_BYTES)
-
-
-def _make_thread_pool() -> ThreadPool:
-    """Return a pool whose threads do not keep Python from exiting if the storage hangs."""
-    return ThreadPool(min(MAX_THREADS, os.cpu_count() or 1))
