@@ -110,6 +110,7 @@ def test_busy_run_is_not_changed(run, capsys):
         (checkpoint_manifest, "find_committed_checkpoint"),
         (Path, "stat"),
         (checkpoint_manifest, "verify_checkpoint"),
+        (Ledger, "progress"),
         (Path, "rename"),
     ],
 )

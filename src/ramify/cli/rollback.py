@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         verify, timeout = partial(verify_checkpoint, checkpoint_dir), get_transfer_timeout(num_bytes)
         if call_storage_blocking(verify, checkpoint_dir, timeout=timeout).files is None:
             raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
-        committed = _roll_back_ledger(store, options.step, checkpoint_dir)
+        committed = call_storage_blocking(partial(_roll_back_ledger, store, options.step, checkpoint_dir), path)
         renamed = call_storage_blocking(partial(_rename_newer, checkpoints, options.step), checkpoints)
     print(f"{path} resumes from step {options.step}; rerun the command that started it")
     if committed > options.step:
