@@ -106,7 +106,7 @@ def check_torch() -> list[CheckResult]:
     results = [
         CheckResult("torch", "ok", f"{torch_info['version']}, {build}"),
         CheckResult("CPU dtype", "ok", f"auto is {cpu['dtype']}"),
-        CheckResult("CPU operators", "ok", f"float32 on one thread: {cpu['float32']}; bfloat16: {cpu['bfloat16']}"),
+        CheckResult("CPU operators", "ok", f"float32: {cpu['float32']}; bfloat16: {cpu['bfloat16']}"),
     ]
     if not torch_info["devices"]:
         return [*results, CheckResult("CUDA", "missing", "torch sees no device", *gpu_advice)]

@@ -69,7 +69,6 @@ def cpu_has_bfloat16() -> bool:
 
 def describe_cpu() -> dict[str, str]:
     """Describe for `ramify doctor` what a checkpoint in bfloat16 is computed in here, and which operators are in C."""
-    torch.set_num_threads(1)  # the float32 operators are written for one thread
     choice = choose_dtype("auto", torch.bfloat16, torch.device("cpu"))
     return {"dtype": str(choice)} | {name: _describe_ops(dtype) for name, dtype in DTYPES.items()}
 

@@ -111,55 +111,88 @@ void project_out_and_mlp(Sgemm *sgemm, const LayerWeights *layer, const float *a
     }
 }
 
-/* Attend from the queries of a tile to the blocks of their sequences, read in place. `blocks` is
-   [sequences, blocks_per_sequence]. `query_of_row` maps each row to its index in [sequences, queries_per_sequence]; it
-   is null if every query is a row. */
-void attend(const float *restrict qkv, const float *restrict pool, const int64_t *restrict blocks,
-            int64_t blocks_per_sequence, int64_t block_size, const int64_t *restrict positions,
-            const int64_t *query_of_row, int64_t queries_per_sequence, float *restrict out, int64_t rows) {
-    int64_t max_keys = blocks_per_sequence * block_size;
-    float *restrict scores = malloc(HEADS * max_keys * sizeof(float));
-    for (int64_t row = 0; row < rows; row++, qkv += QKV_WIDTH, out += ATTN_WIDTH) {
-        int64_t query_index = query_of_row ? query_of_row[row] : row, keys = positions[query_index] + 1;
-        const int64_t *block_table = blocks + query_index / queries_per_sequence * blocks_per_sequence;
-        for (int64_t first = 0; first < keys; first += block_size) {
-            int64_t count = keys - first < block_size ? keys - first : block_size;
-            const float *key = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
-            for (int64_t t = 0; t < count; t++, key += SLOT_WIDTH) {
-                const float *value = key + KV_HEADS * HEAD_DIM; /* read below, when the scores are known */
-                for (int j = 0; j < KV_HEADS * HEAD_DIM; j += 16) __builtin_prefetch(value + j);
-                for (int head = 0; head < HEADS; head++) {
-                    const float *head_key = key + head / HEADS_PER_KV_HEAD * HEAD_DIM, *query = qkv + head * HEAD_DIM;
-                    float sum = 0;
-                    for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * head_key[j];
-                    scores[head * max_keys + first + t] = sum * SCALING;
-                }
+/* GOMP_parallel: runs `work` on `threads` threads of torch's own pool and waits for all of them. */
+typedef void Parallel(void (*work)(void *), void *, unsigned threads, unsigned flags);
+
+/* The attention of a tile: `blocks` is [sequences, blocks_per_sequence]. `query_of_row` maps each row to its index in
+   [sequences, queries_per_sequence]; it is null if every query is a row. */
+typedef struct {
+    const float *qkv, *pool;
+    const int64_t *blocks;
+    int64_t blocks_per_sequence, block_size;
+    const int64_t *positions, *query_of_row;
+    int64_t queries_per_sequence;
+    float *out;
+    int64_t rows, next_row; /* a thread takes one row at a time */
+} Attention;
+
+/* Attend from the query of a row to the blocks of its sequence, read in place. */
+static inline void attend_row(const Attention *attention, int64_t row, float *restrict scores, int64_t max_keys) {
+    const float *restrict qkv = attention->qkv + row * QKV_WIDTH, *restrict pool = attention->pool;
+    float *restrict out = attention->out + row * ATTN_WIDTH;
+    int64_t query_index = attention->query_of_row ? attention->query_of_row[row] : row;
+    int64_t block_size = attention->block_size, keys = attention->positions[query_index] + 1;
+    int64_t sequence = query_index / attention->queries_per_sequence;
+    const int64_t *block_table = attention->blocks + sequence * attention->blocks_per_sequence;
+    for (int64_t first = 0; first < keys; first += block_size) {
+        int64_t count = keys - first < block_size ? keys - first : block_size;
+        const float *key = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
+        for (int64_t t = 0; t < count; t++, key += SLOT_WIDTH) {
+            const float *value = key + KV_HEADS * HEAD_DIM; /* read below, when the scores are known */
+            for (int j = 0; j < KV_HEADS * HEAD_DIM; j += 16) __builtin_prefetch(value + j);
+            for (int head = 0; head < HEADS; head++) {
+                const float *head_key = key + head / HEADS_PER_KV_HEAD * HEAD_DIM, *query = qkv + head * HEAD_DIM;
+                float sum = 0;
+                for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * head_key[j];
+                scores[head * max_keys + first + t] = sum * SCALING;
             }
-        }
-        for (int head = 0; head < HEADS; head++) {
-            float *score = scores + head * max_keys, max_score = score[0], total = 0, sum[HEAD_DIM] = {0};
-            for (int64_t t = 1; t < keys; t++) max_score = score[t] > max_score ? score[t] : max_score;
-            for (int64_t t = 0; t < keys; t++) total += score[t] = fast_exp(score[t] - max_score);
-            for (int64_t first = 0; first < keys; first += block_size) {
-                const float *block = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
-                const float *value = block + (KV_HEADS + head / HEADS_PER_KV_HEAD) * HEAD_DIM;
-                int64_t count = keys - first < block_size ? keys - first : block_size;
-                for (int64_t t = 0; t < count; t++, value += SLOT_WIDTH)
-                    for (int j = 0; j < HEAD_DIM; j++) sum[j] += score[first + t] * value[j];
-            }
-            for (int j = 0; j < HEAD_DIM; j++) out[head * HEAD_DIM + j] = sum[j] / total;
         }
     }
+    for (int head = 0; head < HEADS; head++) {
+        float *score = scores + head * max_keys, max_score = score[0], total = 0, sum[HEAD_DIM] = {0};
+        for (int64_t t = 1; t < keys; t++) max_score = score[t] > max_score ? score[t] : max_score;
+        for (int64_t t = 0; t < keys; t++) total += score[t] = fast_exp(score[t] - max_score);
+        for (int64_t first = 0; first < keys; first += block_size) {
+            const float *block = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
+            const float *value = block + (KV_HEADS + head / HEADS_PER_KV_HEAD) * HEAD_DIM;
+            int64_t count = keys - first < block_size ? keys - first : block_size;
+            for (int64_t t = 0; t < count; t++, value += SLOT_WIDTH)
+                for (int j = 0; j < HEAD_DIM; j++) sum[j] += score[first + t] * value[j];
+        }
+        for (int j = 0; j < HEAD_DIM; j++) out[head * HEAD_DIM + j] = sum[j] / total;
+    }
+}
+
+/* Take rows until none is left: fewer threads may run than were requested. */
+static void attend_rows(void *argument) {
+    Attention *attention = argument;
+    int64_t max_keys = attention->blocks_per_sequence * attention->block_size;
+    float *scores = malloc(HEADS * max_keys * sizeof(float));
+    for (int64_t row; (row = __atomic_fetch_add(&attention->next_row, 1, __ATOMIC_RELAXED)) < attention->rows;)
+        attend_row(attention, row, scores, max_keys);
     free(scores);
+}
+
+/* Attend from all rows of a tile, on `threads` threads. The other arguments are the fields of `Attention`. */
+void attend(Parallel *parallel, int64_t threads, const float *qkv, const float *pool, const int64_t *blocks,
+            int64_t blocks_per_sequence, int64_t block_size, const int64_t *positions, const int64_t *query_of_row,
+            int64_t queries_per_sequence, float *out, int64_t rows) {
+    Attention attention = {qkv, pool, blocks, blocks_per_sequence, block_size, positions, query_of_row,
+                           queries_per_sequence, out, rows, 0};
+    if (threads > 1 && rows > 1)
+        parallel(attend_rows, &attention, threads, 0);
+    else
+        attend_rows(&attention);
 }
 
 static inline void copy(float *to, const float *from, int64_t count) { memmove(to, from, count * sizeof(float)); }
 
 /* One step, from token ids to logits [num_logits, vocab] of the rows in `logit_rows`, which ascend; the other rows only
    write keys and values. The queries are one tile, as in `attend`. */
-void forward(Sgemm *sgemm, const DecoderWeights *model, const LayerWeights *const *layers, int64_t num_layers,
-             int64_t vocab, float *const *pools, const int64_t *ids, const int64_t *positions, const int64_t *slots,
-             const int64_t *blocks, int64_t blocks_per_sequence, int64_t block_size, const int64_t *query_positions,
+void forward(Sgemm *sgemm, Parallel *parallel, int64_t threads, const DecoderWeights *model,
+             const LayerWeights *const *layers, int64_t num_layers, int64_t vocab, float *const *pools,
+             const int64_t *ids, const int64_t *positions, const int64_t *slots, const int64_t *blocks,
+             int64_t blocks_per_sequence, int64_t block_size, const int64_t *query_positions,
              const int64_t *query_of_row, int64_t queries_per_sequence, int64_t rows, const int64_t *logit_rows,
              int64_t num_logits, float *logits) {
     float *memory = malloc(rows * (HIDDEN + 2 * HEAD_DIM + QKV_WIDTH + ATTN_WIDTH) * sizeof(float));
@@ -171,7 +204,7 @@ void forward(Sgemm *sgemm, const DecoderWeights *model, const LayerWeights *cons
     }
     for (int64_t i = 0; i < num_layers; i++) {
         project_qkv(sgemm, layers[i], hidden, rope, slots, pools[i], qkv, rows);
-        attend(qkv, pools[i], blocks, blocks_per_sequence, block_size, query_positions, query_of_row,
+        attend(parallel, threads, qkv, pools[i], blocks, blocks_per_sequence, block_size, query_positions, query_of_row,
                queries_per_sequence, attn_out, rows);
         if (i < num_layers - 1) project_out_and_mlp(sgemm, layers[i], attn_out, hidden, rows);
     }

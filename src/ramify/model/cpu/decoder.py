@@ -1,8 +1,9 @@
-"""The decoder step in C (`decoder.c`), for float32 on one CPU thread.
+"""The decoder step in C (`decoder.c`), for float32 on CPUs.
 
 On a small model the PyTorch calls cost as much as the matrix products in them. Here a step is one call, compiled for
 the model's shape when it is loaded (half a second). Matrix products are those of torch's own BLAS, and attention reads
-keys and values in place from the cache instead of gathering them.
+keys and values in place from the cache instead of gathering them. Both run on torch's threads; the other operators,
+which take little time, run on one thread.
 """
 
 import ctypes
@@ -26,8 +27,6 @@ class CompiledDecoderOps(DecoderOps):
 
     def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
         check_placement(weights, torch.float32)
-        if torch.get_num_threads() > 1:
-            raise CLibraryUnavailable(f"{torch.get_num_threads()} threads")
         super().__init__(sizes, "compiled")
         self.qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.attention_width = sizes.heads * sizes.head_dim
@@ -36,11 +35,13 @@ class CompiledDecoderOps(DecoderOps):
             Path(__file__).with_name("decoder.c"), *definitions, f"ROWS_PER_CHUNK={ROWS_PER_CHUNK}"
         )
         self._sgemm = find_torch_symbol("sgemm_")
+        threads = torch.get_num_threads()
+        self._threads = (find_torch_symbol("GOMP_parallel") if threads > 1 else None), threads
         self._c_norm = declare_arguments(library.norm_rows, "pppi")
         self._c_project_qkv = declare_arguments(library.project_qkv, "pppppppi")
-        self._c_attend = declare_arguments(library.attend, "pppiippipi")
+        self._c_attend = declare_arguments(library.attend, "pipppiippipi")
         self._c_project_out_and_mlp = declare_arguments(library.project_out_and_mlp, "ppppi")
-        self._c_forward = declare_arguments(library.forward, "pppiipppppiippiipip")
+        self._c_forward = declare_arguments(library.forward, "ppippiipppppiippiipip")
         self._c_sample_tokens = declare_arguments(library.sample_tokens, "piipppp")
         self._layer_addresses = {id(layer): _tensor_addresses(layer) for layer in weights.layers}
         layers = (ctypes.c_void_p * len(self._layer_addresses))(*map(ctypes.addressof, self._layer_addresses.values()))
@@ -70,7 +71,7 @@ class CompiledDecoderOps(DecoderOps):
         inputs = pool, ids.data_ptr(), positions.data_ptr(), slot_mapping
         outputs = len(ids), logit_rows.data_ptr(), len(logit_rows), logits.data_ptr()
         tile_arguments = self._tile_arguments(attn_metadata, tile)
-        self._c_forward(self._sgemm, *self._model_arguments, *inputs, *tile_arguments, *outputs)
+        self._c_forward(self._sgemm, *self._threads, *self._model_arguments, *inputs, *tile_arguments, *outputs)
         return logits
 
     def project_qkv(
@@ -97,7 +98,7 @@ class CompiledDecoderOps(DecoderOps):
             tile_qkv = qkv.data_ptr() + 4 * tile.start * self.qkv_width
             tile_out = out.data_ptr() + 4 * tile.start * self.attention_width
             tile_arguments = self._tile_arguments(attn_metadata, tile)
-            self._c_attend(tile_qkv, pool, *tile_arguments, tile_out, tile.stop - tile.start)
+            self._c_attend(*self._threads, tile_qkv, pool, *tile_arguments, tile_out, tile.stop - tile.start)
         return out
 
     def _tile_arguments(self, attn_metadata: AttentionMetadata, tile: AttentionTile) -> tuple[Any, ...]:
