@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ramify.config import parse_problems, raise_config_invalid
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
-from ramify.orchestrate.config import RunConfig
 from ramify.processes.interpreter import find_other_interpreter
 
 if TYPE_CHECKING:
+    from ramify.orchestrate.config import RunConfig  # the subprocess does not need it
     from ramify.rollout import Environment
 
 IMPORT_TIMEOUT = 120.0  # seconds for the import of all plugins
 MAX_ERROR_CHARS = 2000  # of the subprocess's output in an error message
 
 
-def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False) -> dict[str, dict[str, Any]]:
+def check_plugin_tables(config: "RunConfig", *, include_start_checks: bool = False) -> dict[str, dict[str, Any]]:
     """Validate all plugin tables, and return the identities of the loaded environments, by source name in the store.
 
     With `include_start_checks`, also check what the processes of the run would refuse at their start: a source whose
@@ -42,7 +42,7 @@ def check_plugin_tables(config: RunConfig, *, include_start_checks: bool = False
 
 
 def raise_with_plugin_problems(
-    config: RunConfig, problems: Sequence[tuple[str, str]], *, include_start_checks: bool = False
+    config: "RunConfig", problems: Sequence[tuple[str, str]], *, include_start_checks: bool = False
 ) -> NoReturn:
     """Raise ConfigInvalid with problems that were found elsewhere and all problems of the plugin tables."""
     plugin_problems: list[tuple[str, str]] = []
@@ -85,7 +85,7 @@ def _check_in(python: Path, request: dict[str, Any]) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def _build_request(config: RunConfig) -> dict[str, Any]:
+def _build_request(config: "RunConfig") -> dict[str, Any]:
     """Return everything to check: sources that the run serves, plugin tables, and the loss, by their config keys."""
     sources = {
         f"{kind}.{number}": config.with_default_seq_len(source).source_config.model_dump(mode="json")
