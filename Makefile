@@ -51,12 +51,16 @@ RUN_STAMP := .venv/.installed-run
 DEV_STAMP := .venv/.installed-dev
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 PYTEST := $(BIN)/pytest -q
+# With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
+PYRIGHT := NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright --warnings
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 CREATE = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
 PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' && $(CREATE); }
 # Without a backend uv takes the CUDA build of torch, several gigabytes, also on a machine without a GPU.
-INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
+INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --no-compile --disable-pip-version-check)
+# Pip compiles bytecode on one core, this on all. Some packages have files that do not compile, so its exit status is ignored.
+COMPILE = $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 
 .DEFAULT_GOAL := help
 .PHONY: help env test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
@@ -73,12 +77,14 @@ $(RUN_STAMP): pyproject.toml
 	@$(PREPARE)
 	@echo "installing what a run needs into .venv (some minutes the first time)"
 	@$(INSTALL) -e '.[local,plot,vision]'
+	@$(COMPILE)
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml
 	@$(PREPARE)
 	@echo "installing what a run and the tests need into .venv (some minutes the first time)"
 	@$(INSTALL) -e '.[local,plot,vision,dev]'
+	@$(COMPILE)
 	@touch $(RUN_STAMP) $@
 
 style: env  ## ruff, formatting and structure
@@ -87,12 +93,12 @@ style: env  ## ruff, formatting and structure
 	$(BIN)/python -m tools.structure
 
 lint: style  ## style and types
-	$(BIN)/pyright --warnings
+	$(PYRIGHT)
 
 # Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
 # so it runs beside the tests.
 test: style  ## style, types and the bounded tests
-	$(BIN)/pyright --warnings & pyright=$$!; $(PYTEST) -n 3; tests=$$?; wait $$pyright && exit $$tests
+	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n 3; tests=$$?; wait $$pyright && exit $$tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600
