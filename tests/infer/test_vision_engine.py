@@ -1,6 +1,7 @@
 """With images, too, the engine's logprobs equal those of transformers' own forward, and no image is encoded twice."""
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 
@@ -65,6 +66,12 @@ def submit(core: EngineCore, prompt: Prompt, tail: list[int] | None = None, max_
     return core.create_request([*prompt.ids, *(tail or [5])], params, images=prompt.references)
 
 
+@lru_cache(maxsize=4)
+def load_reference(source: Path):
+    """Load a model for transformers' own forward; no test changes what it has written."""
+    return AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def check_logprobs(
     family: str, source: Path, request: EngineRequest, images: list[bytes], start: int = 0, *, markers: bool = False
 ) -> None:
@@ -72,7 +79,7 @@ def check_logprobs(
 
     `markers` says whether the tokens that mark images could have been sampled.
     """
-    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_reference(source)
     image_inputs = build_image_inputs(family)(request.token_ids, images)
     with torch.no_grad():
         logits = model(torch.tensor([request.token_ids]), use_cache=False, **image_inputs).logits[0]
@@ -200,9 +207,8 @@ def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world,
         submit(core, prompt)
     upload(core, family, [b"one"])
     request = submit(core, prompt, [5] * 30)
-    size = process(family, b"one").num_bytes
-    for number in range(2 * (1 << 20) // size):  # fills the cache with other images
-        image = process(family, b"one")
+    image = process(family, b"one")
+    for number in range(2 * (1 << 20) // image.num_bytes):  # fills the cache with other images
         arrays = {**image.arrays}
         core.get_uploaded_images().add(ProcessedImage(f"{number}", family, arrays, image.grid, image.num_tokens))
     with pytest.raises(ImageMissing, match=hash):
