@@ -1,15 +1,14 @@
 """Plugin tables are checked in a subprocess."""
 
 import base64
-import json
 
 import pytest
 
 from ramify.errors import ConfigInvalid, EnvironmentFault
-from ramify.launch import plugin_check
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
 from tests.images.samples import make_square
+from tests.launch.plugin_checks import in_this_process  # noqa: F401 - a fixture
 from tests.processes.other_interpreter import TASKSET, make_interpreter
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
@@ -19,18 +18,9 @@ def config(tmp_path, **more) -> RunConfig:
     return RunConfig(**{"name": "run", "output": tmp_path, "train": [TRAIN], **more})
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Check without a subprocess, for tests with several configurations."""
-
-    def check(_python, request):
-        return json.loads(json.dumps(plugin_check.run_checks(json.loads(json.dumps(request)))))
-
-    monkeypatch.setattr(plugin_check, "_check_in", check)
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "max_rl", "turn_credit"])
-def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, in_this_process, algorithm):
+@pytest.mark.usefixtures("in_this_process")
+def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, algorithm):
     alone = {**TRAIN, "name": "alone", "group_size": 1, "algorithm": {"id": algorithm}}
     problem = f"1 gives the algorithm '{algorithm}' of train.1 nothing to compare; use at least 2, or opd, sft or rae"
     with pytest.raises(ConfigInvalid, match=rf"^1 problem .*\n  train\.1\.group_size: {problem}$"):
@@ -40,7 +30,8 @@ def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, 
 
 
 @pytest.mark.parametrize("algorithm", ["opd", "sft", "rae"])
-def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, in_this_process, algorithm):
+@pytest.mark.usefixtures("in_this_process")
+def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, algorithm):
     more = {} if algorithm == "rae" else {"teacher": "larger"}
     source = {**TRAIN, "group_size": 1, "algorithm": {"id": algorithm}, **more}
     assert check_plugin_tables(config(tmp_path, train=[source], models={"larger": {"base_url": ["http://h:1"]}}))
@@ -62,6 +53,7 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     assert "orchestrator.filters.0.windw: unknown key" in text
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
     tables = {
         "taskset": {"id": "reverse-text", "max_char": 3},
@@ -82,6 +74,7 @@ def test_plugin_check_returns_environment_identities(tmp_path):
     assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
     (tmp_path / "silent.py").write_text(
         "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
@@ -132,6 +125,7 @@ def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
         check_plugin_tables(config(tmp_path, train=[taught], models=models, **vision), include_start_checks=True)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_first_task_with_an_image_is_refused_for_a_text_model(tmp_path):
     image = base64.b64encode(make_square((255, 0, 0)).data).decode()
     (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)

@@ -52,20 +52,25 @@ def test_audit_finds_no_problem(finished):
     assert main(["why", str(finished / "outputs/run"), "--audit"]) == 0
 
 
-def test_finished_run_is_not_repeated(finished, monkeypatch, capsys):
+@pytest.fixture
+def in_finished(finished, monkeypatch):
+    """Change to the home of the finished run; processes of a run are not prepared, because none starts."""
     monkeypatch.chdir(finished)
+    monkeypatch.setattr("ramify.launch.api.prefork_shared_modules", lambda specs: contextlib.nullcontext())
+    return finished
+
+
+def test_finished_run_is_not_repeated(in_finished, capsys):
     assert main(["rl", "@", "rl.toml"]) == 0
     assert "is already finished" in capsys.readouterr().out
 
 
-def test_python_api_takes_the_same_tables(finished, monkeypatch):
-    monkeypatch.chdir(finished)
-    result = rf.rl(tomllib.loads((finished / "rl.toml").read_text()))
+def test_python_api_takes_the_same_tables(in_finished):
+    result = rf.rl(tomllib.loads((in_finished / "rl.toml").read_text()))
     assert (result.path, result.outcome.value, result.did_run) == (Path("outputs/run"), 0, False)
 
 
-def test_different_identity_is_refused(finished, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
+def test_different_identity_is_refused(in_finished, capsys):
     assert main(["rl", "@", "rl.toml", "--train.0.sampling.temperature", "0.9"]) == 2
     assert "temperature" in capsys.readouterr().err
 
