@@ -14,12 +14,14 @@ from tests.evals.test_task_digest import make_task
 
 
 @pytest.mark.timeout(60)
-def test_images_of_the_first_task_are_read_within_a_deadline(tmp_path, monkeypatch):
+def test_images_of_a_task_are_read_within_a_deadline(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(policy, "IMAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(media, "read_image_file", lambda path: answers.wait())
     config = EvalConfig(taskset={"id": "reverse-text"})
-    check = policy.check_first_task(config, Environment.load(config.source), make_task(f"file://{tmp_path}/square.png"))
+    check = policy.check_task_images(
+        config, Environment.load(config.source), make_task(f"file://{tmp_path}/square.png")
+    )
     try:
         with pytest.raises(StorageFailed, match=r"the images of task square: the storage did not answer within 0.1 s"):
             asyncio.run(check)
