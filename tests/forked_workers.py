@@ -9,6 +9,8 @@
 Each worker collects all tests, and spends most of that time importing the test modules, torch and transformers. A
 forked worker finds them imported. xdist starts a client, this file as a script, in the place of an interpreter. It
 passes its standard streams to the fork server, and ends when its worker does.
+
+What a test module makes when it is imported, such as a temporary directory or a process id, is the same in all workers.
 """
 
 import contextlib

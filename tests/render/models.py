@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ramify.render import FamilyRendererConfig, Renderer, TemplateRendererConfig, load_renderer
 
-SCRATCH = tempfile.TemporaryDirectory(prefix="ramify-render-")  # removed when the process ends
 TEMPLATES = Path(__file__).parent / "templates"
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "architecture.md").read_text("utf-8")
 SPLIT = (
@@ -35,6 +34,12 @@ LLAMA = [
     *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     "<|python_tag|>",
 ]
+
+
+@cache
+def make_scratch() -> tempfile.TemporaryDirectory[str]:
+    """Make the directory of this process, which is removed when the process ends; forked workers have their own."""
+    return tempfile.TemporaryDirectory(prefix="ramify-render-")
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def directory(name: str) -> Path:
     """The model as a Hugging Face directory."""
     model = BY_NAME[name]
     built = tokenizer(tuple(model.tokens), model.spaces)
-    path = Path(SCRATCH.name) / name
+    path = Path(make_scratch().name) / name
     path.mkdir()
     built.save(str(path / "tokenizer.json"))
     named = {"eos_token": model.stops[0]} | ({"bos_token": {"content": model.bos}} if model.bos else {})
@@ -198,6 +203,6 @@ def renderer(name: str, history: str = "template") -> Renderer:
 @cache
 def family(name: str, tokens: tuple[str, ...]) -> Renderer:
     """A family of the `renderers` library on a locally built tokenizer."""
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name))
+    path = Path(tempfile.mkdtemp(dir=make_scratch().name))
     tokenizer(tokens).save(str(path / "tokenizer.json"))
     return load_renderer(path, FamilyRendererConfig(name=name))

@@ -286,15 +286,16 @@ def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written
 
 
 @pytest.mark.parametrize(
-    ("kind", "pid", "expected"),
+    ("kind", "get_pid", "get_expected"),
     [
-        pytest.param("WRITE", os.getpid(), os.getpid(), id="writer"),  # the workers of xdist must agree on the names
-        pytest.param("READ", os.getpid(), None, id="reader"),
-        ("WRITE", 1, None),  # holds a file with the same inode on another device
-        ("WRITE", 0, 0),  # is in another container
+        pytest.param("WRITE", os.getpid, os.getpid, id="writer"),
+        pytest.param("READ", os.getpid, lambda: None, id="reader"),
+        pytest.param("WRITE", lambda: 1, lambda: None, id="the same inode on another device"),
+        pytest.param("WRITE", lambda: 0, lambda: 0, id="in another container"),
     ],
 )
-def test_the_writer_is_the_holder_that_the_lock_file_names(tmp_path, monkeypatch, kind, pid, expected):
+def test_the_writer_is_the_holder_that_the_lock_file_names(tmp_path, monkeypatch, kind, get_pid, get_expected):
+    pid, expected = get_pid(), get_expected()
     path, kernel_list = tmp_path / LOCK_NAME, tmp_path / "locks"
     monkeypatch.setattr(locks, "PROC_LOCKS", kernel_list)
     with path.open("w") as file:
