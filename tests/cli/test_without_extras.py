@@ -34,8 +34,6 @@ DRY_RUNS = {
 SCRIPT = """
 import contextlib, functools, importlib.machinery, inspect, io, json, sys, traceback
 
-inspect.getsource = functools.cache(inspect.getsource)  # the help pages read the same classes many times
-
 hidden, commands = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 
 class Finder(importlib.machinery.PathFinder):
@@ -45,6 +43,10 @@ class Finder(importlib.machinery.PathFinder):
 
 sys.meta_path[:] = [Finder if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
 from ramify.cli.app import main
+
+help_pages = importlib.import_module("pydantic_config.cli")  # they read the same classes many times
+help_pages._extract_field_docstrings = functools.cache(help_pages._extract_field_docstrings)
+inspect.getsource = functools.cache(inspect.getsource)
 
 ended = {}
 for name, args in commands.items():
