@@ -4,6 +4,7 @@ Properties have two sizes: `bounded` for each change, deterministic; `full` (RAM
 """
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,17 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def check_plugins_in_process(monkeypatch):
+    """Check the plugin tables of a run without a process, for tests of what is checked, not of where."""
+    from ramify.launch import plugin_check
+
+    def check(_python, request):
+        return json.loads(json.dumps(plugin_check.run_checks(json.loads(json.dumps(request, default=str)))))
+
+    monkeypatch.setattr(plugin_check, "_check_in", check)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.store import open_run
-from tests.launch.plugin_checks import in_this_process  # noqa: F401 - a fixture
 
 TASKSETS = """
 import ramify as rf
@@ -75,13 +74,13 @@ def test_unloadable_tasks_and_losses_are_reported_together(capsys):
         (["--renderer.type", "family", "--renderer.name", "nonsense"], "renderer: "),
     ],
 )
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
     assert main(["rl", "envs.py:Sound", *args, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_address_and_plugin_tables_are_reported_together(capsys):
     args = ["--orchestrator.address", "tcp://0.0.0.0:5555", "--train.0.harness.max_turn", "3", "--dry-run"]
     assert main(["rl", "envs.py:Sound", *args]) == 2
@@ -89,7 +88,7 @@ def test_address_and_plugin_tables_are_reported_together(capsys):
     assert ADDRESS in message and "train.0.harness.max_turn: unknown" in message
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_compaction_that_is_never_reached_is_refused_before_anything_starts(capsys):
     args = ["--train.0.harness.compact_at", "512", "--seq_len", "512", "--dry-run"]
     assert main(["rl", "envs.py:Sound", *args]) == 2
@@ -98,7 +97,7 @@ def test_compaction_that_is_never_reached_is_refused_before_anything_starts(caps
     assert "harness.compact_at: 1000000 tokens are never reached" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(Path("hub").absolute()))
     Path("outputs/run/weights/2-000040").mkdir(parents=True)
@@ -119,7 +118,7 @@ def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypa
     ]
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_directory_of_another_run_is_refused_without_fresh(capsys):
     path = Path("outputs/run")
     open_run(path, {"model": "another"}).close()
@@ -133,7 +132,7 @@ def test_directory_of_another_run_is_refused_without_fresh(capsys):
     assert sorted(file.name for file in path.iterdir()) == before
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_busy_run_is_refused(capsys):
     Path("outputs").mkdir()
     with Path("outputs/.run.lock").open("w") as lock:
@@ -142,7 +141,7 @@ def test_busy_run_is_refused(capsys):
     assert "RunBusy: outputs/run is in use by another `ramify rl`" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_problems_of_plugin_tables_name_the_file_or_flag(capsys):
     Path("run.toml").write_text('[[train]]\ntaskset = { id = "envs.py:Sound", size = 3 }\nharness = { id = "chatt" }\n')
     flags = ["--train.0.runtime.wrkdir_root", "/", "--train.0.algorithm.id=grop"]
@@ -159,7 +158,7 @@ def test_problems_of_plugin_tables_name_the_file_or_flag(capsys):
         }
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_flags_that_a_command_adds_itself_are_not_named(capsys):
     for command, flag in {"eval": "--runtime.bad", "validate": "--runtime.bad", "rl": "--train.0.runtime.bad"}.items():
         assert main([command, "envs.py:Sond", flag, "1"]) == 2
@@ -169,7 +168,7 @@ def test_flags_that_a_command_adds_itself_are_not_named(capsys):
 
 
 @pytest.mark.parametrize("command", [["rl", "--dry-run"], ["eval", "--dry-run"], ["eval"]])
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_first_task_with_an_unusable_image_is_refused(command, capsys):
     name, *flags = command
     assert main([name, "envs.py:Linked", "-m", "tiny-vision", *flags]) == 2

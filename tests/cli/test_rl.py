@@ -62,6 +62,7 @@ def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
     assert files == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
 
 
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]
     assert main(args) == 0
@@ -157,6 +158,7 @@ def test_invalid_configurations_are_exit_2(capsys, tmp_path, args, message):
     assert not (tmp_path / "reverse-text").exists()
 
 
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_misspelt_taskset_key_suggests_the_nearest(capsys, tmp_path):
     assert main(["rl", "reverse-text", "--taskset.max_char", "6", "-o", str(tmp_path), "--dry-run"]) == 2
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def run_file(tmp_path, monkeypatch):
     return "run.toml"
 
 
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run"]) == 0
     first, step, origin, *lines = capsys.readouterr().out.splitlines()
@@ -103,6 +104,7 @@ def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
     assert "\n  nodes as in [cluster.node], because cluster." in error
 
 
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file, capsys, monkeypatch):
     monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: StubRay("a"))
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.trainer.num_ranks", "1"]) == 0
@@ -114,6 +116,7 @@ def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file
     assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB"} <= set(lines)
 
 
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
     ray = StubRay("a", "b")
     ray.used_cores = 3

@@ -8,7 +8,6 @@ from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
 from tests.images.samples import make_square
-from tests.launch.plugin_checks import in_this_process  # noqa: F401 - a fixture
 from tests.processes.other_interpreter import TASKSET, make_interpreter
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
@@ -19,7 +18,7 @@ def config(tmp_path, **more) -> RunConfig:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "max_rl", "turn_credit"])
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, algorithm):
     alone = {**TRAIN, "name": "alone", "group_size": 1, "algorithm": {"id": algorithm}}
     problem = f"1 gives the algorithm '{algorithm}' of train.1 nothing to compare; use at least 2, or opd, sft or rae"
@@ -30,7 +29,7 @@ def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, 
 
 
 @pytest.mark.parametrize("algorithm", ["opd", "sft", "rae"])
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, algorithm):
     more = {} if algorithm == "rae" else {"teacher": "larger"}
     source = {**TRAIN, "group_size": 1, "algorithm": {"id": algorithm}, **more}
@@ -53,7 +52,7 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     assert "orchestrator.filters.0.windw: unknown key" in text
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
     tables = {
         "taskset": {"id": "reverse-text", "max_char": 3},
@@ -74,7 +73,7 @@ def test_plugin_check_returns_environment_identities(tmp_path):
     assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
     (tmp_path / "silent.py").write_text(
         "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
@@ -97,7 +96,7 @@ class Looking(rf.Taskset):
 """
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
     squares = [{"taskset": {"id": "color-codeword"}}]
     check_plugin_tables(config(tmp_path, train=squares, eval=[], model={"name": "tiny-vision"}))
@@ -110,7 +109,7 @@ def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
         )
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
     squares = {"taskset": {"id": "color-codeword"}, "algorithm": {"id": "grpo", "beta": 0.1}}
     vision = {"eval": [], "model": {"name": "tiny-vision"}}
@@ -125,7 +124,7 @@ def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
         check_plugin_tables(config(tmp_path, train=[taught], models=models, **vision), include_start_checks=True)
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_first_task_with_an_image_is_refused_for_a_text_model(tmp_path):
     image = base64.b64encode(make_square((255, 0, 0)).data).decode()
     (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)

@@ -53,7 +53,7 @@ def test_audit_finds_no_problem(finished):
 
 
 @pytest.fixture
-def in_finished(finished, monkeypatch):
+def in_finished(finished, monkeypatch, check_plugins_in_process):
     """Change to the home of the finished run; processes of a run are not prepared, because none starts."""
     monkeypatch.chdir(finished)
     monkeypatch.setattr("ramify.launch.api.prefork_shared_modules", lambda specs: contextlib.nullcontext())
