@@ -31,7 +31,7 @@ class EngineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads for matrix products; None leaves the choice to torch."""
+    """CPU threads for matrix products and attention; None leaves the choice to torch."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and reply together; None is what the model allows and the cache can hold."""
     max_running_requests: int = Field(default=64, ge=1)

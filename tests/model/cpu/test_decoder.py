@@ -1,5 +1,6 @@
 """The decoder operators in C compute what the PyTorch reference does, and report why they are unavailable."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import sample_tokens
 from ramify.model.cpu import c_library, decoder
-from ramify.model.cpu.c_library import CLibraryUnavailable
+from ramify.model.cpu.c_library import CLibraryUnavailable, find_torch_symbol
 from ramify.model.cpu.decoder import CompiledDecoderOps
 from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
@@ -167,6 +168,28 @@ def test_several_queries_with_many_keys_use_torch(monkeypatch):
     hidden, rope, metadata = random_step(shape, [5, 2, 4])
     qkv = torch_ops.project_qkv(layer, hidden, rope, metadata, 0)
     assert torch.equal(c_ops.attend(qkv, metadata, 0), torch_ops.attend(qkv, metadata, 0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_runs_on_all_threads_of_torch(monkeypatch, shape, rows):
+    num_threads: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def run_twice(work: int, argument: int, threads: int, _flags: int) -> None:
+        num_threads.append(threads)
+        for _ in range(2):  # the second time as a thread that finds nothing left
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)(argument)
+
+    addresses = {"GOMP_parallel": ctypes.cast(run_twice, ctypes.c_void_p).value}
+    monkeypatch.setattr(decoder, "find_torch_symbol", lambda name: addresses.get(name) or find_torch_symbol(name))
+    torch.set_num_threads(3)
+    layer = random_layer(shape)
+    torch_ops, c_ops = torch_and_c(shape, layer)
+    hidden, rope, metadata = random_step(shape, [1] * rows)
+    qkv = torch_ops.project_qkv(layer, hidden, rope, metadata, 0)
+    assert_close(c_ops.attend(qkv, metadata, 0), torch_ops.attend(qkv, metadata, 0), rtol=1e-4, atol=2e-5)
+    assert num_threads == ([3] if rows > 1 or shape[1] > 1 else [])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

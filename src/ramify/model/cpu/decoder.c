@@ -123,11 +123,14 @@ typedef struct {
     const int64_t *positions, *query_of_row;
     int64_t queries_per_sequence;
     float *out;
-    int64_t rows, next_row; /* a thread takes one row at a time */
+    int64_t shares_per_row, num_shares, next_share; /* a share is all heads of a row, or those of one KV head */
 } Attention;
 
-/* Attend from the query of a row to the blocks of its sequence, read in place. */
-static inline void attend_row(const Attention *attention, int64_t row, float *restrict scores, int64_t max_keys) {
+/* Attend from the queries of a share to the blocks of their sequence, read in place. */
+static inline void attend_share(const Attention *attention, int64_t share, float *restrict scores, int64_t max_keys) {
+    int64_t row = share / attention->shares_per_row, kv_heads = KV_HEADS / attention->shares_per_row;
+    int first_kv_head = share % attention->shares_per_row * kv_heads;
+    int first_head = first_kv_head * HEADS_PER_KV_HEAD, last_head = first_head + kv_heads * HEADS_PER_KV_HEAD;
     const float *restrict qkv = attention->qkv + row * QKV_WIDTH, *restrict pool = attention->pool;
     float *restrict out = attention->out + row * ATTN_WIDTH;
     int64_t query_index = attention->query_of_row ? attention->query_of_row[row] : row;
@@ -138,9 +141,9 @@ static inline void attend_row(const Attention *attention, int64_t row, float *re
         int64_t count = keys - first < block_size ? keys - first : block_size;
         const float *key = pool + block_table[first / block_size] * block_size * SLOT_WIDTH;
         for (int64_t t = 0; t < count; t++, key += SLOT_WIDTH) {
-            const float *value = key + KV_HEADS * HEAD_DIM; /* read below, when the scores are known */
-            for (int j = 0; j < KV_HEADS * HEAD_DIM; j += 16) __builtin_prefetch(value + j);
-            for (int head = 0; head < HEADS; head++) {
+            const float *value = key + (KV_HEADS + first_kv_head) * HEAD_DIM; /* read below, with the scores */
+            for (int j = 0; j < kv_heads * HEAD_DIM; j += 16) __builtin_prefetch(value + j);
+            for (int head = first_head; head < last_head; head++) {
                 const float *head_key = key + head / HEADS_PER_KV_HEAD * HEAD_DIM, *query = qkv + head * HEAD_DIM;
                 float sum = 0;
                 for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * head_key[j];
@@ -148,7 +151,7 @@ static inline void attend_row(const Attention *attention, int64_t row, float *re
             }
         }
     }
-    for (int head = 0; head < HEADS; head++) {
+    for (int head = first_head; head < last_head; head++) {
         float *score = scores + head * max_keys, max_score = score[0], total = 0, sum[HEAD_DIM] = {0};
         for (int64_t t = 1; t < keys; t++) max_score = score[t] > max_score ? score[t] : max_score;
         for (int64_t t = 0; t < keys; t++) total += score[t] = fast_exp(score[t] - max_score);
@@ -163,13 +166,14 @@ static inline void attend_row(const Attention *attention, int64_t row, float *re
     }
 }
 
-/* Take rows until none is left: fewer threads may run than were requested. */
-static void attend_rows(void *argument) {
+/* Take shares until none is left: fewer threads may run than were requested. */
+static void attend_shares(void *argument) {
     Attention *attention = argument;
     int64_t max_keys = attention->blocks_per_sequence * attention->block_size;
     float *scores = malloc(HEADS * max_keys * sizeof(float));
-    for (int64_t row; (row = __atomic_fetch_add(&attention->next_row, 1, __ATOMIC_RELAXED)) < attention->rows;)
-        attend_row(attention, row, scores, max_keys);
+    for (int64_t share; (share = __atomic_fetch_add(&attention->next_share, 1, __ATOMIC_RELAXED)) <
+                        attention->num_shares;)
+        attend_share(attention, share, scores, max_keys);
     free(scores);
 }
 
@@ -177,12 +181,13 @@ static void attend_rows(void *argument) {
 void attend(Parallel *parallel, int64_t threads, const float *qkv, const float *pool, const int64_t *blocks,
             int64_t blocks_per_sequence, int64_t block_size, const int64_t *positions, const int64_t *query_of_row,
             int64_t queries_per_sequence, float *out, int64_t rows) {
+    int64_t shares_per_row = rows < threads ? KV_HEADS : 1, num_shares = rows * shares_per_row;
     Attention attention = {qkv, pool, blocks, blocks_per_sequence, block_size, positions, query_of_row,
-                           queries_per_sequence, out, rows, 0};
-    if (threads > 1 && rows > 1)
-        parallel(attend_rows, &attention, threads, 0);
+                           queries_per_sequence, out, shares_per_row, num_shares, 0};
+    if (threads > 1 && num_shares > 1)
+        parallel(attend_shares, &attention, threads, 0);
     else
-        attend_rows(&attention);
+        attend_shares(&attention);
 }
 
 static inline void copy(float *to, const float *from, int64_t count) { memmove(to, from, count * sizeof(float)); }

@@ -36,7 +36,7 @@ class CompiledDecoderOps(DecoderOps):
         )
         self._sgemm = find_torch_symbol("sgemm_")
         threads = torch.get_num_threads()
-        self._threads = (find_torch_symbol("GOMP_parallel") if threads > 1 else None), threads
+        self._parallel_arguments = (find_torch_symbol("GOMP_parallel") if threads > 1 else None), threads
         self._c_norm = declare_arguments(library.norm_rows, "pppi")
         self._c_project_qkv = declare_arguments(library.project_qkv, "pppppppi")
         self._c_attend = declare_arguments(library.attend, "pipppiippipi")
@@ -45,7 +45,8 @@ class CompiledDecoderOps(DecoderOps):
         self._c_sample_tokens = declare_arguments(library.sample_tokens, "piipppp")
         self._layer_addresses = {id(layer): _tensor_addresses(layer) for layer in weights.layers}
         layers = (ctypes.c_void_p * len(self._layer_addresses))(*map(ctypes.addressof, self._layer_addresses.values()))
-        self._model_arguments = _tensor_addresses(weights), layers, len(layers), len(weights.head)
+        model_arguments = _tensor_addresses(weights), layers, len(layers), len(weights.head)
+        self._forward_arguments = self._sgemm, *self._parallel_arguments, *model_arguments
         self._draw_buffers: DrawBuffers | None = None
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class CompiledDecoderOps(DecoderOps):
         inputs = pool, ids.data_ptr(), positions.data_ptr(), slot_mapping
         outputs = len(ids), logit_rows.data_ptr(), len(logit_rows), logits.data_ptr()
         tile_arguments = self._tile_arguments(attn_metadata, tile)
-        self._c_forward(self._sgemm, *self._threads, *self._model_arguments, *inputs, *tile_arguments, *outputs)
+        self._c_forward(*self._forward_arguments, *inputs, *tile_arguments, *outputs)
         return logits
 
     def project_qkv(
@@ -98,7 +99,7 @@ class CompiledDecoderOps(DecoderOps):
             tile_qkv = qkv.data_ptr() + 4 * tile.start * self.qkv_width
             tile_out = out.data_ptr() + 4 * tile.start * self.attention_width
             tile_arguments = self._tile_arguments(attn_metadata, tile)
-            self._c_attend(*self._threads, tile_qkv, pool, *tile_arguments, tile_out, tile.stop - tile.start)
+            self._c_attend(*self._parallel_arguments, tile_qkv, pool, *tile_arguments, tile_out, tile.stop - tile.start)
         return out
 
     def _tile_arguments(self, attn_metadata: AttentionMetadata, tile: AttentionTile) -> tuple[Any, ...]:
