@@ -8,7 +8,7 @@ import pytest
 from ramify import files
 from ramify.async_calls import call_storage, cancel_all, fail_after, map_in_daemon_threads, retry
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
-from ramify.files import take_effect, write_atomically
+from ramify.files import unless_abandoned, write_atomically
 
 
 def test_fail_after_names_the_operation():
@@ -108,15 +108,15 @@ def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_call_to_storage_waits_for_a_step_that_has_begun_unless_it_hangs(monkeypatch, hangs):
-    monkeypatch.setattr(files, "STEP_TIMEOUT", 0.05 if hangs else 60.0)
-    begun, answers, steps = threading.Event(), threading.Event(), []
+def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monkeypatch, hangs):
+    monkeypatch.setattr(files, "CHANGE_TIMEOUT", 0.05 if hangs else 60.0)
+    begun, answers, changes = threading.Event(), threading.Event(), []
 
     def rename():
-        with take_effect():
+        with unless_abandoned():
             begun.set()
             assert answers.wait(60)
-            steps.append("renamed")
+            changes.append("renamed")
 
     async def run():
         task = asyncio.create_task(call_storage(rename, "status.json", timeout=60.0))
@@ -128,7 +128,7 @@ def test_call_to_storage_waits_for_a_step_that_has_begun_unless_it_hangs(monkeyp
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
-    assert steps == ([] if hangs else ["renamed"])
+    assert changes == ([] if hangs else ["renamed"])
     answers.set()
 
 

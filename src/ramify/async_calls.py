@@ -82,7 +82,9 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
 
 
 def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max_threads: int) -> list[R]:
-    """Return the results of a function for each item, from one thread per core. Raises the first error.
+    """Return the results of a function for each item, from at most `max_threads` threads, and one per core.
+
+    Raises the error of the first item that failed.
 
     Python does not wait at its exit for these threads, which may hang; it waits for those of a ThreadPoolExecutor.
     """

@@ -1,8 +1,8 @@
 """Files and directories that are either complete or absent, and files that are on disk when a function returns.
 
 A thread that hangs on storage cannot be ended. If its caller gives up, it may go on much later, in a process that has
-repeated the work by then. So each step that others can see, such as a rename, is made in `take_effect`, which refuses
-the steps of an abandoned call.
+repeated the work by then. So each change that others can see, such as a rename, is made in `unless_abandoned`, which
+refuses the changes of an abandoned call.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from ramify.errors import StorageFailed
 
-STEP_TIMEOUT = 1.0  # seconds for a step that has begun when its call is abandoned
+CHANGE_TIMEOUT = 1.0  # seconds for a change that has begun when its call is abandoned
 
 T = TypeVar("T")
 
@@ -29,20 +29,20 @@ class AbandonableCall:
         self._lock, self._is_abandoned = threading.RLock(), False
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function in this thread; `take_effect` then belongs to this call."""
+        """Call a function in this thread; `unless_abandoned` then belongs to this call."""
         _current_call.set(self)
         return function()
 
     def abandon(self) -> None:
-        """Let no further step of the call take effect. A step that has begun is waited for, but only STEP_TIMEOUT."""
-        is_locked = self._lock.acquire(timeout=STEP_TIMEOUT)
+        """Refuse further changes of the call. Wait for a change that has begun, but only CHANGE_TIMEOUT."""
+        is_locked = self._lock.acquire(timeout=CHANGE_TIMEOUT)
         self._is_abandoned = True
         if is_locked:
             self._lock.release()
 
     @contextlib.contextmanager
-    def take_effect(self) -> Generator[None]:
-        """Make a step that others can see, inside the block. Raises StorageFailed if the call was abandoned."""
+    def unless_abandoned(self) -> Generator[None]:
+        """Make a change that others can see, inside the block. Raises StorageFailed if the call was abandoned."""
         with self._lock:
             if self._is_abandoned:
                 raise StorageFailed("the storage answered after its deadline; nothing was changed")
@@ -52,10 +52,10 @@ class AbandonableCall:
 _current_call: ContextVar[AbandonableCall | None] = ContextVar("current_call", default=None)
 
 
-def take_effect() -> contextlib.AbstractContextManager[None]:
-    """Make a step that others can see, inside the block. Raises StorageFailed if this thread's call was abandoned."""
+def unless_abandoned() -> contextlib.AbstractContextManager[None]:
+    """Make a change that others can see, inside the block. Raises StorageFailed if this thread's call was abandoned."""
     call = _current_call.get()
-    return contextlib.nullcontext() if call is None else call.take_effect()
+    return contextlib.nullcontext() if call is None else call.unless_abandoned()
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def replace_file(path: Path) -> Generator[Path]:
     partial_path = _make_partial_path(path)
     try:
         yield partial_path
-        with take_effect():
+        with unless_abandoned():
             partial_path.replace(path)
     finally:
         partial_path.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def create_directory(directory: Path) -> Generator[Path]:
     partial_path.mkdir(parents=True)
     try:
         yield partial_path
-        with take_effect():
+        with unless_abandoned():
             partial_path.rename(directory)
     except BaseException:
         shutil.rmtree(partial_path, ignore_errors=True)
@@ -97,7 +97,7 @@ def remove_directory(directory: Path) -> None:
     """
     trash_path = directory.with_name(f".{directory.name}.gone.partial")
     shutil.rmtree(trash_path, ignore_errors=True)  # of a removal that was interrupted
-    with contextlib.suppress(FileNotFoundError), take_effect():
+    with contextlib.suppress(FileNotFoundError), unless_abandoned():
         directory.rename(trash_path)
     shutil.rmtree(trash_path, ignore_errors=True)
 

@@ -214,7 +214,7 @@ def test_why_of_a_run_that_starts_shows_its_processes(run, capsys):
 def test_why_of_a_run_that_starts_on_another_host_shows_it_as_starting(run, capsys):
     snapshot = {"host": "lost-host", "time": time.time() + 3600}  # the clocks of the hosts differ
     with lock_run(run):
-        write_state(run, record={"started": time.time(), "earlier_snapshot": snapshot["time"]}, snapshot=snapshot)
+        write_state(run, record={"started": time.time(), "earlier_snapshot_time": snapshot["time"]}, snapshot=snapshot)
         assert main(["why", "run"]) == 0
     line, rows = read_rows(capsys)
     assert "state=starting" in line and rows == PROCESS_ROWS
@@ -235,7 +235,7 @@ def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, 
     monkeypatch.setattr(run_lock, "find_writer", lambda path: 0)
     with lock_run(run):
         snapshot = {"host": "lost-host", "time": time.time() - 90}
-        record = {"pid": 7, "started": time.time() - age, "earlier_snapshot": snapshot["time"]}
+        record = {"pid": 7, "started": time.time() - age, "earlier_snapshot_time": snapshot["time"]}
         write_state(run, record=record, snapshot=snapshot)
         assert main(["why", "run"]) == 0
     line, found_rows = read_rows(capsys)

@@ -16,7 +16,7 @@ from ramify.envserver import EnvServer, EnvServerConfig, env_worker
 from ramify.envserver.env_worker import TaskPager
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import load_source
+from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.wire import WireMessage
 from tests.envserver.helpers import make_config, task, wait_until
@@ -185,7 +185,7 @@ def test_training_source_without_rewards_is_refused(engine, tmp_path):
         async with EnvServer(served) as server:
             source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
             async with EnvServerPool("silent", source.addresses, start_timeout=60.0) as servers:
-                await load_source(source, servers)
+                await build_connected_source(source, servers)
 
     asyncio.run(connect(EvalSourceConfig))
     with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):

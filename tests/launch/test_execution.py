@@ -96,7 +96,7 @@ def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
     with fifo.open("r+b", buffering=0) as pipe:
         execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=WaitDisplay())
     assert set(startup_waits) == {""}
-    assert read_record(path)["earlier_snapshot"] == read_snapshot(path).time
+    assert read_record(path)["earlier_snapshot_time"] == read_snapshot(path).time
 
 
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):

@@ -13,7 +13,7 @@ from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, 
 from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
-from ramify.orchestrate.connected_source import load_source
+from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from tests.orchestrate.stub_env_server import QUICK, StubEnvServer
 from tests.wire.proxy import Proxy
@@ -193,7 +193,7 @@ async def test_servers_with_different_environments_are_refused():
     source = TrainSourceConfig(name="it", taskset={"id": "it"}, address=["tcp://a:1", "tcp://b:1"])
     async with StubEnvServer() as a, StubEnvServer(environment="other") as b:
         async with make_pool(a.address) as pool:
-            assert (await load_source(source, pool)).num_tasks == 10
+            assert (await build_connected_source(source, pool)).num_tasks == 10
         with pytest.raises(EnvironmentChanged, match=f"source it have different environments: .* at {b.address}"):
             await make_pool(a.address, b.address).start()
 

@@ -80,7 +80,7 @@ def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
 
 def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.files import take_effect
+    from ramify.files import unless_abandoned
     from ramify.train.checkpoint_manifest import list_checkpoints, parse_checkpoint_name
 
     renamed: list[Path] = []
@@ -90,7 +90,7 @@ def _rename_newer(directory: Path, step: int) -> list[Path]:
             continue
         while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
             number += 1
-        with take_effect():
+        with unless_abandoned():
             renamed.append(checkpoint.rename(target))
     return renamed
 

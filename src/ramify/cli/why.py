@@ -137,7 +137,7 @@ def _is_starting(path: Path, supervisor: "RunSupervisor") -> bool:
         return True
     if record.get("processes", {}).get("orchestrator", {}).get("state") == "ended":
         return False
-    if snapshot is None or snapshot.time == record.get("earlier_snapshot"):
+    if snapshot is None or snapshot.time == record.get("earlier_snapshot_time"):
         return True
     return snapshot.host == platform.node() and get_process_state(snapshot.pid) == "gone"
 

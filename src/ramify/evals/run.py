@@ -126,7 +126,7 @@ async def evaluate_async(
     check_server(config, environment)
     is_new = fresh or not path.exists()
     if is_new:  # before its directory is created
-        await _check_first_images(config, environment, rollouts, {})
+        await _check_images_of_first_new_task(config, environment, rollouts, {})
     if not environment.has_rewards:
         display.print_line(
             f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"
@@ -134,7 +134,7 @@ async def evaluate_async(
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
         rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
         if not is_new:
-            await _check_first_images(config, environment, rollouts, rows)
+            await _check_images_of_first_new_task(config, environment, rollouts, rows)
         observed = await _observe_environment(environment, rollouts, config)
         revision = _check_environment(store, observed, display, accept=accept_changes)
         with wrap_storage_errors(path):
@@ -221,19 +221,19 @@ async def find_rollouts_to_run(
     if not fresh:
         check_index_file(path)
     if fresh or not (path / DATABASE_NAME).is_file():
-        await _check_first_images(config, environment, rollouts, {})
+        await _check_images_of_first_new_task(config, environment, rollouts, {})
         return list(rollouts)
     with RunStore.open(path, write=False) as store:
         check_identity(store, config.identity, accept_changes)
         rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
-        await _check_first_images(config, environment, rollouts, rows)
+        await _check_images_of_first_new_task(config, environment, rollouts, rows)
         if not accept_changes:
             observed = await _observe_environment(environment, rollouts, config)
             check_no_changes(store, find_changes(store, {SOURCE_NAME: observed}))
         return find_missing(rollouts, rows)
 
 
-async def _check_first_images(
+async def _check_images_of_first_new_task(
     config: EvalConfig,
     environment: Environment,
     rollouts: Sequence[PlannedRollout],

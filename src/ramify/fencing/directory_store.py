@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from ramify.files import fsync_path, mkdir_and_fsync, take_effect, write_and_fsync
+from ramify.files import fsync_path, mkdir_and_fsync, unless_abandoned, write_and_fsync
 
 
 class DirectoryStore:
@@ -29,7 +29,7 @@ class DirectoryStore:
         try:
             write_and_fsync(partial_path, data)
             try:
-                with take_effect():
+                with unless_abandoned():
                     os.link(partial_path, path)
             except OSError:
                 if partial_path.stat().st_nlink != 2:

@@ -120,7 +120,7 @@ async def _supervise(
     launch, path = plan.config.launch, plan.config.path
     earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
     earlier_time = None if earlier_snapshot is None else earlier_snapshot.time
-    record = RunRecord(path, plan.status_address, earlier_snapshot=earlier_time)
+    record = RunRecord(path, plan.status_address, earlier_snapshot_time=earlier_time)
     addresses = ServiceAddresses(path, plan.process_specs)
 
     def record_statuses(statuses: Sequence[ProcessStatus]) -> None:

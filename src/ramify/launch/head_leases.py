@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.errors import StorageFailed
 from ramify.fencing.token import FencingToken
-from ramify.files import take_effect, write_atomically
+from ramify.files import unless_abandoned, write_atomically
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
@@ -72,7 +72,7 @@ def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> 
 def _remove_leases(directory: Path, epoch: int) -> None:
     """Remove the files of a head and of those before it."""
     for number in range(epoch + 1):
-        with take_effect():
+        with unless_abandoned():
             _get_lease_file(directory, number).unlink(missing_ok=True)
 
 

@@ -31,7 +31,7 @@ CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to sto
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
 SHUTDOWN_TIMEOUT = 30.0  # seconds to disconnect from Ray
 RELEASE_TIMEOUT = 5.0  # seconds for Ray to report the resources of actors that were ended as free
-RELEASE_POLL_INTERVAL = 0.2  # seconds between two questions what is free
+RELEASE_POLL_INTERVAL = 0.2  # seconds between two polls of the free resources
 NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
 NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
 RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
@@ -200,7 +200,10 @@ class RayLauncher:
         return run_coroutine(self._describe_usage_within_timeout(nodes))
 
     async def _describe_usage_after_release(self, nodes: Sequence[ClusterNode]) -> str:
-        """Do what `describe_usage` does, when Ray no longer counts the actors that were just ended, if it can tell."""
+        """Poll `describe_usage` until Ray has released the actors that were just ended.
+
+        It polls at most RELEASE_TIMEOUT seconds.
+        """
         deadline = time.monotonic() + RELEASE_TIMEOUT
         while usage := await self._describe_usage_within_timeout(nodes):
             if time.monotonic() >= deadline or not any(client.is_closed for client in self._clients):

@@ -27,16 +27,16 @@ EXITED_STATES = ("waiting", "ended")  # of processes that do not run
 
 
 class RunRecord:
-    """Writes the `run.json` of one run. `earlier_snapshot` is the time of the last snapshot of the earlier start."""
+    """Writes the `run.json` of one run. `earlier_snapshot_time` is that of the last snapshot of the earlier start."""
 
-    def __init__(self, path: Path, status_address: str, *, earlier_snapshot: float | None = None) -> None:
+    def __init__(self, path: Path, status_address: str, *, earlier_snapshot_time: float | None = None) -> None:
         self.file = path / RECORD_FILE
         self._header: dict[str, Any] = {
             "name": path.name,
             "status": status_address,
             "pid": os.getpid(),
             "started": time.time(),
-            "earlier_snapshot": earlier_snapshot,
+            "earlier_snapshot_time": earlier_snapshot_time,
             "versions": {"ramify": __version__, "python": platform.python_version()},
         }
 

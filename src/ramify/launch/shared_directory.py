@@ -8,7 +8,7 @@ given the run directory finds everything in it.
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid
-from ramify.files import take_effect
+from ramify.files import unless_abandoned
 from ramify.images.image_store import MEDIA_DIR
 from ramify.store import wrap_storage_errors
 from ramify.store.run_directory import move_aside
@@ -38,11 +38,11 @@ def link_shared_directory(run: Path, shared: Path) -> None:
         for name in SHARED_SUBDIRECTORIES:
             target, link = shared.absolute() / name, run / name
             target.mkdir(parents=True, exist_ok=True)
-            with take_effect():
-                _link(link, target)
+            with unless_abandoned():
+                _replace_with_symlink(link, target)
 
 
-def _link(link: Path, target: Path) -> None:
+def _replace_with_symlink(link: Path, target: Path) -> None:
     if link.is_symlink():
         if link.readlink() == target:
             return
@@ -68,7 +68,7 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
                 number += 1
             if not directory.is_dir() or not any(directory.iterdir()):
                 continue
-            with take_effect():
+            with unless_abandoned():
                 directory.rename(old_directory)
                 if old_run is not None and (link := old_run / name).is_symlink():
                     link.unlink()

@@ -14,7 +14,7 @@ from ramify.interactive import run_coroutine
 from ramify.store.head_replication import STORAGE_TIMEOUT
 
 CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run no longer needs
-MIN_RATE = 10e6  # bytes per second that storage must read or write; slower storage counts as hanging
+MIN_TRANSFER_RATE = 10e6  # bytes per second that storage must read or write; slower storage counts as hanging
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def call_storage_blocking(function: Callable[[], T], what: object, *, timeout: f
 
 def get_transfer_timeout(num_bytes: int) -> float:
     """Return the seconds for a call that reads or writes that many bytes."""
-    return STORAGE_TIMEOUT + num_bytes / MIN_RATE
+    return STORAGE_TIMEOUT + num_bytes / MIN_TRANSFER_RATE
 
 
 def clean_up_storage(function: Callable[[], None], what: object, print_line: Callable[[str], None]) -> None:

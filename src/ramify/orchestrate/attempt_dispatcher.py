@@ -52,7 +52,7 @@ class AttemptDispatcher:
         self._get_limit, self._on_group_scored, self._on_failure = get_limit, on_group_scored, on_failure
         self._tasks: dict[QueuedAttempt, asyncio.Task[None]] = {}
         self._started_at: dict[QueuedAttempt, tuple[str, float]] = {}  # source and monotonic time of each attempt
-        self._server_outcomes: dict[QueuedAttempt, str] = {}  # how env servers ended attempts that are in flight here
+        self._call_outcomes: dict[QueuedAttempt, str] = {}  # how the call to an env server ended
         self._finalizing: set[int] = set()
         self._wake = asyncio.Event()
         self.weights_ready = asyncio.Event()
@@ -71,8 +71,8 @@ class AttemptDispatcher:
         """Describe the attempt that has been in flight longest, and where it is; there must be one."""
         key, (name, started_at) = min(self._started_at.items(), key=lambda item: item[1][1])
         source, rollout_id = self.sources[name], build_rollout_id(*key)
-        if key in self._server_outcomes:  # its result is recorded, its group is scored, or it waits before a retry
-            where = f", {self._server_outcomes[key]}"
+        if key in self._call_outcomes:  # its result is recorded, its group is scored, or it waits before a retry
+            where = f", {self._call_outcomes[key]}"
         else:
             address = source.servers.find_address(rollout_id)
             where = ", not sent yet" if address is None else f" at {address}"
@@ -100,13 +100,13 @@ class AttemptDispatcher:
         work = self._run_attempt(group, key.attempt)
         task = task_group.create_task(work, name=f"attempt {build_rollout_id(*key)}")
         self._tasks[key], self._started_at[key] = task, (group.source, time.monotonic())
-        self._server_outcomes.pop(key, None)
+        self._call_outcomes.pop(key, None)
         task.add_done_callback(lambda task: self._on_attempt_done(key, task))
 
     def _on_attempt_done(self, key: QueuedAttempt, task: asyncio.Task[None]) -> None:
         if self._tasks.get(key) is task:  # a retry may have replaced it already
             del self._tasks[key], self._started_at[key]
-            self._server_outcomes.pop(key, None)
+            self._call_outcomes.pop(key, None)
         self.wake()
 
     async def _run_attempt(self, group: GroupRecord, attempt: int) -> None:
@@ -131,11 +131,11 @@ class AttemptDispatcher:
             raise  # every further attempt would run in another environment
         except RamifyError as error:
             self._on_failure(group.source, failure := Failure.from_exception(error))
-            self._server_outcomes[key] = f"failed with {failure.name}"  # maybe before it was sent
+            self._call_outcomes[key] = f"failed with {failure.name}"  # maybe before it was sent
             await source.wait_before_retry(failure)  # even without a retry: the next group would fail right away
             progress = await asyncio.shield(core.record_failure(group.number, attempt, failure))
         else:
-            self._server_outcomes[key] = "returned by its env server"
+            self._call_outcomes[key] = "returned by its env server"
             for failure in list_system_failures(traces) or list_errors_before_reply(traces)[:1]:
                 self._on_failure(group.source, failure)
             summary = self._build_summary(group, traces)

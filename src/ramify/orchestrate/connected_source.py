@@ -92,8 +92,10 @@ class ConnectedSource:
         return ObservedEnvironment(dict(self.environment), digests, keys, num_tasks=self.num_tasks)
 
 
-async def load_source(config: TrainSourceConfig | EvalSourceConfig, servers: EnvServerPool) -> ConnectedSource:
-    """Return the source of env servers that are connected, with the number of its tasks.
+async def build_connected_source(
+    config: TrainSourceConfig | EvalSourceConfig, servers: EnvServerPool
+) -> ConnectedSource:
+    """Build the source of connected env servers, and count its tasks.
 
     Raises PeerLost, WorkerDied, TokensRequired, EnvironmentChanged or ConfigInvalid.
     """

@@ -24,7 +24,7 @@ from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import ConnectedSource, load_source
+from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.named_models import connect_model
@@ -159,7 +159,7 @@ class RunContext:
             self.dispatcher.weights_ready.set()
 
     async def _open_replicator(self) -> HeadReplicator | None:
-        """Copy what the ledger is ahead of the head log to it, and let each later commit wait for its entry there.
+        """Append the changes that the head log lacks; later commits wait for their entry.
 
         Return None if the run has no shared directory. Raises ProcessReplaced if another head has taken over.
         """
@@ -217,7 +217,7 @@ class RunContext:
         async with self._startup_report.waiting_for(f"the env servers of {origin}", timeout):
             await stack.enter_async_context(servers)
         async with self._startup_report.waiting_for(f"the tasks of {origin}"):
-            return await load_source(source, servers)
+            return await build_connected_source(source, servers)
 
     def _build_address_update(self, source: TrainSourceConfig | EvalSourceConfig) -> AddressUpdate | None:
         """Return what the env servers of a source must know of the address book; None if the run has none.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
-from ramify.files import take_effect
+from ramify.files import unless_abandoned
 from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT, diff_values
 from ramify.store.run_log import RunLog
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lock
@@ -92,7 +92,7 @@ def move_aside(path: Path) -> Path:
         number += 1
     lock_fd = acquire_lock(path)
     try:
-        with take_effect():
+        with unless_abandoned():
             path.rename(new_path)
     finally:
         os.close(lock_fd)

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
-from ramify.files import fsync_path, take_effect
+from ramify.files import fsync_path, unless_abandoned
 from ramify.images import ImageStore
 from ramify.images.image_store import MEDIA_DIR
 from ramify.store import rollout_table
@@ -136,7 +136,7 @@ class RunStore:
                 rollout_table.insert_rollout(connection, record, summary, location)
             apply(connection)
 
-        with take_effect():
+        with unless_abandoned():
             return self._writer.submit(frames, apply_all, images)
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
