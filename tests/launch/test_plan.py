@@ -11,6 +11,7 @@ from ramify.config import parse
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.launch import run_checks
 from ramify.launch.devices import Gpu
 from ramify.launch.plan import build_plan
 from ramify.launch.process import ProcessRole
@@ -262,6 +263,22 @@ def test_several_ranks_are_refused_for_a_vision_model(tmp_path):
         with pytest.raises(ConfigInvalid, match=r"launch.trainer_gpus: .*tiny-vision.* one rank.*got 2; set it to 1"):
             build_plan(config(tmp_path, launch=launch, **vision), dry_run=dry_run, gpus=gpus)
     build_plan(config(tmp_path, launch={"gpu_placement": "split"}, **vision), gpus=gpus)
+
+
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_several_ranks_are_refused_for_a_vision_model_that_was_just_downloaded(tmp_path, monkeypatch):
+    repo_directory = tmp_path / "hub" / "models--org--vision"
+
+    def download(name):
+        shutil.copytree(resolve_model_path("tiny-vision"), repo_directory / "snapshots" / "0")
+        (repo_directory / "refs").mkdir()
+        (repo_directory / "refs" / "main").write_text("0")
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(run_checks, "fetch_model", download)
+    launch, gpus = {"gpu_placement": "split", "trainer_gpus": 2}, [gpu(number) for number in range(3)]
+    with pytest.raises(ConfigInvalid, match=r"launch.trainer_gpus: org/vision .* one rank, got 2; set it to 1"):
+        build_plan(config(tmp_path, launch=launch, model={"name": "org/vision"}), gpus=gpus)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
         problems += find_missing_models(config)
         if not problems:  # a download may take minutes
             problems += _download_models(config)
+            problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
     problems += _find_top_k_problems(config)
     if problems:
         raise_with_plugin_problems(config, problems)
