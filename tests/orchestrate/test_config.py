@@ -196,6 +196,16 @@ def test_all_rules_that_a_source_breaks_are_reported_together(read):
     ) == ["train.0.teacher"]
 
 
+def test_each_sampling_parameter_that_cannot_be_trained_on_is_a_problem(read):
+    with pytest.raises(ConfigInvalid) as caught:
+        read("--train.0.sampling.top_p", "0.9", "--train.0.sampling.top_k", "5")
+    assert caught.value.message.splitlines() == [
+        "2 problems in the configuration:",
+        "  train.0.sampling.top_p: 0.9 cannot be trained on, expected 1 (--train.0.sampling.top_p)",
+        "  train.0.sampling.top_k: 5 cannot be trained on, expected 0 (--train.0.sampling.top_k)",
+    ]
+
+
 def test_all_rules_that_a_run_breaks_are_reported_together(read):
     args = ["--train.0.seq_len", "1024", "--train.0.teacher", "missing", "--train.0.algorithm.id", "sft"]
     args += ["--cluster.launcher", "ray", "--record_batches", "true", "--weights.transport", "shm"]

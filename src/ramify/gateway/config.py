@@ -23,20 +23,23 @@ class SamplingConfig(Config):
     """Makes a run reproducible; each call derives its own seed from it."""
 
     def check_trainable(self) -> None:
-        """Raise ConfigInvalid if the recorded logprobs would not be those of the sampled distribution."""
+        """Raise ConfigInvalid if rollouts with these parameters cannot be trained on."""
+        if problems := self.find_training_problems():
+            raise ConfigInvalid("\n".join(problems))
+
+    def find_training_problems(self) -> list[str]:
+        """Return each parameter with which the recorded logprobs would not be those of the sampled distribution."""
         rules = {
             "temperature": (self.temperature > 0, "above 0"),
             "top_p": (self.top_p == 1, "1"),
             "top_k": (self.top_k == 0, "0"),
             "min_p": (self.min_p == 0, "0"),
         }
-        problems = [
+        return [
             f"sampling.{key}: {getattr(self, key):g} cannot be trained on, expected {expected}"
             for key, (is_valid, expected) in rules.items()
             if not is_valid
         ]
-        if problems:
-            raise ConfigInvalid("\n".join(problems))
 
 
 class RolloutLimits(Config):

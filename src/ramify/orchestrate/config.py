@@ -16,7 +16,6 @@ from ramify.config import Config, RunName, raise_together
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
-from ramify.errors import ConfigInvalid
 from ramify.infer.config import (
     EngineConfig,
     ExternalConfig,
@@ -91,7 +90,7 @@ class TrainSourceConfig(ServedSourceConfig):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "TrainSourceConfig":
-        raise_together(self._check_models(), self._check_normalization(), self._check_sampling())
+        raise_together(self._check_models(), self._check_normalization(), self.sampling.find_training_problems())
         return self
 
     def _check_models(self) -> Iterator[str]:
@@ -115,12 +114,6 @@ class TrainSourceConfig(ServedSourceConfig):
     def _check_normalization(self) -> Iterator[str]:
         if (self.normalization == "fixed") != (self.normalization_tokens is not None):
             yield "normalization_tokens: required with normalization = 'fixed', and only then"
-
-    def _check_sampling(self) -> Iterator[str]:
-        try:
-            self.sampling.check_trainable()
-        except ConfigInvalid as error:
-            yield error.message
 
     @property
     def sampler_model(self) -> str | None:
