@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import model_validator
 
-from ramify.config import Config, parse
+from ramify.config import Config, parse, raise_together
 from ramify.errors import ConfigInvalid
 from tests.config.example import Run
 
@@ -160,6 +160,23 @@ def test_errors_of_model_validators_are_reported_like_others():
     assert (
         get_problem(["--low", "5", "--high", "2"], Window) == "low (5) is above high (2)"
     )  # two origins: neither is named
+
+
+def test_two_rules_that_one_value_breaks_are_joined_with_a_semicolon():
+    class Window(Config):
+        low: int = 0
+        high: int = 9
+
+        @model_validator(mode="after")
+        def rules_hold(self) -> "Window":
+            raise_together(["low: 5 is odd", "low: expected below 3, got 5", "high: 9 is odd"])
+            return self
+
+    assert get_error(["--low", "5"], Window).splitlines() == [
+        "2 problems in the configuration:",
+        "  low: 5 is odd; expected below 3, got 5 (--low)",
+        "  high: 9 is odd",
+    ]
 
 
 # -- malformed flags -------------------------------------------------------------------------------------------------

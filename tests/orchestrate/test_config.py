@@ -206,6 +206,12 @@ def test_each_sampling_parameter_that_cannot_be_trained_on_is_a_problem(read):
     ]
 
 
+def test_two_rules_that_the_temperature_breaks_are_both_reported(read):
+    with pytest.raises(ConfigInvalid) as caught:
+        read("--train.0.algorithm.beta", "0.1", "--train.0.sampling.temperature", "0")
+    assert "at temperature 1, got 0; 0 cannot be trained on, expected above 0 (" in caught.value.message
+
+
 def test_all_rules_that_a_run_breaks_are_reported_together(read):
     args = ["--train.0.seq_len", "1024", "--train.0.teacher", "missing", "--train.0.algorithm.id", "sft"]
     args += ["--cluster.launcher", "ray", "--record_batches", "true", "--weights.transport", "shm"]

@@ -35,7 +35,7 @@ MAX_VALUE_CHARS = 80  # of a value in a message
 
 
 def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: Sequence[str] = ()) -> dict[str, str]:
-    """Return one message per key; the errors that the members of a union report for one value are joined.
+    """Return one message per key; the errors that the members of a union report for one value are joined with "or".
 
     `command_flags` are flags of the command that are not keys; they are suggested for misspelt flags.
     """
@@ -60,8 +60,9 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 given[key] = _format_value(table.get(key[-1]))
             case "value_error":
                 cause = details.get("ctx", {}).get("error", details["msg"])
-                for message in cause.messages if isinstance(cause, SectionProblems) else [str(cause)]:
-                    add(*_extend_key(key, message, layers))
+                messages = cause.messages if isinstance(cause, SectionProblems) else [str(cause)]
+                for rule_key, rules in _group_by_key(key, messages, layers).items():
+                    add(rule_key, "; ".join(rules))
                 continue
             case "model_type" | "model_attributes_type" | "dict_type":
                 expectation, given[key] = "expected a table", _format_value(details["input"])
@@ -108,6 +109,15 @@ def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> K
         elif missing and position + 1 == len(location):
             key = (*key, part)
     return key
+
+
+def _group_by_key(section: KeyPath, messages: Sequence[str], layers: ConfigLayers) -> dict[KeyPath, list[str]]:
+    """Return the messages of a section's validator by the key that each is about."""
+    groups: dict[KeyPath, list[str]] = {}
+    for message in messages:
+        key, text = _extend_key(section, message, layers)
+        groups.setdefault(key, []).append(text)
+    return groups
 
 
 def _extend_key(key: KeyPath, message: str, layers: ConfigLayers) -> tuple[KeyPath, str]:
