@@ -98,12 +98,12 @@ def test_compaction_that_is_never_reached_is_refused_before_anything_starts(caps
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")
-def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypatch):
+def test_dry_run_names_models_that_are_not_here_and_may_be_paths(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(Path("hub").absolute()))
     Path("outputs/run/weights/2-000040").mkdir(parents=True)
     Path("outputs/run/weights/2-000040/config.json").write_text("{}")
     names = {"teacher": "outputs/run/weights/0-000040", "judge": "./judge", "typo": "tinny"}
-    names |= {"hub": "org/model", "started": "tiny"}
+    names |= {"short": "outputs/typo", "hub": "org/model", "started": "tiny"}
     models = [word for key, name in names.items() for word in (f"--models.{key}.name", name)]
     assert main(["rl", "envs.py:Sound", "--name", "other", *models, "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if "not checked" in line]
@@ -115,6 +115,9 @@ def test_dry_run_names_models_that_are_neither_here_nor_hub_ids(capsys, monkeypa
         "give a directory, or a Hugging Face id ORG/NAME",
         "note: models.typo.name: not checked: model 'tinny' was not found (tinny: does not exist; "
         f"{Path('hub/models--tinny/snapshots').absolute()}: does not exist): did you mean 'tiny'?",
+        "note: models.short.name: not checked: model 'outputs/typo' was not found (outputs/typo: does not exist; "
+        f"{Path('hub/models--outputs--typo/snapshots').absolute()}: does not exist): "
+        "'ramify model fetch outputs/typo' downloads it",
     ]
 
 

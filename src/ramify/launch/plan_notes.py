@@ -1,6 +1,7 @@
 """What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
 
-from ramify.launch.run_checks import find_missing_models
+from ramify.launch.run_checks import list_missing_models
+from ramify.model.resolve import may_be_path
 from ramify.orchestrate.config import RunConfig, uses_model
 
 
@@ -17,12 +18,14 @@ def describe_step_size(config: RunConfig) -> str:
 
 
 def list_model_notes(config: RunConfig) -> list[str]:
-    """Return a note for each model that no source uses, or that a run on this machine would not find."""
+    """Return a note for each model that no source uses, or that is not here and whose name may be a mistyped path."""
     unused = [
         f"note: no source uses models.{name}; name it as `teacher` or `reference`, or remove its table"
         for name in config.models
         if not any(uses_model(source, name) for source in (*config.train, *config.eval))
     ]
     # A dry run may be for another machine.
-    missing = [f"note: {key}: not checked: {text}" for key, text in find_missing_models(config)]
+    missing = [
+        f"note: {key}: not checked: {text}" for key, name, text in list_missing_models(config) if may_be_path(name)
+    ]
     return [*unused, *missing]

@@ -22,7 +22,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
     """
     problems = [*_find_rank_problems(config), *_find_sink_problems(config)]
     if not dry_run:
-        problems += find_missing_models(config)
+        problems += [(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
         if not problems:  # a download may take minutes
             problems += _download_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
@@ -31,16 +31,15 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
         raise_with_plugin_problems(config, problems)
 
 
-def find_missing_models(config: RunConfig) -> Problems:
-    """Return the models that are neither on this machine nor hub ids, which can be downloaded."""
-    problems: Problems = []
+def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return the key and the name of each model that is not on this machine, and where it was looked for."""
+    missing: list[tuple[str, str, str]] = []
     for key, name in _list_started_models(config).items():
         try:
             resolve_model_path(name)
         except ModelNotFound as error:
-            if not is_hub_id(name):
-                problems.append((key, error.message))
-    return problems
+            missing.append((key, name, error.message))
+    return missing
 
 
 def _download_models(config: RunConfig) -> Problems:

@@ -122,6 +122,14 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and _looks_like_id(name) and not Path(name).exists()
 
 
+def may_be_path(name: str) -> bool:
+    """Return whether a name that is not here may be a mistyped path: it is no hub id, or ORG is a directory here.
+
+    A hub id of the second kind is still downloaded: a directory ORG may hold other models of that organization.
+    """
+    return not is_hub_id(name) or Path(name).parent.is_dir()
+
+
 def _looks_like_id(name: str) -> bool:
     parts = name.split("/")
     return len(parts) in (1, 2) and all(part and not part.startswith((".", "~")) for part in parts)
