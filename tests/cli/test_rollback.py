@@ -73,9 +73,11 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert audit(ledger, finished=False) == []
         assert store.get_fact(FINISHED_KEY) is None
         assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
+        store.set_fact(FINISHED_KEY, 4)  # as an earlier version of Ramify left it when it was interrupted
     assert main(["rollback", str(run), "2"]) == 0  # idempotent
     with RunStore.open(run, write=False) as store:
         assert Ledger.open_readonly(store).progress().incarnation == 1
+        assert store.get_fact(FINISHED_KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,28 @@ def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name):
     finally:
         answers.set()
     assert "StorageFailed" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_rollback_that_was_given_up_is_complete_when_it_is_repeated(run, capsys, monkeypatch):
+    roll_back, answers, changed = Ledger.roll_back, threading.Event(), threading.Event()
+
+    async def roll_back_and_hang(*args):
+        await roll_back(*args)
+        changed.set()
+        answers.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_storage, "STORAGE_TIMEOUT", 2.0)
+        patch.setattr(Ledger, "roll_back", roll_back_and_hang)
+        assert main(["rollback", str(run), "2"]) == 1
+    answers.set()
+    assert changed.is_set() and "StorageFailed" in capsys.readouterr().err
+    assert main(["rollback", str(run), "2"]) == 0
+    with RunStore.open(run) as store:
+        assert Ledger.open(store).progress() == LedgerProgress(committed=2, acknowledged=2, incarnation=1)
+        assert store.get_fact(FINISHED_KEY) is None
+        assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
 
 
 def test_storage_that_hangs_while_a_checkpoint_is_verified_does_not_delay_the_exit(run):

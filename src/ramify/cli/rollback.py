@@ -64,17 +64,21 @@ def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
     from ramify.errors import ConfigInvalid
     from ramify.launch.completion import FINISHED_KEY
     from ramify.store.ledger import Ledger
-    from ramify.store.run_log import RunLog
+    from ramify.store.run_log import build_event_change
+    from ramify.store.run_store import build_fact_change
 
     ledger = Ledger.open(store)
     committed = ledger.progress().committed
     if 0 < committed < step:
         raise ConfigInvalid(f"{store.path}: the history ends at step {committed}; give that step or an earlier one")
-    if committed > step:
-        asyncio.run(ledger.roll_back(step, checkpoint.name))
-        RunLog(store).log_event("rolled_back", committed=committed, step=step)
-        if (store.get_fact(FINISHED_KEY) or 0) > step:
-            store.set_fact(FINISHED_KEY, None)
+    is_finished = (store.get_fact(FINISHED_KEY) or 0) > step
+    if committed > step:  # one transaction, so that a repeated command finds all of it or nothing
+        changes = [build_event_change("rolled_back", committed=committed, step=step)]
+        if is_finished:
+            changes.append(build_fact_change(FINISHED_KEY, None))
+        asyncio.run(ledger.roll_back(step, checkpoint.name, *changes))
+    elif is_finished:  # a rollback by an earlier version of Ramify was interrupted
+        store.set_fact(FINISHED_KEY, None)
     return committed
 
 

@@ -282,11 +282,12 @@ class Ledger:
         if epoch:
             self.store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
 
-    async def roll_back(self, version: int, directory: str) -> None:
+    async def roll_back(self, version: int, directory: str, *further_changes: TableChange) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.
 
         `directory` is the version's checkpoint, for a version whose commit is not recorded. Later batches stay as they
         were recorded and are served again, to a trainer with a new incarnation, so every group still counts once.
+        `further_changes` are made in the same transaction.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
@@ -299,6 +300,8 @@ class Ledger:
                 _set_commit(connection, CommitRecord(version, 0, directory))
             _set_progress(connection, "committed", version)
             _begin_incarnation(connection)
+            for change in further_changes:
+                change(connection)
 
         await self._submit_change(apply)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.store.run_store import RunStore
+from ramify.store.run_store import RunStore, TableChange
 
 NAN_TEXT = "nan"  # SQLite stores NaN as NULL, which the column does not allow
 
@@ -43,6 +43,12 @@ def read_metrics_by_step(path: Path) -> list[dict[str, Any]]:
     return list(steps.values())
 
 
+def build_event_change(kind: str, **fields: Any) -> TableChange:
+    """Return the change of the tables that logs an event, for a transaction that changes other tables too."""
+    query, row = "INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, msgspec.msgpack.encode(fields))
+    return lambda connection: connection.execute(query, row)
+
+
 class RunLog:
     """Writes and reads the metrics and events of a run."""
 
@@ -57,8 +63,7 @@ class RunLog:
 
     def log_event(self, kind: str, **fields: Any) -> "Future[None]":
         """Log an event with plain data as its fields."""
-        query, row = "INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, msgspec.msgpack.encode(fields))
-        return self._store.submit_change(lambda connection: connection.execute(query, row))
+        return self._store.submit_change(build_event_change(kind, **fields))
 
     def metrics(self, glob: str = "*") -> list[MetricPoint]:
         """Return the last value of every (step, name) whose name matches `glob`, ordered by step and name."""

@@ -146,9 +146,7 @@ class RunStore:
 
     def set_fact(self, key: str, value: Any) -> None:
         """Store plain data about the run under `key`; it is durable when this returns."""
-        query, values = "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, msgspec.msgpack.encode(value))
-        change = self.submit_change(lambda connection: connection.execute(query, values))
-        change.result(BLOCKING_CHANGE_TIMEOUT)
+        self.submit_change(build_fact_change(key, value)).result(BLOCKING_CHANGE_TIMEOUT)
 
     def get_fact(self, key: str) -> Any:
         """Return what `set_fact` stored under `key`; None if there is nothing."""
@@ -198,6 +196,12 @@ class RunStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def build_fact_change(key: str, value: Any) -> TableChange:
+    """Return the change of the tables that `set_fact` makes, for a transaction that changes other tables too."""
+    query, values = "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, msgspec.msgpack.encode(value))
+    return lambda connection: connection.execute(query, values)
 
 
 def _encode(data: EpisodeData) -> bytes:
