@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli import main
+from ramify.cli import main, rollback, run_lookup
 from ramify.fencing.token import FencingToken
-from ramify.launch import shared_storage
+from ramify.launch import head, shared_storage
 from ramify.launch.completion import FINISHED_KEY
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
+from ramify.store.run_writer import RunWriter
 from ramify.train import checkpoint_manifest
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
 
 HANGS = """
 import sys, threading
-from ramify.cli import main
+from ramify.cli import main, rollback, run_lookup
 from ramify.launch import shared_storage
 from ramify.train import checkpoint_manifest
 
@@ -105,32 +106,38 @@ def test_busy_run_is_not_changed(run, capsys):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "name", "path"),
     [
-        (checkpoint_manifest, "list_completed_steps"),
-        (RunStore, "open"),
-        (checkpoint_manifest, "find_committed_checkpoint"),
-        (Path, "stat"),
-        (checkpoint_manifest, "verify_checkpoint"),
-        (Ledger, "progress"),
-        (Path, "rename"),
+        (run_lookup, "find_run", ""),
+        (head, "read_local_state", ""),
+        (checkpoint_manifest, "list_completed_steps", "checkpoints"),
+        (RunStore, "open", ""),
+        (checkpoint_manifest, "find_committed_checkpoint", "checkpoints"),
+        (rollback, "_count_bytes", "checkpoints/step_000002-0"),
+        (checkpoint_manifest, "verify_checkpoint", "checkpoints/step_000002-0"),
+        (Ledger, "progress", ""),
+        (RunWriter, "_commit", ""),
+        (Path, "rename", "checkpoints"),
+        (RunStore, "close", ""),
     ],
 )
-def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name):
-    original, answers = getattr(owner, name), threading.Event()
+def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name, path):
+    original, answers, is_reached = getattr(owner, name), threading.Event(), threading.Event()
 
     def hang(*args, **options):
-        if owner is not Path or args[0].parent.parent.name == "checkpoints" or name == "rename":
-            answers.wait()
+        is_reached.set()
+        answers.wait()
         return original(*args, **options)
 
-    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
+    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 2.0)
+    monkeypatch.setattr(rollback, "CLOSE_TIMEOUT", 0.2)
     monkeypatch.setattr(owner, name, hang)
     try:
         assert main(["rollback", str(run), "2"]) == 1
     finally:
         answers.set()
-    assert "StorageFailed" in capsys.readouterr().err
+    assert is_reached.is_set()
+    assert f"StorageFailed: {run / path}: the storage did not answer within 2" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

@@ -2,7 +2,8 @@
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
     from ramify.store import RunStore
+    from ramify.store.ledger import Ledger
+
+CLOSE_TIMEOUT = 5.0  # seconds to close a run after an error; its storage may hang
 
 
 def run(argv: Sequence[str]) -> int:
@@ -20,23 +24,32 @@ def run(argv: Sequence[str]) -> int:
     from ramify.errors import CheckpointRefused
     from ramify.launch.head import check_newest_head
     from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
-    from ramify.store import RunStore, wrap_storage_errors
-    from ramify.train.checkpoint_manifest import list_completed_steps, verify_checkpoint
+    from ramify.store import wrap_storage_errors
+    from ramify.store.ledger import Ledger
+    from ramify.train.checkpoint_manifest import (
+        find_committed_checkpoint,
+        list_completed_steps,
+        verify_checkpoint,
+    )
 
-    path = find_run(options.run)
+    path = call_storage_blocking(partial(find_run, options.run), options.run)
     check_newest_head(path)
     checkpoints = path / "checkpoints"  # perhaps on shared storage, which may hang
     steps = call_storage_blocking(partial(list_completed_steps, checkpoints), checkpoints)
     if options.step not in steps:
         existing = ", ".join(map(str, steps)) or "none"
         raise CheckpointRefused(f"{path} has no checkpoint of step {options.step}; checkpoints of the run: {existing}")
-    with call_storage_blocking(partial(RunStore.open, path), path) as store, wrap_storage_errors(path):
-        checkpoint_dir = call_storage_blocking(partial(_find_checkpoint, store, options.step), checkpoints)
+    with _open_store(path) as store, wrap_storage_errors(path):
+        ledger = call_storage_blocking(partial(Ledger.open, store), path)
+        commit = call_storage_blocking(partial(ledger.get_commit, options.step), path)  # an SFT run has none
+        commit_dir = commit.directory if commit is not None else ""
+        find_checkpoint = partial(find_committed_checkpoint, checkpoints, options.step, commit_dir)
+        checkpoint_dir = call_storage_blocking(find_checkpoint, checkpoints)
         num_bytes = call_storage_blocking(partial(_count_bytes, checkpoint_dir), checkpoint_dir)
         verify, timeout = partial(verify_checkpoint, checkpoint_dir), get_transfer_timeout(num_bytes)
         if call_storage_blocking(verify, checkpoint_dir, timeout=timeout).files is None:
             raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
-        committed = call_storage_blocking(partial(_roll_back_ledger, store, options.step, checkpoint_dir), path)
+        committed = call_storage_blocking(partial(_roll_back_ledger, ledger, options.step, checkpoint_dir), path)
         renamed = call_storage_blocking(partial(_rename_newer, checkpoints, options.step), checkpoints)
     print(f"{path} resumes from step {options.step}; rerun the command that started it")
     if committed > options.step:
@@ -46,29 +59,35 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _find_checkpoint(store: "RunStore", step: int) -> Path:
-    """Return the checkpoint of a step that was committed; in an SFT run, which has no commits, the one of the step."""
-    from ramify.store.ledger import Ledger
-    from ramify.train.checkpoint_manifest import find_committed_checkpoint
+@contextlib.contextmanager
+def _open_store(path: Path) -> "Generator[RunStore]":
+    """Open the run, and close it when the block ends, both with a deadline. An error of the block is kept."""
+    from ramify.errors import RamifyError
+    from ramify.launch.shared_storage import call_storage_blocking
+    from ramify.store import RunStore, wrap_storage_errors
 
-    commit = Ledger.open(store).get_commit(step)
-    return find_committed_checkpoint(store.path / "checkpoints", step, commit.directory if commit is not None else "")
+    store = call_storage_blocking(partial(RunStore.open, path), path)
+    try:
+        yield store
+    except BaseException:
+        with contextlib.suppress(RamifyError), wrap_storage_errors(path):
+            call_storage_blocking(store.close, path, timeout=CLOSE_TIMEOUT)
+        raise
+    call_storage_blocking(store.close, path)
 
 
 def _count_bytes(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in checkpoint.glob("*"))
 
 
-def _roll_back_ledger(store: "RunStore", step: int, checkpoint: Path) -> int:
+def _roll_back_ledger(ledger: "Ledger", step: int, checkpoint: Path) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
     from ramify.errors import ConfigInvalid
     from ramify.launch.completion import FINISHED_KEY
-    from ramify.store.ledger import Ledger
     from ramify.store.run_log import build_event_change
     from ramify.store.run_store import build_fact_change
 
-    ledger = Ledger.open(store)
-    committed = ledger.progress().committed
+    store, committed = ledger.store, ledger.progress().committed
     if 0 < committed < step:
         raise ConfigInvalid(f"{store.path}: the history ends at step {committed}; give that step or an earlier one")
     is_finished = (store.get_fact(FINISHED_KEY) or 0) > step

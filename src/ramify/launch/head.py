@@ -107,9 +107,10 @@ def read_local_state(run: Path) -> HeadState | None:
 def check_newest_head(run: Path) -> None:
     """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one.
 
-    Raises StorageFailed if the shared storage does not answer.
+    Raises StorageFailed if the storage of the run directory, or the shared storage, does not answer.
     """
-    if (state := read_local_state(run)) is not None:
+    state = call_storage_blocking(partial(read_local_state, run), run)
+    if state is not None:
         checkpoints = run / CHECKPOINTS_DIR
         with wrap_storage_errors(checkpoints):
             shared = call_storage_blocking(checkpoints.resolve, checkpoints).parent

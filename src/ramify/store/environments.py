@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from ramify.errors import EnvironmentChanged
-from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
+from ramify.store.run_store import RunStore
 
 ENVIRONMENTS_KEY = "environments"  # the fact that holds identity and revision of each source
 ACCEPT_CHANGES_KEY = "accept changes"  # the fact that says whether the next start may accept changes
@@ -88,7 +88,7 @@ def record_environments(
             values = (time.time(), CHANGES_ACCEPTED_EVENT, msgspec.msgpack.encode(event))
             connection.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
-    store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
+    store.wait_for_change(store.submit_change(apply))
     return revisions
 
 

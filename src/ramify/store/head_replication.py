@@ -188,8 +188,7 @@ class HeadReplicator:
 
 def start_replication(store: RunStore, epoch: int) -> None:
     """Track the changes of a run that has no log yet; its first entry will have all of it."""
-    change = store.submit_change(lambda connection: start_tracking(connection, HeadState(epoch)))
-    change.result(BLOCKING_CHANGE_TIMEOUT)
+    store.wait_for_change(store.submit_change(lambda connection: start_tracking(connection, HeadState(epoch))))
 
 
 def read_state(store: RunStore) -> HeadState | None:

@@ -26,7 +26,7 @@ from ramify.store.ledger_tables import (
     TrainerRegistration,
 )
 from ramify.store.rollout_table import RolloutRecord
-from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, EpisodeData, RunStore, TableChange
+from ramify.store.run_store import EpisodeData, RunStore, TableChange
 from ramify.trace import Trace
 
 _GROUP_COLUMNS = "number, source, task, epoch, size, incarnation, version, state, step, reason, detail"
@@ -53,7 +53,7 @@ class Ledger:
     @classmethod
     def open(cls, store: RunStore) -> Self:
         """Open the ledger of a writable run; create its tables if they are missing."""
-        store.submit_change(_create_tables).result(BLOCKING_CHANGE_TIMEOUT)
+        store.wait_for_change(store.submit_change(_create_tables))
         return cls(store)
 
     @staticmethod
@@ -280,7 +280,7 @@ class Ledger:
             _set_progress(connection, "registered", 0)
 
         if epoch:
-            self.store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
+            self.store.wait_for_change(self.store.submit_change(apply))
 
     async def roll_back(self, version: int, directory: str, *further_changes: TableChange) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.

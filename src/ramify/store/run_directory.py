@@ -17,7 +17,7 @@ from ramify.errors import ConfigInvalid, RunBusy
 from ramify.files import unless_abandoned
 from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT, diff_values
 from ramify.store.run_log import RunLog
-from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lock
+from ramify.store.run_store import RunStore, acquire_lock
 
 IDENTITY_KEY = "identity"
 MODEL_KEY = "model"  # the key of an identity whose change cannot be accepted
@@ -56,7 +56,7 @@ def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_chan
     try:
         changes = check_identity(store, identity, accept_changes)
         if changes:
-            RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result(BLOCKING_CHANGE_TIMEOUT)
+            store.wait_for_change(RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes))
         if changes or store.get_fact(IDENTITY_KEY) is None:
             store.set_fact(IDENTITY_KEY, dict(identity))
     except BaseException:

@@ -10,14 +10,14 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
+from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, TraceCorrupt
 from ramify.files import fsync_path, unless_abandoned
 from ramify.images import ImageStore
 from ramify.images.image_store import MEDIA_DIR
@@ -139,6 +139,17 @@ class RunStore:
         with unless_abandoned():
             return self._writer.submit(frames, apply_all, images)
 
+    def wait_for_change(self, change: "Future[None]") -> None:
+        """Wait, outside an event loop, until a queued change is durable.
+
+        Raises StorageFailed after BLOCKING_CHANGE_TIMEOUT seconds; the change is withdrawn if it has not begun.
+        """
+        if not wait([change], BLOCKING_CHANGE_TIMEOUT).done:
+            change.cancel()
+            problem = f"{self.path}: the disk did not store a change within {BLOCKING_CHANGE_TIMEOUT:g} s"
+            raise StorageFailed(f"{problem}; check the disk and the mounts, then repeat the command")
+        change.result()
+
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows that an SQL query finds in the last committed state of the tables."""
         with wrap_storage_errors(self.path):
@@ -146,7 +157,7 @@ class RunStore:
 
     def set_fact(self, key: str, value: Any) -> None:
         """Store plain data about the run under `key`; it is durable when this returns."""
-        self.submit_change(build_fact_change(key, value)).result(BLOCKING_CHANGE_TIMEOUT)
+        self.wait_for_change(self.submit_change(build_fact_change(key, value)))
 
     def get_fact(self, key: str) -> Any:
         """Return what `set_fact` stored under `key`; None if there is nothing."""
