@@ -196,17 +196,35 @@ def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
             assert os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE
 
 
+def test_command_of_the_engine_that_takes_too_long_is_named():
+    with pytest.raises(SandboxError, match=r"podman -f did not end in 0.2 s"):
+        asyncio.run(ContainerEngine("podman", ("tail",), None).run("-f", "/dev/null", timeout=0.2))
+
+
 @pytest.mark.timeout(60)
 def test_command_of_the_engine_ends_although_its_descendants_hold_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(container_engine, "KILL_TIMEOUT", 0.2)
     program, pid_file = tmp_path / "podman", tmp_path / "pid"
-    program.write_text(f"#!/bin/sh\nsetsid sh -c 'echo $$ > {pid_file}; exec sleep 600' &\nsleep 600\n")
+    script = f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 600"
+    program.write_text(f"#!/bin/sh\nsetsid sh -c '{script}' &\nsleep 600\n")
     program.chmod(0o755)
-    try:
-        with pytest.raises(SandboxError, match=r"podman rm did not end in 1 s"):
-            asyncio.run(ContainerEngine("podman", (str(program),), None).run("rm", timeout=1.0))
-    finally:
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    async def test():
+        await (await asyncio.create_subprocess_exec("true")).wait()  # opens what every later one uses
+        num_fds = psutil.Process().num_fds()
+        command = asyncio.create_task(ContainerEngine("podman", (str(program),), None).run("rm", timeout=60.0))
+        while not pid_file.exists():
+            await asyncio.sleep(0.01)
+        try:
+            command.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await command
+            await asyncio.sleep(0)  # transports close in the next iteration of the loop
+            assert psutil.Process().num_fds() == num_fds
+        finally:
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    asyncio.run(test())
 
 
 def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):

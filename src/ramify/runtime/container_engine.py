@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+from asyncio.subprocess import Process, SubprocessStreamProtocol
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,6 +27,7 @@ PULL_TIMEOUT = 600.0  # seconds to fetch an image
 COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
 # When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
 ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
+STREAM_BUFFER_BYTES = 1 << 16  # of the output of a command
 KILL_TIMEOUT = 5.0  # seconds for a killed command to be gone
 PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
 HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
@@ -55,8 +57,10 @@ class ContainerEngine:
 
     async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
         """Run a command of the engine; cancelling this call kills it. Raises SandboxError if it takes too long."""
+        loop = asyncio.get_running_loop()  # `create_subprocess_exec` returns no transport that could be closed
         starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
+            loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(STREAM_BUFFER_BYTES, loop),
                 *self.command,
                 *args,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -68,18 +72,20 @@ class ContainerEngine:
         )
         try:
             async with asyncio.timeout(timeout):
-                process = await asyncio.shield(starting)
+                process = Process(*await asyncio.shield(starting), loop)
                 stdout, stderr = await process.communicate()
         except TimeoutError as error:
             raise SandboxError(f"{self.name} {args[0]} did not end in {timeout:g} s") from error
         finally:
-            process = await starting  # it may run already when a call is cancelled while it starts
+            transport, protocol = await starting  # it may run already when a call is cancelled while it starts
+            process = Process(transport, protocol, loop)
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # a rootless podman starts itself again
                 with contextlib.suppress(TimeoutError):  # `wait` also waits for descendants that hold its output
                     async with asyncio.timeout(KILL_TIMEOUT):
                         await process.wait()
+            transport.close()  # its pipes stay open as long as descendants hold them
         return EngineResult(
             process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
         )
