@@ -13,13 +13,14 @@ import pytest
 
 from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer, EnvServerConfig
-from ramify.errors import EnvironmentChanged
+from ramify.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import get_finished_steps
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate import startup_report
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import read_snapshot
+from ramify.orchestrate.startup_report import StartupReport
 from ramify.store import Ledger, RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.environments import ACCEPT_CHANGES_KEY
@@ -218,6 +219,26 @@ def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
     assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
     with RunStore.open(config.path) as store:
         assert [event.fields["what"] for event in RunLog(store).events("waiting")][-1].startswith("models.teacher")
+
+
+def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
+    source = {"name": "words", "taskset": {"id": "reverse-text"}, "address": "tcp://127.0.0.1:1"}
+    inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
+    table = {"name": "run", "output": tmp_path, "inference": inference, "train": [source]}
+    config = RunConfig.model_validate(table)
+
+    async def main() -> None:
+        with RunStore.open(config.path) as store:
+            report = StartupReport(config, RunLog(store), committed=0)
+            with pytest.raises(PeerLost):
+                async with report.waiting_for("the env servers of words", 60.0):
+                    raise PeerLost("words: no env server answers")
+            assert [wait["waits_for"] for wait in read_snapshot(config.path).waits] == ["the env servers of words"]
+            async with report.waiting_for("the env servers of words", 60.0):
+                pass
+            assert read_snapshot(config.path).waits == []
+
+    asyncio.run(main())
 
 
 def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):

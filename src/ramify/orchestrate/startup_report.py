@@ -25,7 +25,7 @@ class StartupReport:
 
     @contextlib.asynccontextmanager
     async def waiting_for(self, what: str, timeout: float | None = None) -> AsyncGenerator[None]:
-        """Report `what` as long as the block runs; a short wait is not logged.
+        """Report `what` as long as the block runs, and after it if it raises; a short wait is not logged.
 
         `timeout` is the seconds that the wait may take; None if only its parts have timeouts.
         """
@@ -35,7 +35,7 @@ class StartupReport:
             yield
         finally:
             await cancel_all([task])
-            self._write_snapshot()
+        self._write_snapshot()  # if the block has raised, `ramify why` still finds what it waited for
 
     async def _report(self, what: str, timeout: float | None) -> None:
         started_at, is_logged = time.monotonic(), False
