@@ -1,11 +1,12 @@
 """Timeouts, retries and cancellation of asyncio tasks."""
 
 import asyncio
+import contextvars
 import threading
 
 import pytest
 
-from ramify import files
+from ramify import async_calls
 from ramify.async_calls import call_storage, cancel_all, fail_after, map_in_daemon_threads, retry
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
 from ramify.files import unless_abandoned, write_atomically
@@ -93,11 +94,10 @@ def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
         write_atomically(tmp_path / "status.json", "late")
 
     async def run():
-        if end == "timeout":
-            return await call_storage(write, "status.json", timeout=0.05)
-        task = asyncio.create_task(call_storage(write, "status.json", timeout=60.0))
+        task = asyncio.create_task(call_storage(write, "status.json", timeout=0.5 if end == "timeout" else 60.0))
         await asyncio.to_thread(started.wait, 60)
-        task.cancel()
+        if end == "cancellation":
+            task.cancel()
         return await task
 
     with pytest.raises(StorageFailed if end == "timeout" else asyncio.CancelledError):
@@ -107,9 +107,15 @@ def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_call_to_storage_that_has_succeeded_is_not_abandoned(tmp_path):
+    context = asyncio.run(call_storage(contextvars.copy_context, "status.json", timeout=60.0))
+    context.run(write_atomically, tmp_path / "status.json", "later")
+    assert (tmp_path / "status.json").read_text() == "later"
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monkeypatch, hangs):
-    monkeypatch.setattr(files, "CHANGE_TIMEOUT", 0.05 if hangs else 60.0)
+    monkeypatch.setattr(async_calls, "CHANGE_TIMEOUT", 0.05 if hangs else 60.0)
     begun, answers, changes = threading.Event(), threading.Event(), []
 
     def rename():
@@ -123,7 +129,7 @@ def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monke
         await asyncio.to_thread(begun.wait, 60)
         task.cancel()
         if not hangs:
-            threading.Timer(0.05, answers.set).start()
+            asyncio.get_running_loop().call_later(0.05, answers.set)  # the loop must not be blocked
         return await task
 
     with pytest.raises(asyncio.CancelledError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
@@ -12,6 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed
 from ramify.files import AbandonableCall
+
+CHANGE_TIMEOUT = 1.0  # seconds for a change of files that has begun when its call is abandoned
+CHANGE_POLL_INTERVAL = 0.01
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,7 +67,8 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
 
     Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one. If the caller stops waiting,
-    the call is abandoned: it may go on, but changes no files any more.
+    the call is abandoned: it may go on, but begins no change of files any more. A change that has begun is waited for,
+    at most CHANGE_TIMEOUT seconds.
     """
     abandonable, future = AbandonableCall(), Future[T]()
     future.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
@@ -78,7 +83,15 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     try:
         return await asyncio.wrap_future(future)
     finally:
-        abandonable.abandon()
+        if not future.done():
+            abandonable.abandon()
+            await _wait_for_change(abandonable)
+
+
+async def _wait_for_change(call: AbandonableCall) -> None:
+    deadline = time.monotonic() + CHANGE_TIMEOUT
+    while call.is_changing and time.monotonic() < deadline:
+        await asyncio.sleep(CHANGE_POLL_INTERVAL)
 
 
 def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max_threads: int) -> list[R]:

@@ -17,8 +17,6 @@ from uuid import uuid4
 
 from ramify.errors import StorageFailed
 
-CHANGE_TIMEOUT = 1.0  # seconds for a change that has begun when its call is abandoned
-
 T = TypeVar("T")
 
 
@@ -26,7 +24,7 @@ class AbandonableCall:
     """A call in a thread of its own whose caller may stop waiting for it."""
 
     def __init__(self) -> None:
-        self._lock, self._is_abandoned = threading.RLock(), False
+        self._lock, self._is_abandoned, self._num_open_changes = threading.Lock(), False, 0
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function in this thread; `unless_abandoned` then belongs to this call."""
@@ -34,19 +32,27 @@ class AbandonableCall:
         return function()
 
     def abandon(self) -> None:
-        """Refuse further changes of the call. Wait for a change that has begun, but only CHANGE_TIMEOUT."""
-        is_locked = self._lock.acquire(timeout=CHANGE_TIMEOUT)
-        self._is_abandoned = True
-        if is_locked:
-            self._lock.release()
+        """Refuse further changes of the call. A change that has begun goes on."""
+        with self._lock:
+            self._is_abandoned = True
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change has begun and not ended."""
+        return self._num_open_changes > 0
 
     @contextlib.contextmanager
     def unless_abandoned(self) -> Generator[None]:
         """Make a change that others can see, inside the block. Raises StorageFailed if the call was abandoned."""
         with self._lock:
-            if self._is_abandoned:
+            if self._is_abandoned and not self.is_changing:
                 raise StorageFailed("the storage answered after its deadline; nothing was changed")
+            self._num_open_changes += 1
+        try:
             yield
+        finally:
+            with self._lock:
+                self._num_open_changes -= 1
 
 
 _current_call: ContextVar[AbandonableCall | None] = ContextVar("current_call", default=None)
