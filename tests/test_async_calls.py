@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ramify import async_calls
-from ramify.async_calls import call_storage, cancel_all, fail_after, map_in_daemon_threads, retry
+from ramify.async_calls import SingleThreadCaller, call_storage, cancel_all, fail_after, map_in_daemon_threads, retry
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, StorageFailed
 from ramify.files import unless_abandoned, write_atomically
 
@@ -136,6 +136,28 @@ def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monke
         asyncio.run(run())
     assert changes == ([] if hangs else ["renamed"])
     answers.set()
+
+
+def test_call_that_is_repeated_while_the_last_one_hangs_starts_no_thread():
+    answers, calls = threading.Event(), []
+
+    def read():
+        calls.append(threading.current_thread())
+        assert answers.wait(60)
+        return len(calls)
+
+    async def run():
+        caller = SingleThreadCaller()
+        for _ in range(3):
+            with pytest.raises(StorageFailed):
+                await call_storage(read, "status.json", timeout=0.2, caller=caller)
+        answers.set()
+        return await call_storage(read, "status.json", timeout=60.0, caller=caller)
+
+    try:
+        assert asyncio.run(run()) == 2
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 20])

@@ -15,7 +15,7 @@ from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed
 from ramify.files import AbandonableCall
 
 CHANGE_TIMEOUT = 1.0  # seconds for a change of files that has begun when its call is abandoned
-CHANGE_POLL_INTERVAL = 0.01
+POLL_INTERVAL = 0.01  # seconds between two looks at a thread that may hang
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,6 +63,23 @@ async def retry(call: Callable[[], Awaitable[T]], *, max_retries: int, backoff: 
     return await call()
 
 
+class SingleThreadCaller:
+    """Calls functions that may hang, each in a daemon thread that begins when the one before has ended.
+
+    Storage that hangs thus holds one thread, however often a call that was given up is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._last_call: Future[Any] | None = None
+
+    async def call(self, function: Callable[[], T], name: str) -> T:
+        """Return the result of a call as `call_in_daemon_thread` does, after the last call has ended."""
+        while self._last_call is not None and not self._last_call.done():
+            await asyncio.sleep(POLL_INTERVAL)
+        self._last_call = future = Future[T]()
+        return await _call_in_daemon_thread(function, name, future)
+
+
 async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
 
@@ -70,7 +87,12 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     the call is abandoned: it may go on, but begins no change of files any more. A change that has begun is waited for,
     at most CHANGE_TIMEOUT seconds.
     """
-    abandonable, future = AbandonableCall(), Future[T]()
+    return await _call_in_daemon_thread(function, name, Future[T]())
+
+
+async def _call_in_daemon_thread(function: Callable[[], T], name: str, future: "Future[T]") -> T:
+    """Do what `call_in_daemon_thread` does; `future` is done when the call has ended."""
+    abandonable = AbandonableCall()
     future.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
 
     def call() -> None:
@@ -91,7 +113,7 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
 async def _wait_for_change(call: AbandonableCall) -> None:
     deadline = time.monotonic() + CHANGE_TIMEOUT
     while call.is_changing and time.monotonic() < deadline:
-        await asyncio.sleep(CHANGE_POLL_INTERVAL)
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max_threads: int) -> list[R]:
@@ -121,16 +143,19 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max
         pending.clear()
 
 
-async def call_storage(function: Callable[[], T], what: str, *, timeout: float) -> T:
+async def call_storage(
+    function: Callable[[], T], what: str, *, timeout: float, caller: SingleThreadCaller | None = None
+) -> T:
     """Return the result of a call that reads or writes files, which hangs if their storage does.
 
-    Raises StorageFailed after `timeout` seconds, with `what` as the subject. A thread that hangs is left behind, but
+    Raises StorageFailed after `timeout` seconds, with `what` as the subject. With a `caller`, the call first waits for
+    the last call of that caller. A thread that hangs is left behind, but
     changes no files any more, unless it hangs in the change itself (`ramify.files`).
     """
     scope = asyncio.timeout(timeout)
     try:
         async with scope:
-            return await call_in_daemon_thread(function, what)
+            return await (call_in_daemon_thread if caller is None else caller.call)(function, what)
     except TimeoutError as error:
         if not scope.expired():  # it is that of the function
             raise

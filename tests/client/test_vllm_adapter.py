@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ramify.async_calls import cancel_all
 from ramify.client import ClientSampling, vllm_adapter
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import Manifest, compute_checksum
@@ -101,9 +102,14 @@ def test_a_server_whose_cache_cannot_be_reset_is_ejected(first, second, monkeypa
 
 
 @pytest.mark.timeout(60)
-def test_storage_that_hangs_while_weights_are_verified_does_not_delay_the_exit(first, second, monkeypatch):
-    answers = threading.Event()
-    monkeypatch.setattr(vllm_adapter, "verify_weights", lambda *args: answers.wait())
+def test_storage_that_hangs_while_weights_are_verified_holds_one_thread(first, second, monkeypatch):
+    answers, calls = threading.Event(), []
+
+    def hang(*args):
+        calls.append(threading.current_thread())
+        answers.wait()
+
+    monkeypatch.setattr(vllm_adapter, "verify_weights", hang)
 
     @bounded
     async def check():
@@ -112,6 +118,11 @@ def test_storage_that_hangs_while_weights_are_verified_does_not_delay_the_exit(f
         async with connected(fake, config=config, version=PolicyVersion("policy", 0, 1)) as client:
             with pytest.raises(DeadlineExceeded, match=r"to update to policy@0.2 took longer than 0.2 s"):
                 await client.update_weights(second, SECOND)
+            repeated_update = asyncio.create_task(client.update_weights(second, SECOND))
+            fake.paths.clear()
+            await until(lambda: fake.paths.count("/v1/models") >= 3)  # each time it joins with a new adapter
+            assert len(calls) == 1 and calls[0].daemon  # Python does not wait for it at its exit
+            await cancel_all([repeated_update])
 
     try:
         check()

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from ramify.async_calls import SingleThreadCaller
 from ramify.launch import last_state
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
@@ -39,12 +40,22 @@ def test_wait_of_an_earlier_start_is_not_described_whatever_its_clock_was(tmp_pa
     assert "models.teacher" in asyncio.run(read_startup_wait(tmp_path, earlier))
 
 
-def test_storage_that_hangs_does_not_block_the_supervisor(tmp_path, monkeypatch):
-    answers = threading.Event()
-    monkeypatch.setattr(last_state, "READ_TIMEOUT", 0.05)
-    monkeypatch.setattr(last_state, "read_snapshot", lambda path: answers.wait())
+def test_storage_that_hangs_neither_blocks_the_supervisor_nor_collects_threads(tmp_path, monkeypatch):
+    answers, reads = threading.Event(), []
+
+    def hang(path):
+        reads.append(path)
+        answers.wait(60)
+
+    async def read_twice():
+        caller = SingleThreadCaller()
+        return [await read_startup_wait(tmp_path, earlier=None, caller=caller) for _ in range(2)]
+
+    monkeypatch.setattr(last_state, "READ_TIMEOUT", 0.2)
+    monkeypatch.setattr(last_state, "read_snapshot", hang)
     try:
-        text = asyncio.run(asyncio.wait_for(read_startup_wait(tmp_path, earlier=None), 60))
+        texts = asyncio.run(asyncio.wait_for(read_twice(), 60))
     finally:
         answers.set()
-    assert text == f"{tmp_path / SNAPSHOT_FILE} could not be read within 0.05 s"
+    assert texts == [f"{tmp_path / SNAPSHOT_FILE} could not be read within 0.2 s"] * 2
+    assert len(reads) == 1

@@ -28,7 +28,13 @@ async def detect_engine(replica: Replica, version: PolicyVersion | None) -> Engi
     name, reported_version = _parse_model(model, replica.url)
     if reported_version is not None:
         return NativeAdapter(replica.url, replica.http, reported_version)
-    adapter = VLLMAdapter(replica.url, replica.http, version or PolicyVersion(name), model_root=model.get("root"))
+    adapter = VLLMAdapter(
+        replica.url,
+        replica.http,
+        version or PolicyVersion(name),
+        model_root=model.get("root"),
+        verification_caller=replica.verification_caller,
+    )
     await adapter.sync_label()
     return adapter
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from dataclasses import dataclass
 
+from ramify.async_calls import SingleThreadCaller
 from ramify.client.engine_adapter import EngineAdapter
 from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.stall_clock import StallClock
@@ -37,7 +38,8 @@ class Replica:
 
     `reason` says why it is down; `adapter` is set when it first comes up; `fatal_error` is a failure to join after
     which trying again is pointless; `num_failed_checks` counts failed health checks in a row; setting `check_now`
-    triggers a health check; `last_num_steps` is the engine's step counter at the last health check.
+    triggers a health check; `last_num_steps` is the engine's step counter at the last health check;
+    `verification_caller` verifies weights, one after another.
     """
 
     def __init__(self, url: str, http: HttpClient) -> None:
@@ -51,6 +53,7 @@ class Replica:
         self.num_failed_checks = 0
         self.check_now = asyncio.Event()
         self.last_num_steps: float | None = None
+        self.verification_caller = SingleThreadCaller()
         self._timed_requests: set[TimedRequest] = set()
 
     def require_adapter(self) -> EngineAdapter:

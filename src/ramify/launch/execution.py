@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.async_calls import call_storage
+from ramify.async_calls import SingleThreadCaller, call_storage
 from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
@@ -141,14 +141,14 @@ async def _supervise(
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
-        client = StatusClient(plan.status_address, timeout=2.0)
+        client, snapshot_caller = StatusClient(plan.status_address, timeout=2.0), SingleThreadCaller()
 
         async def get_state() -> RunState:
             try:
                 status = await client.get_async()
             except ProviderError:
                 status = None
-            wait = await read_startup_wait(path, earlier_snapshot) if status is None else ""
+            wait = await read_startup_wait(path, earlier_snapshot, snapshot_caller) if status is None else ""
             return RunState(status, supervisor.get_process_statuses(), wait)
 
         async with open_display(display, get_state, REFRESH_INTERVAL):

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from ramify.async_calls import call_storage
+from ramify.async_calls import SingleThreadCaller, call_storage
 from ramify.errors import StorageFailed
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
 
@@ -20,14 +20,16 @@ def describe_last_state(path: Path) -> str:
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"
 
 
-async def read_startup_wait(path: Path, earlier: Snapshot | None) -> str:
+async def read_startup_wait(path: Path, earlier: Snapshot | None, caller: SingleThreadCaller | None = None) -> str:
     """Describe what the orchestrator of the run at `path` waits for while it starts; "" if it has reported no wait.
 
     `earlier` is the last snapshot of the earlier start. Its time is not compared with that of this start, because it
-    may be from another machine.
+    may be from another machine. If this is called again and again, use the same `caller`: it starts no further thread
+    while the storage hangs.
     """
+    read = partial(read_snapshot, path)
     try:
-        snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=READ_TIMEOUT)
+        snapshot = await call_storage(read, SNAPSHOT_FILE, timeout=READ_TIMEOUT, caller=caller)
     except StorageFailed:
         return f"{path / SNAPSHOT_FILE} could not be read within {READ_TIMEOUT:g} s"
     if snapshot is None or snapshot == earlier or not snapshot.is_starting:
