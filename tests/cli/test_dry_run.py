@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
+from ramify.launch.ray_launcher import RayLauncher
 from ramify.store import open_run
 
 TASKSETS = """
@@ -81,11 +82,23 @@ def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")
-def test_address_and_plugin_tables_are_reported_together(capsys):
+def test_ranks_address_and_plugin_tables_are_reported_together(capsys):
     args = ["--orchestrator.address", "tcp://0.0.0.0:5555", "--train.0.harness.max_turn", "3", "--dry-run"]
-    assert main(["rl", "envs.py:Sound", *args]) == 2
+    assert main(["rl", "envs.py:Sound", "-m", "tiny-vision", "--launch.trainer_gpus", "2", *args]) == 2
     message = capsys.readouterr().err
+    assert "launch.trainer_gpus: tiny-vision is a vision-language model" in message
     assert ADDRESS in message and "train.0.harness.max_turn: unknown" in message
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_models_and_plugin_tables_are_checked_before_the_nodes_of_a_cluster(flags, capsys, monkeypatch):
+    monkeypatch.setattr(RayLauncher, "connect", lambda address: pytest.fail("connected"))
+    rl = ["rl", "envs.py:Sound", "--cluster", "ray", *flags]
+    assert main([*rl, "-m", "tinny"]) == 2
+    assert "did you mean 'tiny'?" in capsys.readouterr().err
+    assert main([*rl, "--train.0.harness.max_turn", "3"]) == 2
+    assert "train.0.harness.max_turn: unknown" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")

@@ -243,14 +243,14 @@ def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, 
     assert found_rows == rows
 
 
-@pytest.mark.parametrize("first_check", ["build_plan", "_prepare_on_cluster"])
+@pytest.mark.parametrize("first_check", ["build_plan", "check_run"])
 def test_why_of_a_resumed_run_shows_it_as_starting_during_its_checks(run, capsys, monkeypatch, first_check):
     def check(*_, **__):
         assert main(["why", "run"]) == 0
         raise ConfigInvalid("a wrong key")
 
     monkeypatch.setattr(api, first_check, check)
-    cluster = {"launcher": "ray" if first_check == "_prepare_on_cluster" else "local"}
+    cluster = {"launcher": "ray" if first_check == "check_run" else "local"}
     train = [{"taskset": {"id": "reverse-text"}}]
     with pytest.raises(ConfigInvalid, match="a wrong key"):
         rl({"name": "run", "train": train, "cluster": cluster})

@@ -55,14 +55,13 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     from ramify.launch.plan_notes import describe_step_size, list_model_notes
     from ramify.launch.preflight import check_start
 
+    check_start(config, fresh=fresh, accept_changes=accept)
     if config.cluster.is_distributed:
         lines = _plan_cluster(config)
-        check_start(config, fresh=fresh, accept_changes=accept)
         head = [describe_run(config), describe_step_size(config)]
         dry_run(config, config.path, [*head, *lines, *list_model_notes(config)])
         return 0
     plan = build_plan(config, dry_run=True)
-    check_start(config, fresh=fresh, accept_changes=accept)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
     return 0
 

@@ -12,6 +12,7 @@ from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import LaunchPlan, build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import prefork_shared_modules
+from ramify.launch.run_checks import check_run
 from ramify.launch.run_lock import lock_run
 from ramify.orchestrate.config import RunConfig
 
@@ -48,16 +49,19 @@ def rl(
         if is_locked:
             stack.enter_context(lock_run(run_config.path))
         if run_config.cluster.is_distributed:
+            check_run(run_config)
+            environments = check_plugin_tables(run_config)  # before the wait for nodes
             plan, launcher = stack.enter_context(_prepare_on_cluster(run_config, display.print_line))
         else:
             plan, launcher = stack.enter_context(_prepare_on_machine(run_config))
+            environments = check_plugin_tables(run_config)  # while the modules of the processes are imported
         from ramify.launch.execution import execute_plan
 
         return execute_plan(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
-            environments=check_plugin_tables(run_config),
+            environments=environments,
             display=display,
             launcher=launcher,
             is_locked=is_locked,
@@ -68,7 +72,7 @@ def rl(
 def _prepare_on_machine(config: RunConfig) -> Generator[tuple[LaunchPlan, "Launcher"]]:
     """Yield the plan and the launcher of a run on this machine."""
     plan = build_plan(config)
-    with prefork_shared_modules(plan.process_specs) as prefork_client:  # it imports modules during the plugin checks
+    with prefork_shared_modules(plan.process_specs) as prefork_client:
         from ramify.launch.local_launcher import LocalLauncher
 
         yield plan, LocalLauncher(prefork_client=prefork_client)

@@ -39,7 +39,6 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
-from ramify.launch.run_checks import check_run
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig
@@ -78,7 +77,6 @@ class ClusterPlan:
 
 def build_cluster_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlan:
     """Build the plan of a run on these nodes. Raises ClusterTooSmall with all that does not fit, or ConfigInvalid."""
-    check_run(config)
     placement = place_run(config, nodes)
     builder = _ClusterPlanBuilder(config, placement)
     return ClusterPlan(

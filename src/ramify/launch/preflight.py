@@ -7,6 +7,7 @@ Problems that appear only when the model is loaded are left to the run.
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
+from ramify.launch.run_checks import find_run_problems
 from ramify.launch.run_lock import lock_run
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.names import find_similar
@@ -23,8 +24,8 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
 
     Raises ConfigInvalid, EnvironmentChanged, EnvironmentFault or RunBusy.
     """
-    problems = [*_find_address_problems(config), *_find_model_problems(config)]
-    if problems:
+    run_problems = find_run_problems(config, dry_run=True)
+    if problems := [*run_problems, *_find_address_problems(config), *_find_model_problems(config)]:
         raise_with_plugin_problems(config, problems, include_start_checks=True)
     environments = check_plugin_tables(config, include_start_checks=True)
     with lock_run(config.path):

@@ -16,7 +16,13 @@ Problems = list[tuple[str, str]]  # keys, and what is wrong with their values
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Download models that are hub ids. Raise ConfigInvalid with all problems of models, ranks and packages.
+    """Download models that are hub ids. Raise ConfigInvalid with all problems, those of plugin tables included."""
+    if problems := find_run_problems(config, dry_run=dry_run):
+        raise_with_plugin_problems(config, problems)
+
+
+def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
+    """Download models that are hub ids, and return the problems of models, ranks and packages.
 
     A dry run needs no model.
     """
@@ -26,9 +32,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
         if not problems:  # a download may take minutes
             problems += _download_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
-    problems += _find_top_k_problems(config)
-    if problems:
-        raise_with_plugin_problems(config, problems)
+    return [*problems, *_find_top_k_problems(config)]
 
 
 def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
