@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import model_validator
 
-from ramify.config import Config, parse, raise_together
+from ramify.config import Config, parse, raise_section_problems
 from ramify.errors import ConfigInvalid
 from tests.config.example import Run
 
@@ -169,7 +169,7 @@ def test_two_rules_that_one_value_breaks_are_joined_with_a_semicolon():
 
         @model_validator(mode="after")
         def rules_hold(self) -> "Window":
-            raise_together(["low: 5 is odd", "low: expected below 3, got 5", "high: 9 is odd"])
+            raise_section_problems(["low: 5 is odd", "low: expected below 3, got 5", "high: 9 is odd"])
             return self
 
     assert get_error(["--low", "5"], Window).splitlines() == [

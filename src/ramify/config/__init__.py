@@ -4,7 +4,7 @@ One idea: all three are layers of one plain table, which is validated once, when
 whatever a file can set (entries of lists, variants, plugin tables), and one error lists all wrong keys and values.
 """
 
-from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values, raise_together
+from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values, raise_section_problems
 from ramify.config.component import parse_component, read_top_level_keys
 from ramify.config.dump import dry_run, dump_toml, write_toml
 from ramify.config.origins import add_origins
@@ -32,7 +32,7 @@ __all__ = [
     "parse_section",
     "pop_flags",
     "raise_config_invalid",
-    "raise_together",
+    "raise_section_problems",
     "read_stored_config",
     "read_top_level_keys",
     "to_new_keys",

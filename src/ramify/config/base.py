@@ -7,6 +7,7 @@ unless the input sets them.
 """
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from types import NoneType
@@ -33,16 +34,16 @@ RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 
 
 class SectionProblems(ValueError):
-    """All rules that the values of a section break together. A message may begin with a key below the section."""
+    """All rules that a combination of values of a section breaks. A message may begin with a key below the section."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         super().__init__("; ".join(messages))
         self.messages = messages
 
 
-def raise_together(*checks: Iterable[str]) -> None:
-    """Raise SectionProblems with the messages that the checks yield, if there are any, for use in a validator."""
-    if messages := [message for check in checks for message in check]:
+def raise_section_problems(*problems: Iterable[str]) -> None:
+    """Raise SectionProblems with the messages of all problems, if there are any, for use in a validator."""
+    if messages := list(itertools.chain(*problems)):
         raise SectionProblems(messages)
 
 

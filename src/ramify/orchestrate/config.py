@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config, RunName, raise_together
+from ramify.config import Config, RunName, raise_section_problems
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
@@ -90,10 +90,14 @@ class TrainSourceConfig(ServedSourceConfig):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "TrainSourceConfig":
-        raise_together(self._check_models(), self._check_normalization(), self.sampling.find_training_problems())
+        raise_section_problems(
+            self._find_model_problems(),
+            self._find_normalization_problems(),
+            self.sampling.find_training_problems(),
+        )
         return self
 
-    def _check_models(self) -> Iterator[str]:
+    def _find_model_problems(self) -> Iterator[str]:
         id, beta = self.algorithm["id"], self.algorithm.get("beta")
         if self.teacher is None and id in TEACHER_ALGORITHMS:
             misplaced = "; write `teacher` beside `algorithm`, not in it" if "teacher" in self.algorithm else ""
@@ -111,7 +115,7 @@ class TrainSourceConfig(ServedSourceConfig):
         if self.sampler_model is not None and self.endpoint is not None:
             yield "endpoint: not allowed with the algorithm 'sft', whose teacher samples"
 
-    def _check_normalization(self) -> Iterator[str]:
+    def _find_normalization_problems(self) -> Iterator[str]:
         if (self.normalization == "fixed") != (self.normalization_tokens is not None):
             yield "normalization_tokens: required with normalization = 'fixed', and only then"
 
@@ -345,11 +349,15 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "RunConfig":
-        checks = (self._check_sources, self._check_weights_url, self._check_model_names, self._check_cluster)
-        raise_together(*(check() for check in checks))
+        raise_section_problems(
+            self._find_source_problems(),
+            self._find_weights_url_problems(),
+            self._find_model_name_problems(),
+            self._find_cluster_problems(),
+        )
         return self
 
-    def _check_sources(self) -> Iterator[str]:
+    def _find_source_problems(self) -> Iterator[str]:
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             for number, source in enumerate(sources):
                 if source.address is not None and source.pool != ElasticPoolConfig():
@@ -357,11 +365,11 @@ class RunConfig(Config):
                 if source.seq_len is not None and source.seq_len > self.seq_len:
                     yield f"{kind}.{number}.seq_len: {source.seq_len} is longer than the run's seq_len, {self.seq_len}"
 
-    def _check_weights_url(self) -> Iterator[str]:
+    def _find_weights_url_problems(self) -> Iterator[str]:
         if self.weights.url is not None and isinstance(self.inference, VLLMConfig):
             yield "weights.url: vLLM reads weights from a directory; use cluster.shared_directory"
 
-    def _check_model_names(self) -> Iterator[str]:
+    def _find_model_name_problems(self) -> Iterator[str]:
         for name in self.models:
             if not MODEL_NAME.fullmatch(name):
                 yield f"models.{name}: expected letters, digits, - and _ in the name of a model"
@@ -373,7 +381,7 @@ class RunConfig(Config):
                 hint = suggest(name, self.models, f"models: {', '.join(self.models) or 'none'}")
                 yield f"train.{number}.{key}: there is no [models.{name}]; {hint}"
 
-    def _check_cluster(self) -> Iterator[str]:
+    def _find_cluster_problems(self) -> Iterator[str]:
         if not self.cluster.is_distributed:
             return
         for key, instead in LOCAL_LAUNCH_KEYS.items():
