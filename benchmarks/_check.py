@@ -74,10 +74,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help if action.default in (None, "") or action.nargs == 0 else super()._get_help_string(action)
 
 
-def parser(description: str | None, *, uses: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(description: str | None, *, shown_flags: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return a parser with the flags that every script takes; a script may add its own.
 
-    `make bench-check` gives every script the flags of all competitors. The help of a script shows those that it `uses`.
+    `make bench-check` gives every script the flags of all competitors. The help of a script lists only `shown_flags`.
     """
     flags = argparse.ArgumentParser(
         description=description,
@@ -93,7 +93,7 @@ def parser(description: str | None, *, uses: Sequence[str] = ()) -> argparse.Arg
         "--smollm2": ("DIR", Path, "SmolLM2-135M-Instruct as a Hugging Face directory"),
     }
     for flag, (metavar, kind, text) in competitors.items():
-        flags.add_argument(flag, type=kind, metavar=metavar, help=text if flag in uses else argparse.SUPPRESS)
+        flags.add_argument(flag, type=kind, metavar=metavar, help=text if flag in shown_flags else argparse.SUPPRESS)
     return flags
 
 

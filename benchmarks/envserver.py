@@ -188,7 +188,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def main() -> int:
-    args = parser(__doc__, uses=["--verifiers-python"]).parse_args()
+    args = parser(__doc__, shown_flags=["--verifiers-python"]).parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     competitor_rows = competitor(
         args.verifiers_python, "_verifiers_envserver.py", "verifiers==0.4.0", "--verifiers-python", args.check

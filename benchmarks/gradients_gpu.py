@@ -236,7 +236,7 @@ def compare(name: str, trainer: Trainer, exact: Trainer, maker: TextTraceMaker) 
 
 
 def main() -> int:
-    flags: argparse.ArgumentParser = parser(__doc__, uses=["--smollm2"])
+    flags: argparse.ArgumentParser = parser(__doc__, shown_flags=["--smollm2"])
     flags.add_argument(
         "--lessons", type=int, default=TRAIN_STEPS, help="training steps of a model before it is measured"
     )

@@ -354,7 +354,7 @@ def _ensure_weights(directory: Path, copy: Path) -> Path:
 
 
 def main() -> int:
-    flags: argparse.ArgumentParser = parser(__doc__, uses=["--vllm-python", "--smollm2"])
+    flags: argparse.ArgumentParser = parser(__doc__, shown_flags=["--vllm-python", "--smollm2"])
     flags.add_argument(
         "--only", choices=["tiny", "smollm2", "sampler"], help="measure one model; `sampler`: the random one"
     )

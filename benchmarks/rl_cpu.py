@@ -206,7 +206,7 @@ def _first(theirs: list[dict[str, Any]]) -> float | None:
 
 
 def main() -> int:
-    flags = parser(__doc__, uses=["--trl-python"])
+    flags = parser(__doc__, shown_flags=["--trl-python"])
     flags.add_argument("--seeds", type=int, default=3, help="runs of each side, with the seeds 0, 1, ...")
     flags.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a run is ended")
     args: Any = flags.parse_args()

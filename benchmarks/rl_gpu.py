@@ -494,7 +494,7 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
 
 
 def main() -> int:
-    flags = parser(__doc__, uses=["--trl-python", "--smollm2"])
+    flags = parser(__doc__, shown_flags=["--trl-python", "--smollm2"])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device of engine and trainer")
     flags.add_argument(

@@ -144,7 +144,7 @@ def take_medians(measures: list[Measurement]) -> Measurement:
 
 
 def main() -> int:
-    args = parser(__doc__, uses=["--verifiers-python"]).parse_args()
+    args = parser(__doc__, shown_flags=["--verifiers-python"]).parse_args()
     competitor_rows = competitor(
         args.verifiers_python, "_verifiers_rollouts.py", "verifiers==0.4.0", "--verifiers-python", args.check
     )

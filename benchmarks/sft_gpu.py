@@ -78,7 +78,7 @@ def time_step(home: Path) -> float:
 
 
 def main() -> int:
-    flags = parser(__doc__, uses=["--trl-python"])
+    flags = parser(__doc__, shown_flags=["--trl-python"])
     flags.add_argument("--steps", type=int, default=60, help="training steps")
     args = flags.parse_args()
     with tempfile.TemporaryDirectory() as directory:

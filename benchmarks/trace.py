@@ -166,7 +166,7 @@ def balance_rows(rng: np.random.Generator) -> list[Row]:
 
 
 def main() -> int:
-    args = parser(__doc__, uses=["--verifiers-python"]).parse_args()
+    args = parser(__doc__, shown_flags=["--verifiers-python"]).parse_args()
     theirs = competitor(
         args.verifiers_python, "_verifiers_trace.py", "verifiers==0.4.0", "--verifiers-python", args.check
     )

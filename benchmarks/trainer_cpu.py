@@ -160,7 +160,7 @@ def compare_forest_with_flat(subject: Subject) -> list[Row]:
 
 
 def main() -> int:
-    flags = parser(__doc__, uses=["--trl-python", "--smollm2"])
+    flags = parser(__doc__, shown_flags=["--trl-python", "--smollm2"])
     flags.add_argument("--only", choices=["tiny", "smollm2"], help="measure one of the models")
     args: Any = flags.parse_args()
     tiny = Subject("tiny", TINY, 1, 64, (20, 60), (20, 60), 256)
