@@ -85,7 +85,7 @@ def check_plugins_in_process(monkeypatch):
     from ramify.launch import plugin_check
 
     def check(_python, request):
-        return json.loads(json.dumps(plugin_check.run_checks(json.loads(json.dumps(request, default=str)))))
+        return json.loads(json.dumps(plugin_check.check_request(json.loads(json.dumps(request, default=str)))))
 
     monkeypatch.setattr(plugin_check, "_check_in", check)
 

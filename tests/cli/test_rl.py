@@ -85,7 +85,7 @@ problems = []
 for file in sys.argv[2:]:
     config = parse(RunConfig, ["@", file, "--output", sys.argv[1]])
     assert build_plan(config, dry_run=True).format_lines()
-    result = plugin_check.run_checks(plugin_check._build_request(config))
+    result = plugin_check.check_request(plugin_check._build_request(config))
     problems += [(file, key, text) for key, text in result["problems"]]
 print(json.dumps(problems))
 """

@@ -46,7 +46,7 @@ def plugin_check_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check plugin tables in this process: a subprocess for every config takes a second."""
 
     def run(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
-        reply = json.dumps(plugin_check.run_checks(json.loads(input)))
+        reply = json.dumps(plugin_check.check_request(json.loads(input)))
         return subprocess.CompletedProcess(command, 0, stdout=reply, stderr="")
 
     monkeypatch.setattr(plugin_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))

@@ -112,7 +112,7 @@ def _build_request(config: "RunConfig") -> dict[str, Any]:
     }
 
 
-def run_checks(request: dict[str, Any]) -> dict[str, Any]:
+def check_request(request: dict[str, Any]) -> dict[str, Any]:
     """Check a request in this process, which is the subprocess; return the problems and the environment identities."""
     from ramify.env import plugin
     from ramify.env.decorators import MISSING_REWARD_ADVICE
@@ -211,4 +211,4 @@ def _prefix_key(key_prefix: str, key: str, text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    print(f"\n{json.dumps(run_checks(json.load(sys.stdin)))}")
+    print(f"\n{json.dumps(check_request(json.load(sys.stdin)))}")
