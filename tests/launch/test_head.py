@@ -9,7 +9,7 @@ import pytest
 from ramify.cli.rollback import run as roll_back
 from ramify.errors import ConfigInvalid, ProcessReplaced
 from ramify.fencing.directory_store import DirectoryStore
-from ramify.launch.completion import get_finished_steps, mark_finished
+from ramify.launch.completion import mark_finished, prepare_run_directory
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
@@ -179,7 +179,7 @@ def test_finished_run_is_finished_on_every_head(tmp_path):
     train_step(first)
     mark_finished(first)
     prepare_head(second)
-    assert get_finished_steps(second) == 1
+    assert prepare_run_directory(second) == 1
 
 
 def test_last_entry_of_a_finished_run_has_the_files_of_its_groups(tmp_path):
@@ -199,7 +199,7 @@ def test_run_with_a_shared_directory_is_not_continued_without_it(tmp_path):
     train_step(make_config(tmp_path, "a"))
     local = RunConfig(name="run", output=tmp_path / "a", train=[TRAIN])
     with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: .*a/run is a run with a shared directory"):
-        get_finished_steps(local)
+        prepare_run_directory(local)
 
 
 def test_local_run_can_get_a_shared_directory(tmp_path):

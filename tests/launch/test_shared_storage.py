@@ -15,7 +15,7 @@ from ramify.errors import StorageFailed
 from ramify.fencing import directory_store
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.launch import execution, head, published_weights, shared_storage
-from ramify.launch.completion import get_finished_steps, mark_finished
+from ramify.launch.completion import mark_finished, prepare_run_directory
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.plan import build_plan
@@ -254,7 +254,7 @@ def test_end_that_was_not_replicated_is_replicated_by_a_rerun(tmp_path, monkeypa
     result = execution.execute_plan(build_plan(first, gpus=[]), display=Display())
     assert (result.did_run, result.steps) == (False, 1)
     prepare_head(second)
-    assert get_finished_steps(second) == 1
+    assert prepare_run_directory(second) == 1
 
 
 def raise_os_error(*_):
@@ -264,7 +264,7 @@ def raise_os_error(*_):
 def test_search_for_checkpoints_on_the_shared_storage_has_a_deadline(tmp_path, hang):
     config = make_config(tmp_path, "a")
     train_step(config)
-    hang(execution, "get_finished_steps")
+    hang(execution, "prepare_run_directory")
     with pytest.raises(StorageFailed, match=f"shared/run: {NO_ANSWER}"):
         execution.execute_plan(build_plan(config, gpus=[]), display=Display())
 

@@ -14,7 +14,7 @@ import pytest
 from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged, PeerLost
-from ramify.launch.completion import get_finished_steps
+from ramify.launch.completion import prepare_run_directory
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate import startup_report
 from ramify.orchestrate.config import RunConfig
@@ -101,7 +101,7 @@ class ChangingRun:
     async def _start(self, accept: bool, rollouts: int) -> None:
         async with self.server() as server, AsyncExitStack() as stack:
             config = self.config(server.address)
-            assert get_finished_steps(config, accept_changes=accept) is None
+            assert prepare_run_directory(config, accept_changes=accept) is None
             run = RunContext(config)
             await run.open(stack)
             before = len(run.store.rollouts())

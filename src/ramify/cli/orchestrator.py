@@ -67,7 +67,7 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
     from ramify.images import ImageStore
     from ramify.images.image_store import MEDIA_DIR
-    from ramify.launch.completion import format_finished, get_finished_steps, mark_finished
+    from ramify.launch.completion import format_finished, mark_finished, prepare_run_directory
     from ramify.launch.head import prepare_head, read_local_state
     from ramify.launch.run_record import RunRecord, read_record
     from ramify.monitor import build_samples, open_monitor_sinks
@@ -91,7 +91,7 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
 
     if config.shared_path is not None and read_local_state(config.path) is None:  # a supervisor has done this before
         prepare_head(config, accept_changes=accept or None)
-    steps = get_finished_steps(config, accept_changes=accept or None)  # a supervisor has checked this before
+    steps = prepare_run_directory(config, accept_changes=accept or None)  # a supervisor has checked this before
     if steps is not None:
         print(f"{config.path} is already finished ({format_finished(steps, config)})")
         return 0

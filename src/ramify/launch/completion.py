@@ -1,4 +1,4 @@
-"""Records in the directory of a run that it is finished: all steps are done, or its tasks ran out."""
+"""The start and the end of a run in its directory, which records that all steps are done or that the tasks ran out."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,17 +21,17 @@ EXHAUSTED_KEY = "exhausted"  # fact: the curricula of a run that finished becaus
 READER_TIMEOUT = 60.0  # seconds to wait for commands that read the run
 
 
-def get_finished_steps(
+def prepare_run_directory(
     config: RunConfig,
     *,
     fresh: bool = False,
     accept_changes: bool | None = None,
     environments: Mapping[str, dict[str, Any]] | None = None,
 ) -> int | None:
-    """Return the number of steps of a finished run; None if the run is not finished.
+    """Create or check the run directory; return the number of steps if the run is finished, else None.
 
-    The run directory is created or checked; `fresh` renames an old one. `environments` holds the identities of the
-    sources whose code is on this machine: a change raises EnvironmentChanged before any process is started.
+    `fresh` renames an old directory. `environments` holds the identities of the sources whose code is on this machine:
+    a change raises EnvironmentChanged before any process is started.
     `accept_changes` is stored for the orchestrator, which compares all sources; None keeps the stored value.
     """
     timeout = STOP_TIMEOUT + KILL_TIMEOUT  # the processes of a killed supervisor may still hold the lock

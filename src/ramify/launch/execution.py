@@ -13,7 +13,7 @@ from ramify.display import open_display
 from ramify.errors import ProviderError, RamifyError, StorageFailed
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
-from ramify.launch.completion import get_finished_steps, mark_finished, replicate_run
+from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
@@ -72,11 +72,11 @@ def execute_plan(
         if config.shared_path is not None:
             epoch = prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
             fresh = False
-        find_steps = partial(
-            get_finished_steps, config, fresh=fresh, accept_changes=accept_changes, environments=environments
+        prepare = partial(
+            prepare_run_directory, config, fresh=fresh, accept_changes=accept_changes, environments=environments
         )
         # The checkpoints that it looks for may be links to the shared storage.
-        steps = find_steps() if config.shared_path is None else call_storage_blocking(find_steps, config.shared_path)
+        steps = prepare() if config.shared_path is None else call_storage_blocking(prepare, config.shared_path)
         if steps is not None:
             replicate_run(config)  # the storage may have failed at the end of the run
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
