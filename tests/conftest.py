@@ -57,9 +57,11 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """Fork the workers from one process that has imported the test modules."""
+    """Fork the workers from one process that has imported the test modules, on Linux."""
     from tests.forked_workers import start_fork_server
 
+    if sys.platform != "linux":
+        return
     client_command = start_fork_server(config)
     for spec in specs:
         spec.python = client_command  # in the place of an interpreter

@@ -11,6 +11,7 @@ forked worker finds them imported. xdist starts a client, this file as a script,
 passes its standard streams to the fork server, and ends when its worker does.
 
 What a test module makes when it is imported, such as a temporary directory or a process id, is the same in all workers.
+A module must not start threads when it is imported, also not those of torch: a forked process would wait for them.
 """
 
 import contextlib
@@ -72,6 +73,7 @@ def serve() -> None:
     die_with_parent(int(parent_pid))
     listener = socket.socket(fileno=os.dup(0))
     pytest.main([*arguments, "-n0", "--collect-only", "-qq"], plugins=[FailedModules()])
+    check_threads()
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends the server
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     server_pid = os.getpid()
@@ -92,6 +94,13 @@ def serve() -> None:
         os.close(stream)
     sys.stdin = os.fdopen(0, closefd=False)
     exec(BOOTSTRAP, {"__name__": "__main__"})  # `client` is closed when this process ends
+
+
+def check_threads() -> None:
+    """Exit if importing the test modules has started threads; those of memory allocators have names of their own."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    if names.count(Path("/proc/self/comm").read_text()) > 1:
+        sys.exit("importing the test modules started threads, such as those of torch; expected none before a fork")
 
 
 def wait_for_worker(address: str) -> None:
