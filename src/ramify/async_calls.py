@@ -84,8 +84,8 @@ async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
     """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
 
     Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one. If the caller stops waiting,
-    the call is abandoned: it may go on, but begins no change of files any more. A change that has begun is waited for,
-    at most CHANGE_TIMEOUT seconds.
+    the call is abandoned: it may go on, but replaces and renames no files any more. A change that has begun is
+    waited for, at most CHANGE_TIMEOUT seconds.
     """
     return await _call_in_daemon_thread(function, name, Future[T]())
 
@@ -149,8 +149,9 @@ async def call_storage(
     """Return the result of a call that reads or writes files, which hangs if their storage does.
 
     Raises StorageFailed after `timeout` seconds, with `what` as the subject. With a `caller`, the call first waits for
-    the last call of that caller. A thread that hangs is left behind, but
-    changes no files any more, unless it hangs in the change itself (`ramify.files`).
+    the last call of that caller. A thread that hangs is left behind, but replaces and renames no files any more, unless
+    it hangs in the change itself (`ramify.files`). It may still create directories, and a change of the ledger that it
+    has queued is still stored.
     """
     scope = asyncio.timeout(timeout)
     try:

@@ -1,6 +1,7 @@
 """File operations at the start and end of a run, each with a deadline, because a lost network mount blocks forever.
 
-A call that hangs is left behind in its thread, where it changes nothing any more, and StorageFailed ends the run.
+A call that hangs is left behind in its thread, where it replaces and renames nothing any more (`ramify.files`), and
+StorageFailed ends the run.
 """
 
 from collections.abc import Callable

@@ -390,7 +390,10 @@ class Supervisor:
         await call_storage(report, "the status of the processes", timeout=timeout or STORAGE_TIMEOUT)
 
     def _report(self, on_change: OnChange, number: int, statuses: Sequence[ProcessStatus]) -> None:
-        """Call `on_change`, unless a later report was faster: a thread goes on after its task was cancelled."""
+        """Call `on_change`, unless a later report was faster.
+
+        A thread goes on after its task was cancelled. Its write is refused then, unless it has already begun.
+        """
         with self._report_lock:
             if number > self._last_report:
                 self._last_report = number
