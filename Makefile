@@ -95,10 +95,10 @@ style: env  ## ruff, formatting and structure
 lint: style  ## style and types
 	$(PYRIGHT)
 
-# Four workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute, so
-# it runs beside the tests.
+# Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
+# so it runs beside the tests.
 test: style  ## style, types and the bounded tests
-	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n 4; tests=$$?; wait $$pyright && exit $$tests
+	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n 3; tests=$$?; wait $$pyright && exit $$tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600

@@ -27,9 +27,6 @@ settings.load_profile("full" if os.environ.get("RAMIFY_FULL") else "bounded")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Numpy starts its threads when it is imported, which takes a fifth of that time. No test multiplies large matrices.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
 
 # Slow directories whose modules share what is expensive to start: a finished run, and a server that forks trainers.
@@ -53,18 +50,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    """Fork the workers from one process that has imported the test modules, on Linux."""
-    from tests.forked_workers import start_fork_server
-
-    if sys.platform != "linux":
-        return
-    client_command = start_fork_server(config)
-    for spec in specs:
-        spec.python = client_command  # in the place of an interpreter
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -38,7 +38,7 @@ LLAMA = [
 
 @cache
 def make_scratch() -> tempfile.TemporaryDirectory[str]:
-    """Make the directory of this process, which is removed when the process ends; forked workers have their own."""
+    """Make the directory of this process, which is removed when the process ends; a forked process has its own."""
     return tempfile.TemporaryDirectory(prefix="ramify-render-")
 
 
