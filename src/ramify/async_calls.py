@@ -101,7 +101,10 @@ async def _call_in_daemon_thread(function: Callable[[], T], name: str, future: "
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             future.set_exception(error)
 
-    threading.Thread(target=call, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=call, name=name, daemon=True).start()
+    except RuntimeError as error:  # the process may start no more threads
+        future.set_exception(error)
     try:
         return await asyncio.wrap_future(future)
     finally:

@@ -32,10 +32,11 @@ def run(argv: Sequence[str]) -> int:
         verify_checkpoint,
     )
 
-    path = call_storage_blocking(partial(find_run, options.run), options.run)
-    check_newest_head(path)
-    checkpoints = path / "checkpoints"  # perhaps on shared storage, which may hang
-    steps = call_storage_blocking(partial(list_completed_steps, checkpoints), checkpoints)
+    with wrap_storage_errors(Path(options.run)):
+        path = call_storage_blocking(partial(find_run, options.run), options.run)
+        check_newest_head(path)
+        checkpoints = path / "checkpoints"  # perhaps on shared storage, which may hang
+        steps = call_storage_blocking(partial(list_completed_steps, checkpoints), checkpoints)
     if options.step not in steps:
         existing = ", ".join(map(str, steps)) or "none"
         raise CheckpointRefused(f"{path} has no checkpoint of step {options.step}; checkpoints of the run: {existing}")
@@ -73,7 +74,8 @@ def _open_store(path: Path) -> "Generator[RunStore]":
         with contextlib.suppress(RamifyError), wrap_storage_errors(path):
             call_storage_blocking(store.close, path, timeout=CLOSE_TIMEOUT)
         raise
-    call_storage_blocking(store.close, path)
+    with wrap_storage_errors(path):
+        call_storage_blocking(store.close, path)
 
 
 def _count_bytes(checkpoint: Path) -> int:
