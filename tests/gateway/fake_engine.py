@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
@@ -43,8 +43,9 @@ class FakeEngine(Fake):
         return {"choices": [{**choice, "policy_versions": [[*self.version, len(ids)]]}]}
 
 
-async def _respond_when_open(engine: FakeEngine, exchange: Exchange) -> None:
+async def _respond_when_open(engine: Fake, exchange: Exchange) -> None:
     """Respond when the gate opens, unless the client disconnects first."""
+    assert isinstance(engine, FakeEngine)
     gate, disconnected = asyncio.ensure_future(engine.gate.wait()), asyncio.ensure_future(exchange.reader.read(1))
     await asyncio.wait({gate, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     if not gate.done():
@@ -57,7 +58,13 @@ async def _respond_when_open(engine: FakeEngine, exchange: Exchange) -> None:
     await exchange.reply(engine.sample(exchange.body))
 
 
-def check_tokens(trace: Trace, engine: FakeEngine) -> None:
+class CallRecord(Protocol):
+    """A stand-in that records the prompt, sample and logprobs of each call."""
+
+    seen: list[tuple[list[int], list[int], list[float]]]
+
+
+def check_tokens(trace: Trace, engine: CallRecord) -> None:
     """Check that the paths of the trace are exactly the prompts and samples of the engine, with their logprobs."""
     calls = [node for node in trace.nodes if node.call is not None]
     paths = [path_and_logprobs(trace, node.index) for node in calls]

@@ -89,14 +89,15 @@ def test_a_call_is_recorded_with_its_model_and_sampling_parameters():
 def test_calls_of_other_models_are_recorded_but_not_trainable():
     async def main():
         session, token_client = make_session(["one"])
-        other = make_session(["two", "three"])[0].policy
-        session.models["helper"] = other
+        other_session, other_client = make_session(["two", "three"])
+        session.models["helper"] = other_session.policy
         first = await session.generate(user_request("a"))
         second = await session.generate(user_request("b", model="helper", parent_node=first.node))
         await session.generate(user_request("c", model="helper", parent_node=second.node))
         assert [node.is_trainable for node in session.trace.nodes if node.call] == [True, False, False]
-        assert session.trace.nodes[second.node].call.requested_model == "helper"
-        check_tokens(session.trace, _both(token_client, other.client))
+        call = session.trace.nodes[second.node].call
+        assert call is not None and call.requested_model == "helper"
+        check_tokens(session.trace, _both(token_client, other_client))
         assert len(session.trace.leaves) == 1
 
     asyncio.run(main())
@@ -287,6 +288,27 @@ def test_a_tool_call_can_be_answered_in_process():
         check_tokens(session.trace, token_client)
 
     asyncio.run(main())
+
+
+def test_continuations_of_equal_samples_attach_each_to_its_own_sample():
+    async def main() -> list[str]:
+        call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+        session, token_client = make_session([call, call, call + call, "first", "second", "third"])
+        samples = [await session.generate(user_request("a")) for _ in range(3)]
+        ids = [call.id for sample in samples for call in sample.message.tool_calls]
+        assert len(set(ids)) == 4, "every call of the rollout has an id of its own"
+        for sample, text in zip(samples, ("first", "second", "third")):
+            calls = sample.message.tool_calls
+            results = [Message("tool", "42", tool_call_id=call.id) for call in calls]
+            reply = await generate_from(session, Message("user", "a"), sample.message, *results)
+            assert reply.message.text == text
+            result_node = session.trace.nodes[reply.node].parent - len(results) + 1
+            assert session.trace.nodes[result_node].parent == sample.node
+        assert reasons(session.trace) == ["sample", "sample"]
+        check_tokens(session.trace, token_client)
+        return ids
+
+    assert asyncio.run(main()) == asyncio.run(main())
 
 
 @pytest.mark.parametrize("argument", ["1e300", "1" + 30 * "0", "-1e19", "NaN", '"\\ud800"', 600 * "[" + 600 * "]"])

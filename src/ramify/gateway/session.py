@@ -25,6 +25,7 @@ from ramify.errors import (
     TokensRequired,
 )
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
+from ramify.gateway.call_ids import CallIdRegistry
 from ramify.gateway.canonical import encode_canonical
 from ramify.gateway.config import RolloutLimits, SamplingConfig
 from ramify.gateway.conversation_trie import ConversationTrie, TrieNode
@@ -86,6 +87,7 @@ class RolloutSession:
         """Measures how long calls waited for an engine that made no progress."""
         self._budget = RolloutBudget(limits)
         self._recorder = TraceRecorder(trace)
+        self._call_ids = CallIdRegistry()
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
         self._reply_by_node: dict[int, TrieNode] = {}
         self._node_by_call: dict[str, int] = {}
@@ -378,6 +380,7 @@ class RolloutSession:
         fork_reason: str,
     ) -> ModelReply:
         """Record a call in the trace, the budget and the trie, before the reply is returned."""
+        sampled = self._call_ids.make_unique(sampled, position)
         trainable = policy.trainable and policy is self.policy
         recorded = self._recorder.record_turn(
             position, prepared, sampled, call, self._media, trainable=trainable, reason=fork_reason
