@@ -145,7 +145,6 @@ def test_taskset_and_model_are_sufficient(tmp_path):
         (["--inference.vllm.python", "python3"], "inference.vllm: unknown flag --inference.vllm.python"),
         (["--inference.eager", "true"], "inference.eager: unknown key; it needs inference.engine = 'vllm'"),
         (["--train.0.pool.type", "static", "--train.0.pool.multiplex", "4"], "train.0.pool.multiplex: unknown key"),
-        (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
         (["--max_step", "7"], "max_step: unknown flag --max_step; did you mean --max_steps?"),
         (["--train.0.sampling.temperature", "0"], "sampling.temperature: 0 cannot be trained on, expected above 0"),
         (["-m", "nowhere/model"], "model.name: model 'nowhere/model' is not in the local cache"),

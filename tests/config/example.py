@@ -1,7 +1,7 @@
 """An example configuration with sections, lists of sections, variants selected by `type`, and plugin tables."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -65,3 +65,14 @@ class Run(Config):
     wandb: Wandb | None = None
     train: list[Source] = []
     eval: list[Source] = [Source(name="held-out")]
+
+
+class Adapters(Config):
+    switch: ClassVar = "enabled"
+
+    enabled: bool = True
+    rank: int = 16
+
+
+class Switched(Config):
+    adapters: Adapters = Adapters(enabled=False)

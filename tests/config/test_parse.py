@@ -4,13 +4,14 @@ import functools
 import inspect
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from ramify.config import Config, parse
+from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
-from tests.config.example import Elastic, Run, Sampling, Source, Static, Wandb
+from tests.config.example import Elastic, Run, Sampling, Source, Static, Switched, Wandb
 
 RUN = """
 name = "reverse-text"
@@ -90,6 +91,24 @@ def test_an_explicit_default_of_a_section_survives_other_keys(run):
     assert Run(name="x").trainer.optim.lr == 3e-4
     assert parse(Run, ["@", run]).trainer.optim.lr == 3e-4
     assert parse(Run, ["--name", "x", "--trainer.optim.warmup-steps", "3"]).trainer.optim.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("args", "enabled"),
+    [
+        ([], False),
+        (["--adapters.rank", "16"], True),  # the default value, but the section is set
+        (["--adapters"], True),
+        (["--adapters", "{}"], True),
+        (["--adapters.enabled", "false", "--adapters.rank", "8"], False),
+        (["--adapters.rank", "8", "--no-adapters.enabled"], False),
+    ],
+)
+def test_a_section_with_a_switch_is_on_when_it_is_set(args, enabled):
+    config = parse(Switched, args)
+    assert config.adapters.enabled is enabled
+    for stored in (config.model_dump(exclude_unset=True), tomllib.loads(dump_toml(config))):
+        assert Switched.model_validate(stored).adapters == config.adapters
 
 
 def test_a_table_without_a_type_is_the_default_variant():

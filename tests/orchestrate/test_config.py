@@ -125,7 +125,6 @@ def test_the_started_reference_does_not_change_the_identity(tmp_path):
 
 REFUSED = {
     "train.0.pool.multiplex": (["--train.0.pool.type", "static"], "train.0.pool with type = 'static' has"),
-    "trainer.lora": (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
     "inference.args": (["--inference.args", "[]"], "inference with engine = 'native' has"),
     "train.0": (["--train.0.sampling.top_p", "0.9"], "sampling.top_p: 0.9 cannot be trained on, expected 1"),
     "train.0 ": (
@@ -289,4 +288,4 @@ def test_a_source_names_the_models_that_score_or_sample_it(read):
     config = read("--train.0.algorithm.beta", "0.1")
     assert config.train[0].score_model == "start" and config.all_models["start"].name == "tiny"
     assert not read().all_models
-    assert not read("--train.0.algorithm.beta", "0.1", "--trainer.lora.enabled", "true").all_models
+    assert not read("--train.0.algorithm.beta", "0.1", "--trainer.lora.rank", "16").all_models

@@ -53,6 +53,8 @@ class Config(BaseModel):
     - `renamed_keys`: the new name of each key that was renamed, so that an error can suggest it.
     - `renamed_values`: the same for values, by key.
     - `misplaced_keys`: where keys of a plugin's table belong that users write in this section, for suggestions.
+    - `switch`: the key with which a default turns the section off, such as `lora: Lora = Lora(enabled=False)`. As soon as
+      a file or flag sets any part of the section, the default value of this key no longer applies.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
@@ -60,6 +62,7 @@ class Config(BaseModel):
     renamed_keys: ClassVar[Mapping[str, str]] = {}
     renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
+    switch: ClassVar[str | None] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -106,4 +109,5 @@ def _fill_from_default(field: FieldInfo, value: Any) -> Any:
     tag = {key: getattr(default, key)} if key in type(default).model_fields else {}
     if value.get(key, tag.get(key)) != tag.get(key):
         return value  # another variant: the default does not apply
-    return merge_tables({**default.model_dump(exclude_unset=True), **tag}, value)
+    switch = {default.switch} if isinstance(default, Config) and default.switch else set[str]()
+    return merge_tables({**default.model_dump(exclude_unset=True, exclude=switch), **tag}, value)

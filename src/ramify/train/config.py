@@ -73,19 +73,15 @@ class LoraConfig(Config):
     """Train adapters beside the matrices of the layers, which stay fixed."""
 
     renamed_keys: ClassVar = {"targets": "target_modules"}
+    switch: ClassVar = "enabled"
 
-    enabled: bool = False
+    enabled: bool = True
+    """Without this section all weights are trained. If any key of the section is set, `false` turns it off again."""
     rank: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
     """The adapters' product is scaled by alpha / rank."""
     target_modules: list[str] = []
     """The linear maps that get an adapter, by the last part of their names; empty: all inside the layers."""
-
-    @model_validator(mode="after")
-    def _options_require_enabled(self) -> "LoraConfig":
-        if not self.enabled and (changed := self.model_dump(exclude_defaults=True)):
-            raise ValueError(f"{next(iter(changed))} needs lora.enabled = true")
-        return self
 
 
 class CheckpointConfig(Config):
@@ -119,4 +115,4 @@ class TrainerConfig(Config):
     """Store the logprob and the entropy of every trained token, in `token_stats/` of the run directory."""
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = LoraConfig(enabled=False)

@@ -45,6 +45,7 @@ class SftValidationConfig(Config):
     """Conversations that are not trained on, only scored. Set `path`, or hold out a `fraction` of the data."""
 
     renamed_keys: ClassVar = {"part": "split", "share": "fraction"}
+    switch: ClassVar = "fraction"
 
     path: str | None = None
     split: str | None = None
@@ -56,7 +57,7 @@ class SftValidationConfig(Config):
     def _path_or_fraction(self) -> "SftValidationConfig":
         if self.path is not None and self.fraction:
             raise ValueError("set either path or fraction, not both")
-        if self.path is None and (self.split is not None or (not self.fraction and self.interval != 50)):
+        if self.path is None and (self.split is not None or "fraction" not in self.model_fields_set):
             raise ValueError("split and interval need conversations to validate on: set path or fraction")
         return self
 
@@ -77,7 +78,7 @@ class SftConfig(Config):
     """The model to start from (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     data: SftDataConfig
-    validation: SftValidationConfig = SftValidationConfig()
+    validation: SftValidationConfig = SftValidationConfig(fraction=0.0)
     seq_len: int = Field(default=2048, ge=2)
     """Longer conversations are truncated; the tokens lost are counted."""
     batch_size: int = Field(default=32, ge=1)
