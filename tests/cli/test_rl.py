@@ -13,6 +13,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.rl import expand_arguments
 from ramify.config import parse
+from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 from tests.launch.scripts import RUNS_FOREVER, alive, pids, until
@@ -78,6 +79,7 @@ EVERY = """
 import json, sys
 from ramify.config import parse
 from ramify.launch import plugin_check
+from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 
@@ -132,7 +134,7 @@ def test_taskset_and_model_are_sufficient(tmp_path):
     assert config.train[0].taskset == {"id": "reverse-text", "max_chars": 6}
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7
-    assert config.inference.base_url == ["http://127.0.0.1:9"]
+    assert isinstance(config.inference, ExternalConfig) and config.inference.base_url == ["http://127.0.0.1:9"]
     assert [entry.name for entry in build_plan(config).process_specs][-2:] == ["orchestrator", "trainer"]
 
 

@@ -223,7 +223,7 @@ def test_a_config_refuses_unknown_keys_in_python():
         a: int = 1
 
     with pytest.raises(ValueError, match="b"):
-        Small(b=2)
+        Small(b=2)  # pyright: ignore[reportCallIssue]
 
 
 def test_configuration_does_not_load_torch():

@@ -244,7 +244,7 @@ def test_plugins_and_source_mix_are_built(read):
     assert type(plugins.algorithms["reverse"]).__name__ == "Grpo"
     assert [filter_.config.id for filter_ in plugins.filters] == ["gibberish", "repetition", "zero_advantage"]
     choice = build_source_mix(config, {"reverse": 3}).next_task()
-    assert (choice.source, choice.epoch) == ("reverse", 0)
+    assert choice is not None and (choice.source, choice.epoch) == ("reverse", 0)
 
 
 def test_orchestrate_does_not_import_torch_or_environments():

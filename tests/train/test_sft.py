@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -278,7 +279,7 @@ def stop_after(config: dict, step: int) -> None:
             may_continue.set()
     process.join(TIMEOUT)
     assert process.exitcode == 0
-    assert step <= message[1] < 22
+    assert isinstance(message, tuple) and step <= message[1] < 22
     path = Path(config["output"]) / config["name"] / "checkpoints" / f"step_{message[1]:06}"
     assert (path / "checkpoint.json").exists()
 
@@ -357,7 +358,7 @@ def test_starting_a_step_before_the_last_one_is_recorded_changes_nothing(world, 
     assert read_weights(world / "runs" / "at-once") == read_weights(world / "runs" / "ahead")
 
 
-def fail_at_step(call, step: int, failure: type[Exception] = OSError):
+def fail_at_step(call: Any, step: int, failure: type[Exception] = OSError) -> Any:
     """Wrap `call` so that it fails for the batch of one step."""
 
     def wrapper(*args):
