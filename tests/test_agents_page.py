@@ -1,23 +1,19 @@
-"""The configuration of docs/agents.md trains an agent that knows only the OpenAI SDK."""
+"""The configuration of docs/agents.md trains an agent that knows only the address of a model."""
 
 import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ramify.launch.run_queries import read_metrics
-from ramify.runtime.bwrap import find_unsupported_reason
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.full("a run; tests/harness and tests/rl have the parts")
-@pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}")
-@pytest.mark.skipif(find_spec("openai") is None, reason="openai is not installed")
 def test_ten_lines_train_an_agent_program_in_a_sandbox(tmp_path):
     page = (ROOT / "docs" / "agents.md").read_text()
     config = re.search(r"```toml\n(# agent.toml.*?)```", page, re.DOTALL)
@@ -25,11 +21,7 @@ def test_ten_lines_train_an_agent_program_in_a_sandbox(tmp_path):
     lines = [line for line in config[1].splitlines() if line and not line.startswith("#")]
     assert len(lines) <= 10
     (tmp_path / "agent.toml").write_text(config[1])
-    (tmp_path / "agent").mkdir()
-    shutil.copy(ROOT / "examples" / "reverse_text" / "agent.py", tmp_path / "agent")
-    spec = find_spec("openai")
-    assert spec is not None and spec.origin is not None
-    (tmp_path / "agent-packages").symlink_to(Path(spec.origin).parent.parent)
+    shutil.copy(ROOT / "examples" / "reverse_text" / "agent.py", tmp_path)
     small = ["--max_steps", "1", "--orchestrator.batch_size", "4", "--orchestrator.group_size", "2"]
     command = [sys.executable, "-m", "ramify", "rl", "@", "agent.toml", "--name", "run", *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

@@ -1,6 +1,7 @@
 """The harness `program`: a command-line agent in a runtime, which calls the policy over HTTP."""
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,13 @@ from typing import Any
 import pytest
 
 import ramify as rf
+from ramify.config import parse
 from ramify.errors import ConfigInvalid, ProviderError
 from ramify.gateway import Gateway
+from ramify.launch.plan_notes import list_runtime_notes
+from ramify.orchestrate.config import RunConfig
+from ramify.rollout import Environment
+from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one_async
 from tests.runtime.conftest import build_runtime_table, skip_unless_available
@@ -97,6 +103,57 @@ def test_env_pass_env_and_files_reach_the_program(monkeypatch):
     assert config == '{"model": "tiny", "length": 131072, "other": {}}'
     assert values.startswith("passed//")
     assert values.endswith("/work")
+
+
+def test_the_example_agent_is_copied_into_the_runtime_and_needs_only_the_standard_library(runtime):
+    copy_files = {"agent.py": "examples/reverse_text/agent.py"}
+    command = ["python3", "-S", "agent.py"]  # -S: without installed packages
+    trace = run_program(
+        ["forty-two"],
+        runtime=runtime,
+        files={"agent.py": "replaced"},
+        copy_files=copy_files,
+        command=command,
+        prompt="stdin",
+    )
+    assert not trace.errors
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+    assert trace.info["program"]["stdout"] == "forty-two\n"
+
+
+@pytest.mark.parametrize(
+    ("copy_files", "message"),
+    [
+        ({"agent.py": "examples/no_agent.py"}, "examples/no_agent.py is not a file of this machine, seen from "),
+        ({"/agent.py": "README.md"}, "harness.copy_files: '/agent.py' is outside of the box"),
+    ],
+)
+def test_files_that_cannot_be_copied_are_refused(copy_files, message):
+    with pytest.raises(ConfigInvalid, match=re.escape(message)):
+        load_env(OneTask, harness={"id": "program", "command": COMMAND, "copy_files": copy_files})
+
+
+@pytest.mark.parametrize("has_bwrap", [True, False])
+def test_a_sandbox_may_fall_back_to_the_local_runtime(has_bwrap, tmp_path, monkeypatch):
+    if has_bwrap:
+        skip_unless_available("sandbox")
+    else:
+        (tmp_path / "bwrap").write_text("#!/bin/sh\necho not today >&2; exit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    find_unsupported_reason.cache_clear()
+    try:
+        config = parse(RunConfig, ["@", "examples/reverse_text/agent.toml"])
+        env = Environment.load(config.train[0].source_config)
+        assert env.runtime_metadata == {"id": "sandbox" if has_bwrap else "local"}
+        notes = list_runtime_notes(config)
+        assert notes == [] if has_bwrap else "train.0.runtime: programs run without isolation" in notes[0]
+        table = {"id": "sandbox", "fallback": "local", "limits": {"disk_mb": 10}}
+        if not has_bwrap:  # a limit is enforced or refused, also there
+            with pytest.raises(ConfigInvalid, match="disk_mb"):
+                load_env(OneTask, runtime=table)
+    finally:
+        find_unsupported_reason.cache_clear()
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ramify.display import choose_display
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
+from ramify.runtime.bwrap import describe_fallback
 
 if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
@@ -52,6 +53,8 @@ def run(argv: Sequence[str]) -> int:
     config = parse(EvalConfig, args, prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
     if (python := find_other_interpreter(config.python)) is not None:
         run_command_in(python, "eval", argv)
+    if note := describe_fallback(config.runtime):
+        print(f"note: runtime: {note}", file=sys.stderr)
     with add_origins(EvalConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)

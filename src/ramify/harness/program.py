@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Generator, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
@@ -59,10 +59,13 @@ class ProgramHarness(Harness):
             )
         if missing := [name for name in self.config.pass_env if name not in os.environ]:
             raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
-        if outside := [path for path in self.config.files if _is_outside(path, runtime.config.id)]:
+        paths = [("files", path) for path in self.config.files] + [
+            ("copy_files", path) for path in self.config.copy_files
+        ]
+        if outside := [(key, path) for key, path in paths if _is_outside(path, runtime.config.id)]:
+            key, path = outside[0]
             raise ConfigInvalid(
-                f"harness.files: {outside[0]!r} is outside of the box; use a path relative to the work directory, or "
-                "~/..."
+                f"harness.{key}: {path!r} is outside of the box; use a path relative to the work directory, or ~/..."
             )
         runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
 
@@ -107,11 +110,13 @@ class ProgramHarness(Harness):
         env_texts = {**self.program_env, **config.env}
         file_texts = {**self.program_files, **config.files}
         texts = [*config.command, *env_texts.values(), *file_texts.values()]
-        values = await self._build_values(runtime, context, session, [*texts, *file_texts])
+        values = await self._build_values(runtime, context, session, [*texts, *file_texts, *config.copy_files])
         if config.prompt == "file":
             file_texts[PROMPT_FILE] = "{prompt}"
         for path, text in file_texts.items():
             await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
+        for path, source in config.copy_files.items():
+            await runtime.write(_expand_home(path, values), await asyncio.to_thread(Path(source).read_bytes))
         command = [fill_placeholders(argument, values) for argument in config.command]
         if config.prompt == "arg" and "prompt" not in find_placeholders(texts):
             command.append(values["prompt"])

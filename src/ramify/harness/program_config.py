@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ramify.harness.config import HarnessConfig
 
@@ -43,9 +44,20 @@ class ProgramHarnessConfig(HarnessConfig):
     files: dict[str, str] = {}
     """Files that are written before the program starts: text by path. A path is relative to the work directory, or
     begins with `~/`."""
+    copy_files: dict[str, str] = {}
+    """Files of this machine that are copied into the runtime before the program starts: the path of the file by its
+    path in the runtime, which is relative to the work directory or begins with `~/`."""
     max_output_chars: int = Field(default=10_000, ge=0)
     """Characters that the trace keeps of the program's standard output, and of its standard error: the first and the
     last half."""
+
+    @field_validator("copy_files")
+    @classmethod
+    def _copied_files_exist(cls, files: dict[str, str]) -> dict[str, str]:
+        for source in files.values():
+            if not Path(source).is_file():
+                raise ValueError(f"{source} is not a file of this machine, seen from {Path.cwd()}")
+        return files
 
     @model_validator(mode="after")
     def _placeholders_match_prompt(self) -> "ProgramHarnessConfig":

@@ -1,8 +1,9 @@
-"""What a plan says about a run besides its processes: the size of a step, and models that are unused or missing."""
+"""What a plan says besides the processes of a run: the size of a step, and notes on models and runtimes."""
 
 from ramify.launch.run_checks import list_missing_models
 from ramify.model.resolve import may_be_path
 from ramify.orchestrate.config import RunConfig, uses_model
+from ramify.runtime.bwrap import describe_fallback
 
 
 def describe_step_size(config: RunConfig) -> str:
@@ -29,3 +30,10 @@ def list_model_notes(config: RunConfig) -> list[str]:
         f"note: {key}: not checked: {text}" for key, name, text in list_missing_models(config) if may_be_path(name)
     ]
     return [*unused, *missing]
+
+
+def list_runtime_notes(config: RunConfig) -> list[str]:
+    """Return a note for each source whose sandbox is replaced by the runtime `local` on this machine."""
+    tables = {f"train.{number}.runtime": source.runtime for number, source in enumerate(config.train)}
+    tables |= {f"eval.{number}.runtime": source.runtime for number, source in enumerate(config.eval)}
+    return [f"note: {key}: {text}" for key, table in tables.items() if (text := describe_fallback(table))]

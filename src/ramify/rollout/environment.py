@@ -23,6 +23,7 @@ from ramify.harness import Harness
 from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.runtime_pool import RuntimePool
+from ramify.runtime.bwrap import describe_fallback
 
 PLACEMENT_KEYS = {
     "keep_workdir",
@@ -69,6 +70,10 @@ class Environment:
         *_, runtime = plugin.resolve_plugins([(kind, kind, table) for kind, table in tables.items()])
         runtime_class: type[Runtime]
         runtime_class, runtime_config = runtime
+        if describe_fallback(runtime_table):
+            common_keys = RuntimeConfig.model_fields.keys() & runtime_table.keys()
+            local_table = {**{key: runtime_table[key] for key in common_keys}, "id": "local"}
+            runtime_class, runtime_config = plugin.resolve_plugin("runtime", local_table)
         taskset: Taskset = _build_plugin("taskset", source.taskset)
         hooks = collect_hooks(taskset)
         if hooks.run_agent is not None and harness_table["id"] == "chat":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ramify
 from ramify.env.runtime import Capabilities, Capability
@@ -66,6 +67,17 @@ def find_unsupported_reason() -> str | None:
         advice = "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 or user.max_user_namespaces)"
         return f"this user may not create namespaces: {message}; {advice}"
     return f"bwrap fails: {message}"
+
+
+def describe_fallback(table: Mapping[str, Any]) -> str | None:
+    """Say that a runtime table falls back to the runtime `local` on this machine, and why; None if it does not."""
+    if (
+        table.get("id") != "sandbox"
+        or table.get("fallback") != "local"
+        or (reason := find_unsupported_reason()) is None
+    ):
+        return None
+    return f"programs run without isolation, in the runtime 'local', because a sandbox does not work here: {reason}"
 
 
 @cache

@@ -44,6 +44,8 @@ class SandboxRuntimeConfig(RuntimeConfig):
     `PATH:PATH_IN_THE_SANDBOX`."""
     path: list[str] = []
     """Directories that are searched for programs before those of the system."""
+    fallback: Literal["local"] | None = None
+    """The runtime that is used on a machine where a sandbox does not work. None: the run is refused there."""
 
     @field_validator("read_only")
     @classmethod
