@@ -14,7 +14,7 @@ from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
 from ramify.train.batch import PackSpec
-from ramify.train.protocol import RegisterReply, RegisterRequest
+from ramify.train.protocol import RegisterReply, RegisterRequest, UnsavedRequest
 from ramify.wire import WireClient, WireMessage, WireServer
 from tests.orchestrate.test_core import World, open_core
 from tests.orchestrate.test_weight_updates import FakeEngines
@@ -41,6 +41,22 @@ async def open_service(ledger: Ledger, on_trainer_replaced) -> tuple[Orchestrato
         on_trainer_replaced=on_trainer_replaced,
     )
     return core, service
+
+
+def test_failed_saves_are_recorded_once_each(tmp_path):
+    async def main(ledger: Ledger) -> None:
+        _, service = await open_service(ledger, lambda: None)
+        async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server, WireClient(server.address) as client:
+            incarnation = (await register(server.address)).incarnation
+            for step in (1, 2, 2):
+                request = UnsavedRequest(rank=0, incarnation=incarnation, step=step, message=f"step {step}: no room")
+                await client.call("unsaved", WireMessage.encode(request), timeout=10)
+        progress = service._progress
+        assert progress.failure_counts == {"StorageFull": 2}
+        assert [failure["message"] for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
+
+    with RunStore.open(tmp_path) as store:
+        asyncio.run(main(Ledger.open(store)))
 
 
 def test_trainers_that_register_at_once_get_different_tokens(tmp_path):

@@ -14,6 +14,7 @@ from ramify.train.protocol import (
     RegisterReply,
     RegisterRequest,
     TrainedRequest,
+    UnsavedRequest,
 )
 from ramify.wire import IncomingRequest, WireMessage, WireServer
 
@@ -23,6 +24,7 @@ REQUEST_TYPES = {
     "trained": TrainedRequest,
     "published": PublishedRequest,
     "checkpoint": CheckpointRequest,
+    "unsaved": UnsavedRequest,
 }
 
 
@@ -39,6 +41,7 @@ class FakeOrchestrator:
         self.trained: dict[tuple[int, int], float] = {}  # (incarnation, step): loss
         self.published: list[tuple[tuple[str, int, int], str]] = []
         self.commits: list[int] = []
+        self.unsaved: dict[int, str] = {}  # step: message
         self.needed: list[tuple[str, int, int]] | None = []
         self.last_step: int | None = None  # trainers wait for later batches
         self.changed = threading.Condition()
@@ -124,4 +127,8 @@ class FakeOrchestrator:
     def _checkpoint(self, request: CheckpointRequest) -> WireMessage:
         self.committed, self.checkpoint = request.step, (request.directory, request.digest)
         self.commits.append(request.step)
+        return WireMessage.encode(None)
+
+    def _unsaved(self, request: UnsavedRequest) -> WireMessage:
+        self.unsaved[request.step] = request.message
         return WireMessage.encode(None)

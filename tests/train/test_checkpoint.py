@@ -107,6 +107,25 @@ def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, sma
     checkpoints.remove_before(1, keep_last=1)
 
 
+def test_a_disk_with_room_for_two_checkpoints_keeps_the_last_one_until_the_next_is_complete(model, small_disk):
+    trainer, lines = make_trainer(model), list[str]()
+    trainer.step(random_batches(1)[0])
+    checkpoints = CheckpointManager(small_disk / "checkpoints", SINGLE_RANK, warn=lines.append)
+    size = sum(file.stat().st_size for file in checkpoints.save(trainer, 1).iterdir())
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - size * 3 // 2))
+    checkpoints.save(trainer, 2, committed=1)
+    checkpoints.save(trainer, 3, committed=2)  # only without the first one
+    assert checkpoints.list_steps() == [2, 3]
+    (line,) = lines
+    assert "no room for a checkpoint" in line
+    assert line.endswith("; checkpoints before step 2 are removed to make room")
+    checkpoints.remove_before(3, keep_last=1)
+    (small_disk / "more").write_bytes(bytes(size))
+    with pytest.raises(StorageFull, match=r"MiB needed, .* MiB free"):
+        checkpoints.save(trainer, 4, committed=3)
+    assert checkpoints.list_steps() == [3]
+
+
 def test_copy_of_a_trainer_neither_uses_nor_removes_checkpoints_of_a_newer_one(model, tmp_path):
     trainer = make_trainer(model)
     old, new = (CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(0, number)) for number in (1, 2))

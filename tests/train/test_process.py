@@ -199,11 +199,13 @@ def test_newer_checkpoints_stay_if_the_committed_one_cannot_be_loaded(model, tmp
 
 
 @pytest.mark.megabytes(1)
-def test_a_full_disk_at_the_last_checkpoint_fails_the_trainer(model, small_disk, capsys):
-    args = arguments(model, small_disk, "--checkpoint.interval", "100", "--weights.transport", "shm")
+def test_every_failed_save_is_reported_and_the_last_one_fails_the_trainer(model, small_disk, capsys):
+    args = arguments(model, small_disk, "--checkpoint.interval", "1", "--weights.transport", "shm")
     with FakeOrchestrator(random_batches(2)) as orchestrator:
         assert main([*args, "--address", orchestrator.address]) == 1
         assert orchestrator.committed == 0
+        assert list(orchestrator.unsaved) == [1, 2]
+        assert "step 1 was not saved: " in orchestrator.unsaved[1]
     assert "StorageFull" in capsys.readouterr().err
 
 

@@ -52,14 +52,14 @@ def run(argv: Sequence[str]) -> int:
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the run would refuse at its start, and print its plan."""
     from ramify.launch.plan import build_plan, describe_run  # loaded here, not for help
-    from ramify.launch.plan_notes import describe_step_size, list_model_notes
+    from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes
     from ramify.launch.preflight import check_start
 
     check_start(config, fresh=fresh, accept_changes=accept)
     if config.cluster.is_distributed:
         lines = _plan_cluster(config)
         head = [describe_run(config), describe_step_size(config)]
-        dry_run(config, config.path, [*head, *lines, *list_model_notes(config)])
+        dry_run(config, config.path, [*head, *lines, *list_disk_notes(config), *list_model_notes(config)])
         return 0
     plan = build_plan(config, dry_run=True)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)

@@ -15,6 +15,7 @@ from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
+from ramify.launch.disk import estimate_disk
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.last_state import read_startup_wait
@@ -141,6 +142,9 @@ async def _supervise(
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
+        disk = estimate_disk(plan.config)
+        if disk is not None and (warning := disk.find_warning()):
+            print_line(f"warning: {warning}")
         client, snapshot_caller = StatusClient(plan.status_address, timeout=2.0), SingleThreadCaller()
 
         async def get_state() -> RunState:

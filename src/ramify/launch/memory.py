@@ -32,6 +32,7 @@ PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
+GUESSED_ORIGIN = "guessed from its name"
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
 
 
@@ -56,6 +57,11 @@ class ModelSize:
     def num_kv_layers(self) -> int:
         """The number of layers with keys and values."""
         return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the dimensions are guessed from the model's name."""
+        return self.origin == GUESSED_ORIGIN
 
     @classmethod
     def from_name(cls, name: str) -> "ModelSize | None":
@@ -92,7 +98,7 @@ class ModelSize:
         """Guess typical dimensions: 12 hidden² parameters per layer, and a hidden size of 40 times the layers."""
         hidden_size = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
         num_layers = max(1, hidden_size // 40)
-        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, origin="guessed from its name")
+        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, origin=GUESSED_ORIGIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allo
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import count_usable_cores
 from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
-from ramify.launch.plan_notes import describe_step_size, list_model_notes, list_runtime_notes
+from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_runtime_notes
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import (
@@ -85,7 +85,7 @@ class LaunchPlan:
             f"{name}: {address} (external, not managed by this run)"
             for name, address in _list_external_services(self.config)
         ]
-        notes = [*list_model_notes(self.config), *list_runtime_notes(self.config)]
+        notes = [*list_disk_notes(self.config), *list_model_notes(self.config), *list_runtime_notes(self.config)]
         if self.model and self.model.experts_note:
             notes.append(self.model.experts_note)
         return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]

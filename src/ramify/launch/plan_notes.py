@@ -1,5 +1,6 @@
-"""What a plan says besides the processes of a run: the size of a step, and notes on models and runtimes."""
+"""What a plan says besides the processes of a run: the size of a step, the disk, and notes on models and runtimes."""
 
+from ramify.launch.disk import estimate_disk
 from ramify.launch.run_checks import list_missing_models
 from ramify.model.resolve import may_be_path
 from ramify.orchestrate.config import RunConfig, uses_model
@@ -30,6 +31,12 @@ def list_model_notes(config: RunConfig) -> list[str]:
         f"note: {key}: not checked: {text}" for key, name, text in list_missing_models(config) if may_be_path(name)
     ]
     return [*unused, *missing]
+
+
+def list_disk_notes(config: RunConfig) -> list[str]:
+    """Return the disk space that the run needs and has, and a warning if it is too little."""
+    disk = estimate_disk(config)
+    return [] if disk is None else disk.format_lines()
 
 
 def list_runtime_notes(config: RunConfig) -> list[str]:

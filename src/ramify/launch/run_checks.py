@@ -1,4 +1,4 @@
-"""Checks of a run before it is planned: its models, the number of ranks, and the packages that it needs.
+"""Checks of a run before it is planned: its models, the number of ranks, its disk, and the packages that it needs.
 
 One error lists all problems, those of plugin tables included.
 """
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ramify.config import parse_problems
 from ramify.errors import ConfigInvalid, ModelNotFound
+from ramify.launch.disk import estimate_disk
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import fetch_model, is_hub_id, read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
@@ -32,6 +33,8 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
         if not problems:  # a download may take minutes
             problems += _download_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
+    if not problems:  # the size of a model is read from its files
+        problems += _find_disk_problems(config)
     return [*problems, *_find_top_k_problems(config)]
 
 
@@ -69,6 +72,13 @@ def _find_rank_problems(config: RunConfig) -> Problems:
 
     problem = find_rank_problem(config.model.name, config.launch.trainer_gpus)
     return [("launch.trainer_gpus", problem)] if problem else []
+
+
+def _find_disk_problems(config: RunConfig) -> Problems:
+    """Return what is wrong with the disk of the run; a model that is not here may be trained on another machine."""
+    estimate = estimate_disk(config)
+    problem = None if estimate is None or estimate.is_guessed else estimate.find_problem()
+    return [("output", problem)] if problem else []
 
 
 def _find_sink_problems(config: RunConfig) -> Problems:

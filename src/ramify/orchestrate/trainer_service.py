@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ramify.errors import PeerLost
+from ramify.errors import Failure, PeerLost, StorageFull
 from ramify.fencing.token import FencingToken, TokenGate, check_token
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
@@ -27,6 +27,7 @@ from ramify.train.protocol import (
     RegisterReply,
     RegisterRequest,
     TrainedRequest,
+    UnsavedRequest,
 )
 from ramify.wire import IncomingRequest, WireMessage
 
@@ -69,6 +70,7 @@ class TrainerService:
         self.checkpoint_committed = asyncio.Event()
         self.pending_request: tuple[int, float] | None = None
         self.trained_steps: asyncio.Queue[TrainedStep] = asyncio.Queue()
+        self._last_unsaved: tuple[int, int] | None = None  # incarnation and step of the last failed save
         self._last_trained: tuple[int, float] | None = None  # the last step reported, and its monotonic time
 
     @property
@@ -80,6 +82,7 @@ class TrainerService:
             "trained": self.handle_trained,
             "published": self.handle_published,
             "checkpoint": self.handle_checkpoint,
+            "unsaved": self.handle_unsaved,
         }
 
     @property
@@ -179,6 +182,15 @@ class TrainerService:
         await self._core.commit_version(commit)
         self._progress.record_metrics(request.step, {"committed": float(request.step)})
         self.checkpoint_committed.set()
+        return WireMessage.encode(None)
+
+    async def handle_unsaved(self, message: IncomingRequest) -> WireMessage:
+        """Record that a checkpoint could not be saved, for the display and `ramify why`."""
+        request = message.decode(UnsavedRequest)
+        self._check_registered(request.incarnation)
+        if self._last_unsaved != (key := (request.incarnation, request.step)):  # else the report is repeated
+            self._last_unsaved = key
+            self._progress.record_failure("checkpoints", Failure.from_exception(StorageFull(request.message)))
         return WireMessage.encode(None)
 
     def _can_answer(self, request: BatchRequest) -> bool:

@@ -47,6 +47,9 @@ class BatchSource(Protocol):
     def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
         """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
 
+    def report_unsaved(self, step: int, message: str) -> None:
+        """Report that the disk had no room for the checkpoint after `step` steps."""
+
     def close(self) -> None:
         """Release connections."""
 

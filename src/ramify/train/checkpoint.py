@@ -2,8 +2,8 @@
 
 A checkpoint is a directory written by torch's distributed checkpointing (DCP): all ranks write their shares at the same
 time, and any number of ranks can load them. It is written under a temporary name and renamed when it is complete, and
-checksums detect later damage (`checkpoint_manifest`). If the disk is full, the save raises StorageFull and leaves the
-earlier checkpoints unchanged.
+checksums detect later damage (`checkpoint_manifest`). If the disk has no room, older checkpoints are removed, but never
+the last one; if that does not help, the save raises StorageFull.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.fencing.token import FencingToken
@@ -73,15 +74,32 @@ class CheckpointManager:
         """Return the directory to which this trainer saves the checkpoint of a step."""
         return get_step_directory(self.directory, step, self.token)
 
-    def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None, *, committed: int | None = None
+    ) -> Path:
         """Save the trainer's state after `step` steps, and a note that `load` returns.
 
-        Raises StorageFull or StorageFailed, with nothing changed.
+        If the disk has no room, the checkpoints before `committed`, the last committed one, are removed. Raises
+        StorageFull or StorageFailed; the last committed checkpoint is unchanged.
         """
         path = self.path_for(step)
         if self.ranks.broadcast((path / MANIFEST_FILE).exists()):
             return path  # nobody else uses this name
+        try:
+            self._write(trainer, path, step, note)
+        except StorageFull as error:
+            obsolete = [saved for saved in self.list_steps() if committed is not None and saved < committed]
+            if committed is None or not self.ranks.broadcast(obsolete):
+                raise
+            self.warn(f"{error.message}; checkpoints before step {committed} are removed to make room")
+            self.remove_before(committed, keep_last=1)
+            self._write(trainer, path, step, note)
+        return path
+
+    def _write(self, trainer: Trainer, path: Path, step: int, note: Mapping[str, Any] | None) -> None:
+        """Write a checkpoint to `path`. If that fails, remove what was written."""
         partial_path = path.with_name(f".{path.name}.partial")
+        state_bytes = sum(self.ranks.all_gather(_count_state_bytes(trainer)))
         try:
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 if self.ranks.is_first:
@@ -89,6 +107,7 @@ class CheckpointManager:
                     if path.exists():  # without its manifest it is incomplete: replace it
                         remove_directory(path)
                     mkdir_and_fsync(self.directory)
+                    self._check_room(state_bytes)
                     partial_path.mkdir()
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
@@ -113,7 +132,12 @@ class CheckpointManager:
             if self.ranks.is_first:
                 shutil.rmtree(partial_path, ignore_errors=True)
             raise
-        return path
+
+    def _check_room(self, state_bytes: int) -> None:
+        """Raise StorageFull if the disk has no room: a save that fills it would fail the other writers of the run."""
+        if (free := shutil.disk_usage(self.directory).free) < state_bytes:
+            sizes = f"{state_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
+            raise StorageFull(f"{self.directory} has no room for a checkpoint: {sizes}")
 
     def load(self, trainer: Trainer, step: int, *, name: str = "", digest: str = "") -> dict[str, Any]:
         """Restore the trainer's state after `step` steps; returns the note.
@@ -227,6 +251,12 @@ def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield "rng/cpu", torch.get_rng_state()
     if trainer.device.type == "cuda":
         yield "rng/cuda", torch.cuda.get_rng_state(trainer.device)
+
+
+def _count_state_bytes(trainer: Trainer) -> int:
+    """Return the bytes that this rank writes to a checkpoint."""
+    tensors = (value.to_local() if isinstance(value, DTensor) else value for _, value in _iter_state_tensors(trainer))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: Path) -> dict[str, Tensor]:

@@ -164,12 +164,14 @@ class TrainerProcess:
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
     def _save(self, trainer: Trainer, checkpoints: CheckpointManager, step: int, last_saved_step: int) -> int:
-        """Save and commit a checkpoint; returns the last saved step. If the disk is full, the run continues."""
+        """Save and commit a checkpoint; returns the last saved step. If the disk is full, report it and continue."""
         started = time.perf_counter()
         try:
-            path = checkpoints.save(trainer, step)
+            path = checkpoints.save(trainer, step, committed=last_saved_step)
         except StorageFull as error:
-            self.log(f"{error.name}: {error.message}; training continues, the last saved step is {last_saved_step}")
+            message = f"step {step} was not saved: {error.message}; the last saved step is {last_saved_step}"
+            self.log(f"{error.name}: {message}")
+            self.ranks.call_on_first(lambda: self.batch_source.report_unsaved(step, message))
             return last_saved_step
         self.ranks.call_on_first(
             lambda: self.batch_source.commit_checkpoint(step, path.name, compute_manifest_digest(path))

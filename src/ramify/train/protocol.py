@@ -69,3 +69,10 @@ class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
     step: int
     directory: str
     digest: str
+
+
+class UnsavedRequest(RankRequest, frozen=True, kw_only=True):
+    """`unsaved`: the disk had no room for the checkpoint of `step`; training continues without it."""
+
+    step: int
+    message: str

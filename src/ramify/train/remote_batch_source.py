@@ -29,6 +29,7 @@ from ramify.train.protocol import (
     RegisterReply,
     RegisterRequest,
     TrainedRequest,
+    UnsavedRequest,
 )
 from ramify.wire import WireClient, WireMessage
 
@@ -115,6 +116,10 @@ class RemoteBatchSource(BatchSource):
         """Report that the checkpoint of a step is complete."""
         request = CheckpointRequest(**self._sender, step=step, directory=directory, digest=digest)
         self._call_with_retries("checkpoint", request)
+
+    def report_unsaved(self, step: int, message: str) -> None:
+        """Report that a checkpoint could not be saved."""
+        self._call_with_retries("unsaved", UnsavedRequest(**self._sender, step=step, message=message))
 
     def close(self) -> None:
         """Close the connection and end its thread."""

@@ -242,7 +242,9 @@ class _SftRun:
             with self.ranks.raise_together():
                 if self.last_write is not None:
                     self.last_write.result(JOURNAL_TIMEOUT)  # the metrics up to here belong to the checkpoint
-            self.checkpoints.save(trainer, self.steps_done, {"seen": self.examples_seen})
+            committed = max(self.checkpoints.list_steps(), default=0)
+            note = {"seen": self.examples_seen}
+            self.checkpoints.save(trainer, self.steps_done, note, committed=committed)
         except StorageFull as error:
             if required:
                 raise

@@ -1,0 +1,106 @@
+"""Rough estimate of the disk space that checkpoints and published weights need, compared with the free space.
+
+A new checkpoint is complete before an old one is removed. So a run that saves more than once needs room for two
+checkpoints, and for one more than `checkpoint.keep_last` to keep all of them.
+"""
+
+import math
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ramify.launch.memory import GIB, LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize
+from ramify.launch.shared_storage import call_storage_blocking
+from ramify.orchestrate.config import RunConfig
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
+from ramify.train.weights_directory import WEIGHTS_DIR
+
+MOMENT_BYTES_BY_OPTIMIZER = {"adamw": MOMENT_BYTES, "muon": MOMENT_BYTES // 2}  # per trained parameter, at least
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEstimate:
+    """What a run writes to the disk of `directory`, and how many bytes there are for it, in bytes."""
+
+    directory: Path
+    checkpoint: int
+    weights: int
+    """All versions of the published weights that are on the disk at the same time."""
+    num_saves: int
+    """Checkpoints that the run saves until its end."""
+    keep_last: int
+    available: int
+    """Free space, and what checkpoints and weights of this run already take."""
+    is_guessed: bool
+    """Whether the size of the model is a guess from its name."""
+
+    @property
+    def num_fitting(self) -> int:
+        """The number of checkpoints that fit beside the published weights."""
+        return max(0, self.available - self.weights) // self.checkpoint
+
+    def find_problem(self) -> str | None:
+        """Return why the run cannot save all its steps; None if it can."""
+        if self.num_fitting >= (num_needed := min(2, self.num_saves)):
+            return None
+        needed = self.weights + num_needed * self.checkpoint
+        reason = " (a new one is complete before the old one is removed)" if num_needed > 1 else ""
+        advice = "free some space, set `output` to a larger disk, or train adapters ([trainer.lora])"
+        return (
+            f"the disk of {self.directory} is too small: {num_needed} checkpoint{'s' * (num_needed > 1)} of "
+            f"{_format_size(self.checkpoint)}{reason} and published weights need about {_format_size(needed)}, "
+            f"{_format_size(self.available)} are available; {advice}"
+        )
+
+    def format_lines(self) -> list[str]:
+        """Return the estimate as lines of a plan, with a warning if the disk is too small."""
+        sizes = f"checkpoint {_format_size(self.checkpoint)}, published weights {_format_size(self.weights)}"
+        warning = self.find_warning()
+        line = f"disk, roughly: {sizes}; {_format_size(self.available)} available in {self.directory}"
+        return [line, *([f"warning: {warning}"] if warning else [])]
+
+    def find_warning(self) -> str | None:
+        """Return why the run cannot keep as many checkpoints as it should; None if it can."""
+        if (problem := self.find_problem()) is not None:
+            return problem
+        if self.num_fitting >= min(self.keep_last + 1, self.num_saves):
+            return None
+        fitting = f"the disk of {self.directory} has room for {self.num_fitting} checkpoints"
+        return (
+            f"{fitting} of {_format_size(self.checkpoint)}; checkpoint.keep_last = {self.keep_last} needs "
+            f"{self.keep_last + 1} for a moment: older ones are removed earlier, the last one never"
+        )
+
+
+def estimate_disk(config: RunConfig) -> DiskEstimate | None:
+    """Estimate the disk space of a run; None if the size of its model is unknown.
+
+    Raises StorageFailed if shared storage does not answer.
+    """
+    if (model := ModelSize.from_name(config.model.name)) is None:
+        return None
+    trainer, directory = config.trainer, config.shared_path or config.path
+    num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
+    num_versions = 1 if config.weights.transport == "shm" else 2  # one is in use while the next is written
+    measure = partial(_measure_available, directory)
+    return DiskEstimate(
+        directory,
+        checkpoint=max(1, int(num_trained * (MASTER_BYTES + MOMENT_BYTES_BY_OPTIMIZER[trainer.optim.type]))),
+        weights=num_versions * model.num_parameters * (4 if trainer.dtype == "float32" else 2),
+        num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
+        keep_last=config.checkpoint.keep_last,
+        available=measure() if config.shared_path is None else call_storage_blocking(measure, directory),
+        is_guessed=model.is_guessed,
+    )
+
+
+def _measure_available(directory: Path) -> int:
+    """Return the free bytes on the disk of `directory`, and those of the checkpoints and weights of the run in it."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    files = [file for name in (CHECKPOINTS_DIR, WEIGHTS_DIR) for file in (directory / name).rglob("*")]
+    return shutil.disk_usage(existing).free + sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _format_size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

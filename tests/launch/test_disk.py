@@ -1,0 +1,44 @@
+"""The disk space of a run: one that cannot save its checkpoints is refused, one that cannot keep them all is warned."""
+
+import pytest
+
+from ramify.errors import ConfigInvalid
+from ramify.launch.disk import estimate_disk
+from ramify.launch.plan import build_plan
+from tests.launch.test_plan import config
+
+CHECKPOINT_MIB = 16  # of the model tiny, about: 12 bytes for each of its 1.3 million parameters
+
+
+def test_checkpoint_size_is_estimated_from_the_model(tmp_path):
+    full, lora, muon = (
+        estimate_disk(config(tmp_path, trainer=table))
+        for table in ({}, {"lora": {"enabled": True}}, {"optim": {"type": "muon"}})
+    )
+    assert CHECKPOINT_MIB - 1 < full.checkpoint / 2**20 < CHECKPOINT_MIB + 1
+    assert lora.checkpoint < muon.checkpoint < full.checkpoint
+    assert full.find_warning() is None
+
+
+@pytest.mark.megabytes(30)
+def test_disk_without_room_for_two_checkpoints_is_refused(small_disk):
+    with pytest.raises(ConfigInvalid, match=r"output: the disk of .*/run is too small: 2 checkpoints of 1\d\.\d MiB"):
+        build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[], dry_run=True)
+    build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 8}), gpus=[])  # it saves once
+
+
+@pytest.mark.megabytes(30)
+def test_disk_is_only_warned_about_if_the_model_may_be_elsewhere(small_disk):
+    plan = build_plan(config(small_disk, model={"name": "org/Some-10M"}), gpus=[], dry_run=True)
+    assert "warning: the disk of" in "\n".join(plan.format_lines())
+
+
+@pytest.mark.megabytes(45)
+def test_plan_warns_if_not_all_checkpoints_fit(small_disk):
+    plan = build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[])
+    warning = "has room for 2 checkpoints of 1"
+    assert [line for line in plan.format_lines() if line.startswith("warning:") and warning in line]
+    checkpoint = small_disk / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "data").write_bytes(bytes(20 << 20))  # a resumed run has its checkpoints already
+    build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[])
