@@ -15,6 +15,9 @@ def test_checkpoint_size_is_estimated_from_the_model(tmp_path):
         estimate_disk(config(tmp_path, trainer=table))
         for table in ({}, {"lora": {"enabled": True}}, {"optim": {"type": "muon"}})
     )
+    assert full is not None
+    assert lora is not None
+    assert muon is not None
     assert CHECKPOINT_MIB - 1 < full.checkpoint / 2**20 < CHECKPOINT_MIB + 1
     assert lora.checkpoint < muon.checkpoint < full.checkpoint
     assert full.find_warning() is None

@@ -18,7 +18,8 @@ from tests.train.models import SINGLE_RANK
 
 def make_trainer(model: Path, optimizer: str = "adamw", **settings):
     optim = {"type": optimizer, "lr": 1e-3, "schedule": {"type": "linear", "warmup_steps": 2}}
-    return build_trainer(model, TrainerConfig(pack_tokens=128, optim=optim, **settings), SINGLE_RANK, total_steps=20)
+    config = TrainerConfig.model_validate({"pack_tokens": 128, "optim": optim, **settings})
+    return build_trainer(model, config, SINGLE_RANK, total_steps=20)
 
 
 def copy_weights(trainer) -> dict[str, torch.Tensor]:

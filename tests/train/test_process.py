@@ -224,6 +224,8 @@ def test_calls_may_be_repeated_and_a_replaced_trainer_is_refused():
         try:
             assert old.register(0, 1, PackSpec(pack_tokens=128), None).incarnation == 0
             first, repeated = (old.get_batch(0) for _ in range(2))
+            assert first is not None
+            assert repeated is not None
             assert encode_batch(first) == encode_batch(repeated)
             assert old.get_batch(2) is None
             old.commit_checkpoint(1, "step_000001-0", "digest")
@@ -249,7 +251,10 @@ def test_a_trainer_registers_again_with_a_restarted_orchestrator_under_the_same_
         restarted = FakeOrchestrator(batches, first.address)
         restarted.incarnation = first.incarnation  # as its ledger would tell
         with restarted:
-            assert encode_batch(source.get_batch(0)) == encode_batch(batch)
+            repeated = source.get_batch(0)
+            assert batch is not None
+            assert repeated is not None
+            assert encode_batch(repeated) == encode_batch(batch)
             assert (restarted.world_size, restarted.incarnation) == (1, 0)
             assert restarted.published == [(("p", 0, 1), "/weights/0-000001")]  # engines may not have loaded it yet
     finally:
