@@ -87,3 +87,30 @@ def test_the_configuration_page_names_every_key_of_a_source() -> None:
 def test_the_reading_list_has_existing_files_of_at_most_9000_lines() -> None:
     files = re.findall(r"^\| `([^`]+)` \|", (DOCS / "reading.md").read_text(), re.MULTILINE)
     assert sum(len((ROOT / "src/ramify" / file).read_text().splitlines()) for file in files) <= 9000
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "row"),
+    [
+        (
+            "docs/scaling.md",
+            r"(\d+) to (\d+) such rollouts a second",
+            r"4 env servers, rollouts/s.*? \| (\d+).*?(\d+) \|",
+        ),
+        (
+            "README.md",
+            r"rollouts per second, two workers \| (\d+) \| verifiers: (\d+)",
+            r"2 / 4 workers \| \d+ / (\d+) / \d+ \| \d+ / (\d+)",
+        ),
+        (
+            "README.md",
+            r"0.48 B .*? \| ([\d.]+) s \| .*: ([\d.]+) s",
+            r"one step, s \| ([\d.]+) \| [\d.]+ \| ([\d.]+) .* 7 × TRL",
+        ),
+    ],
+)
+def test_figures_are_those_of_the_benchmarks_page(page: str, sentence: str, row: str) -> None:
+    quoted = re.search(sentence, (ROOT / page).read_text())
+    measured = re.search(row, (DOCS / "benchmarks.md").read_text())
+    assert quoted is not None and measured is not None
+    assert quoted.groups() == measured.groups()
