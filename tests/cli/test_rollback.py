@@ -53,6 +53,7 @@ def run(tmp_path) -> Path:
             train(ledger, step)
         run_all(ledger.commit_version(make_commit(ledger, 4)))
         store.set_fact(FINISHED_KEY, 4)
+        RunLog(store).log_event("finished")
     save_checkpoint(tmp_path / "run", 2)
     (save_checkpoint(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
     return tmp_path / "run"
@@ -79,6 +80,14 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
     with RunStore.open(run, write=False) as store:
         assert Ledger.open_readonly(store).progress().incarnation == 1
         assert store.get_fact(FINISHED_KEY) is None
+
+
+def test_a_run_that_was_rolled_back_passes_the_audit(run, capsys):
+    assert main(["rollback", str(run), "2"]) == 0
+    capsys.readouterr()
+    assert main(["why", str(run), "--audit"]) == 0, capsys.readouterr().out
+    assert main(["why", str(run)]) == 0
+    assert "is stopped: 2 steps committed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ def query_status(path: Path, *, timeout: float = DEFAULT_TIMEOUT) -> tuple[Statu
 
 
 def has_finished(store: RunStore) -> bool:
-    """Return whether the run reached its last step when it ran last."""
-    lifecycle_kinds = ("started", "finished", "stopped", "left")  # earlier versions wrote "left" for "stopped"
+    """Return whether the run reached its last step when it ran last, and was not rolled back since."""
+    # earlier versions wrote "left" for "stopped"
+    lifecycle_kinds = ("started", "finished", "stopped", "left", "rolled_back")
     kinds = [event.kind for event in RunLog(store).events() if event.kind in lifecycle_kinds]
     return kinds[-1:] == ["finished"]
 
