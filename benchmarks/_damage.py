@@ -58,7 +58,7 @@ def remove(path: Path, _: random.Random) -> None:
     path.unlink()
 
 
-# SQLite keeps no checksums: inverted bytes inside a value are a value, so pages of the ledger are zeroed instead.
+# A killed run has no checksum of its ledger: inverted bytes inside a value are a value, so pages are zeroed instead.
 WAYS: dict[str, tuple[Callable[[Path, random.Random], None], ...]] = {
     CHECKPOINT: (flip_bytes, zero_page, truncate, empty, remove),
     LEDGER: (zero_page, truncate, empty, remove),

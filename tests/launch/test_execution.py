@@ -36,7 +36,8 @@ file = open(sys.argv[1], "w"); fcntl.flock(file, fcntl.LOCK_EX); print("held", f
 """
 
 COMMITS_STEPS = """
-import sqlite3
+import pathlib, sqlite3
+pathlib.Path(DIR + "/run/run.sqlite.sha256").unlink(missing_ok=True)
 ledger = sqlite3.connect(DIR + "/run/run.sqlite")
 ledger.execute("CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
 ledger.execute("REPLACE INTO marks VALUES ('committed', {steps})")

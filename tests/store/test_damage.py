@@ -1,6 +1,8 @@
 """A run with damaged files is refused or reported, and nothing is deleted."""
 
 import asyncio
+import random
+import shutil
 import sqlite3
 import tempfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from ramify.errors import RunDamaged
 from ramify.store import Ledger, RunStore, open_run
 from ramify.store.integrity import check_storage
 from ramify.store.ledger import GroupRecord
+from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from tests.store.rollouts import rollout
 
@@ -66,6 +69,7 @@ def delete_rows(path: Path) -> None:
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         connection.execute(f"DELETE FROM {table}")
     connection.close()
+    (path / "run.sqlite.sha256").unlink()  # as if an earlier version of Ramify had written the run
 
 
 def results(path: Path) -> dict[str, bytes]:
@@ -197,6 +201,92 @@ def test_a_lost_database_page_is_reported(run, capsys):
         code, output = audit(run, capsys)
         assert code == 1, page
         assert "Traceback" not in output
+
+
+def flip_bit(path: Path, index: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[index] ^= 1 << index % 8
+    path.write_bytes(content)
+
+
+def test_any_changed_byte_of_a_closed_database_is_reported(run, capsys):
+    path = run / "run.sqlite"
+    intact, positions = path.read_bytes(), random.Random(0)
+    header = range(0, 100, 7)
+    pages = [page * 4096 + positions.randrange(4096) for page in range(len(intact) // 4096)]
+    for index in [*header, *pages]:
+        flip_bit(path, index)
+        code, output = audit(run, capsys)
+        assert code == 1, index
+        assert "Traceback" not in output
+        path.write_bytes(intact)
+    assert audit(run, capsys)[0] == 0
+
+
+def test_a_changed_value_is_refused_until_the_user_accepts_it(run):
+    with sqlite3.connect(run / "run.sqlite") as connection:
+        connection.execute("UPDATE rollouts SET reward = 9 WHERE id = 'r1'")
+    connection.close()
+    with pytest.raises(RunDamaged, match=r"run\.sqlite\.sha256") as refused:
+        open_run(run, IDENTITY)
+    assert "if you changed it yourself, delete" in refused.value.message
+    (run / "run.sqlite.sha256").unlink()
+    with open_run(run, IDENTITY) as store:
+        assert store.rollouts(id="r1")[0].reward == 9
+
+
+def test_a_killed_run_has_no_checksum_and_the_audit_says_so(run, tmp_path, capsys):
+    assert "no checksum" not in audit(run, capsys)[1]
+    with open_run(run, IDENTITY):
+        shutil.copytree(run, tmp_path / "killed")
+    code, output = audit(tmp_path / "killed", capsys)
+    assert code == 0
+    assert "run.sqlite has no checksum" in output
+
+
+def test_a_reader_of_the_last_commit_only_delays_the_checksum(run):
+    with open_run(run, IDENTITY):
+        pass
+    with RunStore.open(run, write=False, lock=False) as reader:
+        assert reader.rollouts()
+        with open_run(run, IDENTITY) as store:
+            store.set_fact("key", 1)
+        assert not (run / "run.sqlite.sha256").exists(), "the reader keeps pages in the write-ahead log"
+    with open_run(run, IDENTITY):
+        pass
+    assert (run / "run.sqlite.sha256").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE facts SET value = x'c1'",
+        "UPDATE attempts SET notes = x'c1'",
+        "UPDATE groups SET state = 'trainee'",
+        "INSERT INTO marks VALUES ('comitted', 1)",
+        "INSERT INTO events VALUES (0, 'started', x'c1')",
+        "INSERT INTO batches VALUES (0, x'c1', x'80', x'80')",
+        "INSERT INTO served VALUES (0, 0, x'c1')",
+    ],
+)
+def test_a_row_that_cannot_be_decoded_is_damage(run, capsys, change):
+    with sqlite3.connect(run / "run.sqlite") as connection:
+        connection.execute(change)
+    connection.close()
+    (run / "run.sqlite.sha256").unlink()
+    with RunStore.open(run, write=False) as store, pytest.raises(RunDamaged, match="cannot be decoded"):
+        read_everything(store)
+    code, output = audit(run, capsys)
+    assert "DecodeError" not in output
+    assert code == 1 or "facts" in change, "the audit reads no facts"
+
+
+def read_everything(store: RunStore) -> None:
+    ledger = Ledger.open_readonly(store)
+    store.get_fact("identity")
+    RunLog(store).events()
+    for read in (ledger.progress, ledger.groups, ledger.attempts, ledger.batches, ledger.served_batches):
+        read()
 
 
 def test_a_reward_that_differs_from_its_trace_is_reported(run, capsys):

@@ -81,6 +81,7 @@ def test_a_run_of_a_later_version_is_refused_and_unchanged(tmp_path, write):
     assert read_version(connection) == len(MIGRATIONS)
     connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     connection.close()
+    (tmp_path / "run" / "run.sqlite.sha256").unlink()
     with pytest.raises(SchemaUnsupported, match=r"version \d+.*reads up to \d+.*later one"):
         RunStore.open(tmp_path / "run", write=write)
     assert read_version(connect(file)) == len(MIGRATIONS) + 1
@@ -94,6 +95,7 @@ def test_a_run_of_a_later_version_with_other_tables_is_not_called_damaged(tmp_pa
     connection.execute("ALTER TABLE facts RENAME TO settings")
     connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     connection.close()
+    (tmp_path / "run" / "run.sqlite.sha256").unlink()
     with pytest.raises(SchemaUnsupported, match="later one"):
         RunStore.open(tmp_path / "run", write=write)
 
@@ -104,6 +106,7 @@ def test_a_run_without_a_version_gets_one_when_it_is_opened_for_writing(tmp_path
     connection = connect(file)
     connection.execute("PRAGMA user_version = 0")
     connection.close()
+    (tmp_path / "run" / "run.sqlite.sha256").unlink()
     RunStore.open(tmp_path / "run", write=False).close()
     assert read_version(connect(file)) == 0
     RunStore.open(tmp_path / "run").close()

@@ -260,6 +260,7 @@ def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, in
 def _print_audit(path: Path) -> int:
     """Print the problems of the run's files and its ledger; return the exit code."""
     from ramify.store import RunStore
+    from ramify.store.index import DATABASE_NAME, has_index_checksum
     from ramify.store.integrity import check_storage
 
     try:
@@ -277,7 +278,9 @@ def _print_audit(path: Path) -> int:
     for problem in problems:
         print(problem)
     verdict = f"{len(problems)} problems" if problems else "no problems"
-    print(f"{path}: {size}: {verdict}")
+    reason = "it was not closed, or by an earlier version of ramify"
+    note = "" if has_index_checksum(path) else f"; {DATABASE_NAME} has no checksum: {reason}"
+    print(f"{path}: {size}: {verdict}{note}")
     return 1 if problems else 0
 
 

@@ -3,14 +3,22 @@
 When a run is opened for writing, everything that the index does not list is removed, because it is an unfinished write.
 If the index was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results but
 whose index lists nothing is refused, before anything in it is changed.
+
+SQLite keeps no checksums of its pages. So a writer that closes the run stores a checksum of the whole file beside it,
+and the next writer removes it. A run whose writer was killed has none.
 """
 
+import contextlib
+import hashlib
 import sqlite3
 from pathlib import Path
 
-from ramify.errors import RunDamaged
+from ramify.errors import RamifyError, RunDamaged
+from ramify.files import fsync_path, write_atomically
 
 DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
+CHECKSUM_NAME = f"{DATABASE_NAME}.sha256"  # in the format of sha256sum
+MERGE_TIMEOUT = 1.0  # seconds to wait for readers when the write-ahead log is merged into the database
 RECOVERY_HINT = (
     f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run, or repeat the command with "
     "--fresh, which moves the directory aside and starts a new run"
@@ -40,6 +48,53 @@ def check_index_pages(path: Path, connection: sqlite3.Connection) -> None:
     problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
     if problems:
         raise make_damage_error(path, "; ".join(problems))
+
+
+def merge_write_ahead_log(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log into the database; return False if a reader still uses the log."""
+    connection.execute(f"PRAGMA busy_timeout = {MERGE_TIMEOUT * 1000:.0f}")
+    is_busy, *_ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not is_busy
+
+
+def write_index_checksum(path: Path) -> None:
+    """Store the checksum of a database that is closed and has no write-ahead log. Without room for it there is none."""
+    with contextlib.suppress(OSError, RamifyError):
+        write_atomically(path / CHECKSUM_NAME, f"{_hash_index(path)}  {DATABASE_NAME}\n")
+        fsync_path(path / CHECKSUM_NAME)
+
+
+def remove_index_checksum(path: Path) -> None:
+    """Remove the checksum, before anything in the database is changed."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / CHECKSUM_NAME).unlink()
+        fsync_path(path)
+
+
+def has_index_checksum(path: Path) -> bool:
+    """Return whether the database has a checksum: its last writer was not killed."""
+    return (path / CHECKSUM_NAME).is_file()
+
+
+def find_changed_index(path: Path) -> str | None:
+    """Return the problem if the database is not the one that its checksum was made of; None without a checksum.
+
+    Call it without open connections, or in a process that only reads: closing the file releases SQLite's locks on it.
+    """
+    if not has_index_checksum(path) or (path / CHECKSUM_NAME).read_bytes()[:64] == _hash_index(path).encode():
+        return None
+    return f"its content is not what {CHECKSUM_NAME} was made of when the run was closed"
+
+
+def check_index_checksum(path: Path) -> None:
+    """Raise RunDamaged if the database has changed since the run was closed."""
+    if problem := find_changed_index(path):
+        raise make_damage_error(path, f"{problem}; if you changed it yourself, delete {path / CHECKSUM_NAME}")
+
+
+def _hash_index(path: Path) -> str:
+    with (path / DATABASE_NAME).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_damage_error(path: Path, problem: str) -> RunDamaged:

@@ -1,8 +1,9 @@
 """Integrity checks of a run's files: its database, and every frame of its trace segments.
 
-SQLite checks its pages and indexes, but cannot detect a value that was changed inside a page. So the tables are
-compared with the segments: every frame must match its checksum, every rollout must have a frame, and every record must
-have the reward of its trace. `ramify.store.audit` checks that the rows of the ledger agree with each other.
+SQLite checks its pages and indexes, but cannot detect a value that was changed inside a page. The checksum of the file
+can, but a killed run has none. So the tables are also compared with the segments: every frame must match its checksum,
+every rollout must have a frame, and every record must have the reward of its trace. `ramify.store.audit` checks that
+the rows of the ledger agree with each other.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ramify.errors import RamifyError, StorageFailed
-from ramify.store.index import DATABASE_NAME
+from ramify.store.index import DATABASE_NAME, find_changed_index
 from ramify.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.store.run_store import RunStore
 
@@ -30,6 +31,8 @@ def _check_database(store: RunStore) -> Iterator[str]:
         problems = [line for (line,) in store.select("PRAGMA integrity_check") if line != "ok"]
     except StorageFailed as error:
         problems = [error.message]
+    if changed := find_changed_index(store.path):
+        problems.append(changed)
     yield from (f"{store.path / DATABASE_NAME}: {problem}" for problem in problems)
 
 

@@ -9,6 +9,7 @@ from version s.
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Self
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from ramify.errors import ConfigInvalid, TransitionRefused
 from ramify.fencing.token import FencingToken, check_token
 from ramify.store.group_state import DropReason, GroupState, check_transition
+from ramify.store.index import make_damage_error
 from ramify.store.ledger_tables import (
     LEDGER_TABLES,
     AttemptRecord,
@@ -26,7 +28,7 @@ from ramify.store.ledger_tables import (
     TrainerRegistration,
 )
 from ramify.store.rollout_table import RolloutRecord
-from ramify.store.run_store import EpisodeData, RunStore, TableChange
+from ramify.store.run_store import EpisodeData, RunStore, TableChange, decode_column
 from ramify.trace import Trace
 
 _GROUP_COLUMNS = "number, source, task, epoch, size, incarnation, version, state, step, reason, detail"
@@ -314,6 +316,8 @@ class Ledger:
     def progress(self) -> LedgerProgress:
         """Return how far the run is."""
         values: dict[str, int] = dict(self.store.select("SELECT name, value FROM marks"))
+        if unknown := values.keys() - {field.name for field in fields(LedgerProgress)}:
+            raise make_damage_error(self.store.path, f"the names {sorted(unknown)} of `marks` cannot be decoded")
         return LedgerProgress(**values)
 
     def commits(self) -> list[CommitRecord]:
@@ -328,8 +332,11 @@ class Ledger:
     def load_states(self, prefix: str = "") -> dict[str, Any]:
         """Return the states whose names begin with `prefix`, by their names without it."""
         query = "SELECT name, value FROM states WHERE substr(name, 1, ?) = ?"
-        rows = self.store.select(query, (len(prefix), prefix))
-        return {name.removeprefix(prefix): msgspec.msgpack.decode(value) for name, value in rows}
+        return dict(
+            self.store.select_records(
+                lambda row: (row[0].removeprefix(prefix), msgspec.msgpack.decode(row[1])), query, (len(prefix), prefix)
+            )
+        )
 
     def get_reference_scores(self, group_number: int) -> bytes | None:
         """Return the encoded scores of another model for a scored group that is not in a batch; None without one."""
@@ -338,8 +345,9 @@ class Ledger:
 
     def get_algorithm_state_before(self, group_number: int) -> dict[str, Any] | None:
         """Return the algorithm's state before it scored a group that is not in a batch; None without a state."""
-        rows = self.store.select("SELECT state FROM algorithm_states WHERE number = ?", (group_number,))
-        return msgspec.msgpack.decode(rows[0][0]) if rows else None
+        query = "SELECT state FROM algorithm_states WHERE number = ?"
+        states = self.store.select_records(decode_column, query, (group_number,))
+        return states[0] if states else None
 
     def sources(self) -> dict[str, int | None]:
         """Return the number of tasks in one epoch of each declared source; None for a source without epochs."""
@@ -398,22 +406,23 @@ class Ledger:
         """Return the attempts of one group, or of all groups."""
         where, values = ("", ()) if group_number is None else ("WHERE number = ?", (group_number,))
         query = f"SELECT {_ATTEMPT_COLUMNS} FROM attempts {where} ORDER BY number, attempt"
-        return [AttemptRecord.from_row(row) for row in self.store.select(query, values)]
+        return self.store.select_records(AttemptRecord.from_row, query, values)
 
     def batches(self, first_step: int = 0) -> list[BatchRecord]:
         """Return the batches from `first_step` on; those from `progress().committed` on are served to a new trainer."""
         query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE step >= ? ORDER BY step"
-        return [BatchRecord.from_row(row) for row in self.store.select(query, (first_step,))]
+        return self.store.select_records(BatchRecord.from_row, query, (first_step,))
 
     def get_batch(self, step: int) -> BatchRecord | None:
         """Return the batch of a step; None if it was not recorded."""
-        rows = self.store.select(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE step = ?", (step,))
-        return BatchRecord.from_row(rows[0]) if rows else None
+        query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE step = ?"
+        batches = self.store.select_records(BatchRecord.from_row, query, (step,))
+        return batches[0] if batches else None
 
     def served_batches(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """Return (incarnation, step, group numbers) of every batch that was served to a trainer."""
-        rows = self.store.select("SELECT incarnation, step, members FROM served ORDER BY step, incarnation")
-        return [(incarnation, step, tuple(msgspec.msgpack.decode(members))) for incarnation, step, members in rows]
+        query = "SELECT incarnation, step, members FROM served ORDER BY step, incarnation"
+        return self.store.select_records(lambda row: (row[0], row[1], tuple(msgspec.msgpack.decode(row[2]))), query)
 
     def get_step_trainer(self, step: int) -> int | None:
         """Return the incarnation whose training of a step counts; None if no trainer was served the step's batch.
@@ -427,7 +436,7 @@ class Ledger:
 
     def _select_groups(self, condition: str, *values: Any) -> list[GroupRecord]:
         query = f"SELECT {_GROUP_COLUMNS} FROM groups WHERE {condition} ORDER BY number"
-        return [GroupRecord.from_row(row) for row in self.store.select(query, values)]
+        return self.store.select_records(GroupRecord.from_row, query, values)
 
     async def _submit_change(
         self, apply: TableChange, rollouts: Sequence[tuple[RolloutRecord, EpisodeData]] = ()

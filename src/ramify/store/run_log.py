@@ -33,6 +33,12 @@ class RunEvent(NamedTuple):
     kind: str
     fields: dict[str, Any]
 
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> "RunEvent":
+        """Return the event of a row of the table."""
+        seconds, kind, fields = row
+        return cls(seconds, kind, msgspec.msgpack.decode(fields))
+
 
 def read_metrics_by_step(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of a finished run, one dict for each step: `{"step": 3, "train/loss": 0.2, ...}`."""
@@ -69,11 +75,10 @@ class RunLog:
         """Return the last value of every (step, name) whose name matches `glob`, ordered by step and name."""
         query = """SELECT step, name, value FROM metrics WHERE rowid IN (
             SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
-        rows = self._store.select(query, (glob,))
-        return [MetricPoint(step, name, float(value)) for step, name, value in rows]
+        return self._store.select_records(lambda row: MetricPoint(row[0], row[1], float(row[2])), query, (glob,))
 
     def events(self, kind: str | None = None) -> list[RunEvent]:
         """Return all events, or those of one kind, in order."""
         where, values = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
-        rows = self._store.select(f"SELECT time, kind, fields FROM events {where} ORDER BY rowid", values)
-        return [RunEvent(seconds, name, msgspec.msgpack.decode(fields)) for seconds, name, fields in rows]
+        query = f"SELECT time, kind, fields FROM events {where} ORDER BY rowid"
+        return self._store.select_records(RunEvent.from_row, query, values)

@@ -6,13 +6,14 @@ being written: SQLite isolates it, and traces are only ever appended.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -25,11 +26,15 @@ from ramify.store import rollout_table
 from ramify.store.index import (
     DATABASE_NAME,
     TRACES_DIR,
+    check_index_checksum,
     check_index_contents,
     check_index_file,
     check_index_pages,
     is_corruption_error,
     make_damage_error,
+    merge_write_ahead_log,
+    remove_index_checksum,
+    write_index_checksum,
 )
 from ramify.store.locks import describe_holders, write_holder
 from ramify.store.migrations import check_version, migrate, migrate_copy
@@ -37,6 +42,8 @@ from ramify.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.store.run_writer import RunWriter, wrap_storage_errors
 from ramify.store.segment_log import SegmentLog
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
+
+T = TypeVar("T")
 
 LOCK_NAME = "run.lock"
 BLOCKING_CHANGE_TIMEOUT = 60.0  # seconds for a change that is waited for outside an event loop
@@ -71,8 +78,8 @@ class RunStore:
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
-        are checked too. Raises SchemaUnsupported if a later version of Ramify wrote the index; the tables of an earlier
-        version are migrated, for a reader in a copy.
+        and its checksum are checked too. Raises SchemaUnsupported if a later version of Ramify wrote the index; the
+        tables of an earlier version are migrated, for a reader in a copy.
         """
         with wrap_storage_errors(path):
             check_index_file(path)
@@ -83,6 +90,8 @@ class RunStore:
             lock_fd = acquire_lock(path, write=write) if lock or write else None
             reader: sqlite3.Connection | None = None
             try:
+                if write:
+                    check_index_checksum(path)
                 reader = _connect_readonly(path) if lock_fd is None else _connect(path)
                 if write:
                     check_index_pages(path, reader)
@@ -92,6 +101,7 @@ class RunStore:
                 if not write:
                     reader = migrate_copy(reader)
                 else:
+                    remove_index_checksum(path)
                     migrate(reader)
                     reader.executescript(rollout_table.ROLLOUT_TABLES)
                     segments.open(dict(reader.execute("SELECT number, length FROM segments")))
@@ -155,14 +165,25 @@ class RunStore:
         with wrap_storage_errors(self.path):
             return self._reader.execute(query, values).fetchall()
 
+    def select_records(self, build: Callable[[tuple[Any, ...]], T], query: str, values: Sequence[Any] = ()) -> list[T]:
+        """Return what `build` makes of each row that an SQL query finds.
+
+        Raises RunDamaged if it raises an error: the row is not one that was written.
+        """
+        rows = self.select(query, values)
+        try:
+            return [build(row) for row in rows]
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise make_damage_error(self.path, f"a row of `{query}` cannot be decoded: {error}") from error
+
     def set_fact(self, key: str, value: Any) -> None:
         """Store plain data about the run under `key`; it is durable when this returns."""
         self.wait_for_change(self.submit_change(build_fact_change(key, value)))
 
     def get_fact(self, key: str) -> Any:
         """Return what `set_fact` stored under `key`; None if there is nothing."""
-        rows = self.select("SELECT value FROM facts WHERE key = ?", (key,))
-        return msgspec.msgpack.decode(rows[0][0]) if rows else None
+        values = self.select_records(decode_column, "SELECT value FROM facts WHERE key = ?", (key,))
+        return values[0] if values else None
 
     def rollouts(self, **filters: str | int) -> list[RolloutRecord]:
         """Return the rollouts whose columns (source, task, repetition, id) have these values."""
@@ -193,12 +214,17 @@ class RunStore:
             raise TraceCorrupt(f"rollout {rollout_id} in {self.path}: {error.message}") from error
 
     def close(self) -> None:
-        """Commit what is queued and release the run."""
+        """Commit what is queued, store the checksum of the index, and release the run."""
+        is_merged = False
         try:
             if self._writer is not None:
                 self._writer.close()
+                with contextlib.suppress(sqlite3.Error):  # what is committed is durable: only the checksum is missing
+                    is_merged = merge_write_ahead_log(self._reader)
         finally:
             self._reader.close()
+            if is_merged:
+                write_index_checksum(self.path)
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
 
@@ -207,6 +233,11 @@ class RunStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def decode_column(row: tuple[Any, ...]) -> Any:
+    """Return the plain data that the only column of a row holds."""
+    return msgspec.msgpack.decode(row[0])
 
 
 def build_fact_change(key: str, value: Any) -> TableChange:
