@@ -97,7 +97,9 @@ def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
     with fifo.open("r+b", buffering=0) as pipe:
         execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=WaitDisplay())
     assert set(startup_waits) == {""}
-    assert read_record(path)["earlier_snapshot_time"] == read_snapshot(path).time
+    snapshot = read_snapshot(path)
+    assert snapshot is not None
+    assert read_record(path)["earlier_snapshot_time"] == snapshot.time
 
 
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
@@ -127,8 +129,8 @@ def test_failure_that_ended_a_run_is_recorded(tmp_path):
 def test_different_run_with_the_same_name_is_refused(tmp_path):
     execute_plan(build_test_plan(tmp_path), display=Display())
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
-        other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
-        execute_plan(build_test_plan(tmp_path, **other), display=Display())
+        other = [{"taskset": {"id": "reverse-text", "max_chars": 5}}]
+        execute_plan(build_test_plan(tmp_path, train=other), display=Display())
 
 
 def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
@@ -173,6 +175,7 @@ def test_run_directory_has_one_supervisor(tmp_path):
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDS_LOCK, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    assert other.stdout is not None
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(RunBusy, match="in use by another"):
