@@ -27,7 +27,16 @@ from ramify.errors import (
 
 DOCS_PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 FAILURE_CLASSES = {name: cls for name, cls in failure_classes().items() if cls.__module__.startswith("ramify.")}
-POLICY_FAILURES = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit", "ImageInvalid"}
+POLICY_FAILURES = {
+    "ContextOverflow",
+    "BudgetExceeded",
+    "RolloutDeadline",
+    "MalformedCall",
+    "AgentExit",
+    "AgentHang",
+    "ImageInvalid",
+    "QuotaExceeded",
+}
 
 
 def raise_and_catch(exc: BaseException) -> BaseException:

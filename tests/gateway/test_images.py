@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 
+from ramify.gateway.request_quota import QuotaSettings
 from ramify.gateway.session import MAX_IMAGE_BYTES
 from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_family
 from ramify.render import load_renderer
@@ -75,7 +76,7 @@ async def converse_with_messages(scenario: Scenario, images: list[list[Media]]) 
         ]
         parts = [{"type": "image", "source": source} for source in sources]
         messages.append({"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]})
-        answer = await scenario.anthropic().messages.create(model="m", messages=messages, max_tokens=50)
+        answer: Any = await scenario.anthropic().messages.create(model="m", messages=messages, max_tokens=50)
         replies.append(answer.content[0].text)
         messages.append({"role": "assistant", "content": replies[-1]})
     return replies
@@ -273,7 +274,9 @@ class SlowFamily:
 def slow_vision(tmp_path):
     """A renderer that is slow to process BLUE, and keeps the arrays of one image only; and its family."""
     renderer = load_renderer(write_vision_model(tmp_path, "tiny"))
-    family = SlowFamily(load_image_family(tmp_path), slow=BLUE)
+    image_family = load_image_family(tmp_path)
+    assert image_family is not None
+    family: Any = SlowFamily(image_family, slow=BLUE)
     renderer.image_cache = ImageCache(family, max_bytes=1)
     yield renderer, family
     family.gate.set()
@@ -320,19 +323,18 @@ def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):
     run_scenario(list(SCRIPT), check, renderer=vision)
 
 
-def test_a_body_that_is_too_large_is_refused(run_scenario, monkeypatch):
-    monkeypatch.setattr("ramify.gateway.http_handlers.MAX_BODY_BYTES", 1000)
-
+def test_a_body_that_is_too_large_is_refused(run_scenario):
     async def check(scenario: Scenario) -> None:
         messages = [{"role": "user", "content": "x" * 2000}]
         answer = await scenario.post("/chat/completions", {"messages": messages})
         assert answer.status_code == 400 and "larger than 1000 bytes" in answer.text
 
-    run_scenario([], check)
+    run_scenario([], check, quota=QuotaSettings(max_bytes=1000, request_bytes=0))
 
 
 def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision, tmp_path):
     family = load_image_family(write_vision_model(tmp_path, "tiny"))
+    assert family is not None
     num_image_tokens = family.process(RED).num_tokens + 3  # and the tokens around them
 
     async def check(scenario: Scenario) -> None:

@@ -1,15 +1,17 @@
-"""A large reply is parsed in a thread, so that the event loop keeps running."""
+"""Large prompts are rendered and large replies parsed in a thread, so that the event loop keeps running."""
 
 import asyncio
 import threading
 from typing import Any
 
+import pytest
+
 from ramify.client import ClientSampling
 from ramify.gateway import TokenPolicy
 from ramify.gateway.policy import PolicyRequest
-from ramify.render import ParsedReply
+from ramify.render import ParsedReply, RenderedPrompt
 from ramify.trace import Message
-from tests.gateway.fake_client import FakeTokenClient
+from tests.gateway.fake_client import FakeTokenClient, make_session, user_request
 from tests.gateway.fake_engine import TINY
 
 MIN_ITERATIONS = 20
@@ -38,27 +40,34 @@ class SlowRenderer:
     """The renderer of tiny, which waits for iterations of the event loop before it parses."""
 
     def __init__(self, counter: LoopCounter) -> None:
-        self.counter, self.waits = counter, True
+        self.counter, self.waits, self.iterations = counter, False, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(TINY, name)
 
     def parse(self, *args: Any) -> ParsedReply:
+        self._wait_for_loop()
+        return TINY.parse(*args)
+
+    def render(self, *args: Any, **options: Any) -> RenderedPrompt:
+        self._wait_for_loop()
+        return TINY.render(*args, **options)
+
+    def _wait_for_loop(self) -> None:
         self.counter.reset()
         if self.waits:
             self.counter.has_run.wait(20)
         self.iterations = self.counter.iterations
-        return TINY.parse(*args)
 
 
 async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, waits: bool = True) -> int:
     counter = LoopCounter()
-    renderer = SlowRenderer(counter)
-    renderer.waits = waits
+    renderer: Any = SlowRenderer(counter)
     policy = TokenPolicy(FakeTokenClient([text]), renderer, "tiny")
     counting = asyncio.create_task(counter.run())
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])
+        renderer.waits = waits
         sampled = await policy.sample(PolicyRequest(prepared, ClientSampling(max_tokens=100_000), "s", 60.0, stop))
         assert sampled.message.content == text
         return renderer.iterations
@@ -74,3 +83,23 @@ def test_the_event_loop_runs_while_a_large_reply_is_parsed():
 
 def test_a_small_reply_is_parsed_in_the_event_loop():
     assert asyncio.run(count_loop_iterations_during_parsing("hello", [], waits=False)) == 0
+
+
+async def count_loop_iterations_during_rendering(text: str, *, is_remote: bool, waits: bool = True) -> int:
+    counter = LoopCounter()
+    renderer: Any = SlowRenderer(counter)
+    session, _ = make_session([], renderer=renderer)
+    assert session.policy.adapt([Message("user", "hi")], {}, starts_conversation=True)  # renders once, and remembers
+    renderer.waits = waits
+    counting = asyncio.create_task(counter.run())
+    try:
+        await session.count_prompt_tokens(user_request(text, is_remote=is_remote))
+        return renderer.iterations
+    finally:
+        counting.cancel()
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_the_event_loop_runs_while_a_large_prompt_is_rendered(is_remote):
+    assert asyncio.run(count_loop_iterations_during_rendering("word " * 5000, is_remote=is_remote)) >= MIN_ITERATIONS
+    assert asyncio.run(count_loop_iterations_during_rendering("hi", is_remote=is_remote, waits=False)) == 0

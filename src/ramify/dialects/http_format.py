@@ -13,6 +13,7 @@ from ramify.errors import (
     ImageMissing,
     ProcessReplaced,
     QueueFull,
+    QuotaExceeded,
     RamifyError,
     RequestInvalid,
     SecretUnknown,
@@ -29,12 +30,13 @@ HTTP_STATUS: dict[type[RamifyError], int] = {
     WeightsRefused: 409,
     ProcessReplaced: 409,
     QueueFull: 503,
+    QuotaExceeded: 429,
     DeadlineExceeded: 504,
 }
 SSE_DONE = b"data: [DONE]\n\n"
 
 
-def decode_body(data: bytes, body_type: type[T]) -> T:
+def decode_body(data: bytes | bytearray, body_type: type[T]) -> T:
     """Decode a JSON body as `body_type`; an empty body is an empty object. Raises RequestInvalid.
 
     A lone surrogate, which JavaScript may send, becomes a question mark.
@@ -54,7 +56,7 @@ def decode_body(data: bytes, body_type: type[T]) -> T:
         raise RequestInvalid(f"{field or 'the body cannot be used'}: {reason}") from error
 
 
-def _replace_surrogates(data: bytes) -> bytes:
+def _replace_surrogates(data: bytes | bytearray) -> bytes | bytearray:
     """Return JSON without lone surrogates; what is not JSON is returned unchanged."""
     try:
         return json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace")
@@ -68,11 +70,11 @@ def get_http_status(error: RamifyError, *, retryable_status: int = 502) -> int:
     Exhausted limits and invalid requests are 400, which SDKs do not retry. A class without a status has that of its
     base class.
     """
-    if error.blame == "policy":
-        return 400
     for cls in type(error).__mro__:
         if cls in HTTP_STATUS:
             return HTTP_STATUS[cls]
+    if error.blame == "policy":
+        return 400
     return retryable_status if error.retryable else 500
 
 

@@ -8,6 +8,7 @@ from ramify.errors.base import Blame, RamifyError, failure_classes
 from ramify.errors.failure import Failure
 from ramify.errors.taxonomy import (
     AgentExit,
+    AgentHang,
     BatchCorrupt,
     BudgetExceeded,
     CallConflict,
@@ -37,6 +38,7 @@ from ramify.errors.taxonomy import (
     ProcessReplaced,
     ProviderError,
     QueueFull,
+    QuotaExceeded,
     RequestCancelled,
     RequestInvalid,
     RolloutDeadline,
@@ -64,6 +66,7 @@ from ramify.errors.taxonomy import (
 
 __all__ = [
     "AgentExit",
+    "AgentHang",
     "BatchCorrupt",
     "Blame",
     "BudgetExceeded",
@@ -95,6 +98,7 @@ __all__ = [
     "ProcessReplaced",
     "ProviderError",
     "QueueFull",
+    "QuotaExceeded",
     "RamifyError",
     "RequestCancelled",
     "RequestInvalid",

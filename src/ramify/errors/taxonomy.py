@@ -43,6 +43,13 @@ class AgentExit(RamifyError, blame="policy", retryable=False):
     """
 
 
+class AgentHang(RamifyError, blame="policy", retryable=False):
+    """Requests of the agent blocked the event loop of two workers, so it is not started a third time.
+
+    Read the stack in the message and the log of the env server, and report what the agent sent.
+    """
+
+
 class ProviderError(RamifyError, blame="system", retryable=True):
     """A model server returned an error, or did not respond.
 
@@ -162,6 +169,13 @@ class ImageMissing(RamifyError, blame="system", retryable=True):
     """
 
     hashes: tuple[str, ...] = ()  # of the missing images, where the error is raised and in the client of the server
+
+
+class QuotaExceeded(RamifyError, blame="policy", retryable=False):
+    """The open requests of an agent have more connections and bytes than one rollout may hold in the gateway.
+
+    Send fewer requests at once, or smaller ones; SDKs wait and send a refused request again.
+    """
 
 
 class RequestCancelled(RamifyError, blame="system", retryable=False):

@@ -5,6 +5,7 @@ from pydantic import Field
 from ramify.config import Config
 from ramify.errors import ConfigInvalid
 
+REQUEST_TASK_PREFIX = "request of "  # the name of a task that serves a request of an agent; the rollout's id follows
 AGENT_TIMEOUT = 600.0  # seconds for an agent to finish a task, unless the harness or the task sets another limit
 
 

@@ -40,6 +40,7 @@ class TrieNode:
         "message",
         "num_calls",
         "num_replies",
+        "num_running",
         "num_tokens",
         "parent",
         "root",
@@ -57,6 +58,7 @@ class TrieNode:
         self.digest = blake2b((parent.digest if parent else b"") + message_key, digest_size=8).digest()
         self.is_recorded = False  # whether the trace has a call whose conversation includes this position
         self.num_calls = 0  # calls started at this position
+        self.num_running = 0  # ... and not ended
         self.num_replies = 0  # ... and recorded
         self.trace_node = -1
         self.num_tokens = 0  # of the path up to a reply
@@ -71,6 +73,20 @@ class TrieNode:
             messages.append(node.message)
             node = node.parent
         return messages[::-1]
+
+    def remove_unused(self) -> None:
+        """Remove this position and those before it that no recorded conversation and no running call includes.
+
+        An agent may send many requests that are refused or only counted; their texts must not stay in memory.
+        """
+        node = self
+        while node.parent is not None and not (node.is_recorded or node.children or node.num_running):
+            siblings = node.parent.children.get(node.key, [])
+            if node in siblings:  # else an equal request has removed it
+                siblings.remove(node)
+                if not siblings:
+                    del node.parent.children[node.key]
+            node = node.parent
 
     def path_to_root(self) -> Iterator[TrieNode]:
         """Yield this node and its ancestors, the root last."""

@@ -6,7 +6,7 @@ keepalive, so a call that fails quickly still gets its own HTTP status.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,15 +16,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ramify.async_calls import fail_after
 from ramify.dialects.base import Dialect, ParsedRequest
 from ramify.dialects.http_format import decode_body, get_http_status
 from ramify.dialects.model_call import ModelReply
-from ramify.errors import RamifyError, RequestInvalid, SecretUnknown
+from ramify.errors import QuotaExceeded, RamifyError, RequestInvalid, SecretUnknown
+from ramify.gateway.config import REQUEST_TASK_PREFIX
 from ramify.gateway.request_dedup import SharedCall
 from ramify.gateway.session import RolloutSession
+from ramify.render.offload import OFFLOAD_MIN_CHARS
 
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help
-MAX_BODY_BYTES = 128 * 2**20  # images in base64, and the history
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 SessionLookup = Callable[[HttpRequest], RolloutSession]
@@ -42,15 +44,19 @@ class DialectHandler(ABC):
         session: RolloutSession | None = None
         try:
             session = self._get_session(http)
-            parsed = await _parse_http_request(http, self._dialect, session)
-            send_response = await self._start(http, session, parsed)
+            task = asyncio.current_task()
+            assert task is not None
+            task.set_name(f"{REQUEST_TASK_PREFIX}{session.trace.id}")  # so that a hang report names the rollout
+            with session.quota.open_request() as hold_bytes:
+                parsed = await _parse_http_request(http, self._dialect, session, hold_bytes)
+                send_response = await self._start(http, session, parsed)
+                await send_response(scope, receive, send)
         except RamifyError as error:
             if session is not None:
                 _record_refusal(session, http, error)
-            send_response = _error_response(self._dialect, error)
+            await _error_response(self._dialect, error)(scope, receive, send)
         except ClientDisconnect:
             return
-        await send_response(scope, receive, send)
 
     @abstractmethod
     async def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
@@ -143,14 +149,15 @@ class ReplyHandler(DialectHandler):
         return True
 
 
-async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
-    """Parse a request, including the retry headers."""
-    try:
-        body = decode_body(await _read_body(http), dict[str, Any])
-        parsed = dialect.parse_request(body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
-    session.record_ignored_fields(dialect.find_ignored_fields(body))
+async def _parse_http_request(
+    http: HttpRequest, dialect: Dialect, session: RolloutSession, hold_bytes: Callable[[int], None]
+) -> ParsedRequest:
+    """Read and parse a request, including the retry headers."""
+    async with fail_after(session.call_timeout, "reading the body of a request"):
+        body = await _read_body(http, hold_bytes)
+    session.check_num_values(body.count(b","))
+    parsed, ignored_fields = await session.quota.run(len(body) >= OFFLOAD_MIN_CHARS, _parse_body, body, dialect)
+    session.record_ignored_fields(ignored_fields)
     retry_header = http.headers.get("x-stainless-retry-count", "0")
     request = replace(
         parsed.request,
@@ -163,14 +170,24 @@ async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: Roll
     return replace(parsed, request=request)
 
 
-async def _read_body(http: HttpRequest) -> bytes:
-    """Return the body of a request. Raises RequestInvalid if it is too large, without reading the rest."""
+def _parse_body(body: bytearray, dialect: Dialect) -> tuple[ParsedRequest, Sequence[str]]:
+    """Return the request of a body, and the fields of it that have no effect. Raises RequestInvalid."""
+    try:
+        fields = decode_body(body, dict[str, Any])
+        return dialect.parse_request(fields), dialect.find_ignored_fields(fields)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
+    except RecursionError as error:
+        raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
+
+
+async def _read_body(http: HttpRequest, hold_bytes: Callable[[int], None]) -> bytearray:
+    """Return the body of a request. If `hold_bytes` refuses a part of it, the rest is not read."""
     body = bytearray()
     async for chunk in http.stream():
+        hold_bytes(len(chunk))
         body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestInvalid(f"the body is larger than {MAX_BODY_BYTES} bytes; send fewer or smaller images")
-    return bytes(body)
+    return body
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -183,7 +200,8 @@ def _record_refusal(session: RolloutSession, http: HttpRequest, error: RamifyErr
 
 
 def _error_response(dialect: Dialect, error: RamifyError) -> JSONResponse:
-    return JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)
+    headers = None if isinstance(error, QuotaExceeded) else NO_RETRY_HEADERS
+    return JSONResponse(dialect.format_error(error), get_http_status(error), headers=headers)
 
 
 def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:

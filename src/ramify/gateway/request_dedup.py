@@ -9,6 +9,7 @@ request was never delivered; a retry joins the original call. Any other request 
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
+from functools import partial
 from typing import Any
 
 from ramify.dialects.model_call import ModelReply, ModelRequest
@@ -21,9 +22,16 @@ class SharedCall:
     seconds.
     """
 
-    def __init__(self, call: Coroutine[Any, Any, ModelReply], abandon_after: float) -> None:
-        self._task = asyncio.create_task(call)
-        self._task.add_done_callback(_mark_exception_retrieved)
+    def __init__(
+        self,
+        call: Coroutine[Any, Any, ModelReply],
+        abandon_after: float,
+        name: str,
+        on_failure: Callable[["SharedCall"], None],
+    ) -> None:
+        self._task = asyncio.create_task(call, name=name)
+        self._task.add_done_callback(self._on_done)
+        self._on_failure = on_failure
         self._abandon_after = abandon_after
         self._num_waiters = 0
         self._abandon_timer: asyncio.TimerHandle | None = None
@@ -67,18 +75,19 @@ class SharedCall:
         self._abandoned = not self._task.done()
         self._task.cancel()
 
-
-def _mark_exception_retrieved(task: asyncio.Task[ModelReply]) -> None:
-    """Prevent asyncio's warning about the exception of a task that is not awaited."""
-    if not task.cancelled():
-        task.exception()
+    def _on_done(self, task: asyncio.Task[ModelReply]) -> None:
+        if self.has_failed:  # which also retrieves the exception: asyncio warns about one that nobody has retrieved
+            self._on_failure(self)
 
 
 class RequestDeduplicator:
-    """The calls of a session, by the fingerprint and by the idempotency key of their request."""
+    """The calls of a session, by the fingerprint and by the idempotency key of their request.
 
-    def __init__(self, abandon_after: float) -> None:
-        self._abandon_after = abandon_after
+    `task_name` is the name of the tasks that run the calls. A call that has failed is forgotten.
+    """
+
+    def __init__(self, abandon_after: float, task_name: str) -> None:
+        self._abandon_after, self._task_name = abandon_after, task_name
         self._by_fingerprint: dict[Hashable, list[SharedCall]] = {}
         self._by_idempotency_key: dict[str, SharedCall] = {}
 
@@ -88,12 +97,23 @@ class RequestDeduplicator:
         """Join the call that this request is a retry of, or start a new call and join it."""
         call = self._find_original(request, fingerprint)
         if call is None:
-            call = SharedCall(make_call(), self._abandon_after)
+            key = request.idempotency_key
+            forget = partial(self._forget, fingerprint, key)
+            call = SharedCall(make_call(), self._abandon_after, self._task_name, forget)
             self._by_fingerprint.setdefault(fingerprint, []).append(call)
-            if request.idempotency_key is not None:
-                self._by_idempotency_key[request.idempotency_key] = call
+            if key is not None:
+                self._by_idempotency_key[key] = call
         call.join()
         return call
+
+    def _forget(self, fingerprint: Hashable, idempotency_key: str | None, call: SharedCall) -> None:
+        """Remove a failed call: its exception refers to the request, and no further request may join it."""
+        calls = self._by_fingerprint[fingerprint]
+        calls.remove(call)
+        if not calls:
+            del self._by_fingerprint[fingerprint]
+        if idempotency_key is not None and self._by_idempotency_key.get(idempotency_key) is call:
+            del self._by_idempotency_key[idempotency_key]
 
     def cancel_all(self) -> None:
         """Cancel all running calls."""

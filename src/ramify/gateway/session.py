@@ -7,8 +7,9 @@ recorded before the reply is returned.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +28,17 @@ from ramify.errors import (
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.call_ids import CallIdRegistry
 from ramify.gateway.canonical import encode_canonical
-from ramify.gateway.config import RolloutLimits, SamplingConfig
+from ramify.gateway.config import REQUEST_TASK_PREFIX, RolloutLimits, SamplingConfig
 from ramify.gateway.conversation_trie import ConversationTrie, TrieNode
 from ramify.gateway.main_calls import RecordedCall
 from ramify.gateway.policy import Policy, PolicyRequest, PreparedPrompt, SampledReply
+from ramify.gateway.prompt_size import check_num_chars, count_chars
 from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
+from ramify.gateway.request_quota import QuotaSettings, RequestQuota
 from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.render import TokenHistory
+from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
 from ramify.trace import Media, Message, ModelCall, Trace
 
@@ -43,6 +47,8 @@ MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout
 MAX_REFUSALS = 50  # distinct refusals that a trace keeps
 MAX_REFUSAL_CHARS = 1000  # of a refusal's message
 MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
+MAX_IGNORED_FIELD_CHARS = 100  # of such a name
+DEFAULT_QUOTA = QuotaSettings()
 ABANDON_AFTER = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
@@ -67,6 +73,7 @@ class RolloutSession:
         call_timeout: float = 600.0,
         max_retries: int = 3,
         abandon_after: float = ABANDON_AFTER,
+        quota: QuotaSettings = DEFAULT_QUOTA,
     ) -> None:
         if is_training:
             sampling.check_trainable()
@@ -83,6 +90,8 @@ class RolloutSession:
         """Whether the agent is running. The rollout sets it to False while hooks make the calls."""
         self.recorded_calls: list[RecordedCall] = []
         """The recorded calls of the trainable policy, with what decides whether they are trained on."""
+        self.quota = RequestQuota(quota)
+        """What the requests of clients may hold and use at once."""
         self.clock = StallClock()
         """Measures how long calls waited for an engine that made no progress."""
         self._budget = RolloutBudget(limits)
@@ -91,7 +100,7 @@ class RolloutSession:
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
         self._reply_by_node: dict[int, TrieNode] = {}
         self._node_by_call: dict[str, int] = {}
-        self._deduplicator = RequestDeduplicator(abandon_after)
+        self._deduplicator = RequestDeduplicator(abandon_after, f"{REQUEST_TASK_PREFIX}{trace.id}")
         self._media: dict[str, Media] = {}
         self._num_calls = 0
         self._num_running, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
@@ -112,7 +121,7 @@ class RolloutSession:
     async def _generate(self, request: ModelRequest) -> ModelReply:
         await self.check_and_process_images(request)
         if request.idempotency_key is None and not request.retry_count:
-            return await self._run_call(request, *self._find_or_insert_position(request))
+            return await self._start_call(request, *self._find_or_insert_position(request))
         call = self.start_call(request)
         try:
             reply = await call.wait()
@@ -145,27 +154,39 @@ class RolloutSession:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
         fingerprint = (id(policy), id(position), encode_canonical([request.tools, request.sampling_overrides]))
-        return self._deduplicator.join_or_start(request, fingerprint, lambda: self._run_call(request, policy, position))
+        return self._deduplicator.join_or_start(
+            request, fingerprint, lambda: self._start_call(request, policy, position)
+        )
 
     async def count_prompt_tokens(self, request: ModelRequest) -> int:
-        """Return the number of prompt tokens of a request; for a policy without tokens, estimate it from the text."""
+        """Return the number of prompt tokens of a request; for a policy without tokens, estimate it from the text.
+
+        Raises ContextOverflow if the text is too long to be rendered.
+        """
         await self.check_and_process_images(request)
-        policy, position = self._find_or_insert_position(request)
-        prepared = self._prepare(policy, position, request)
+        async with fail_after(self.call_timeout, "counting the tokens of a request"):
+            prepared = await self._prepare_only(request)
         if prepared.rendered is not None:
             return prepared.prompt_len
         num_chars = sum(len(message.text) for message in prepared.messages)
         return (num_chars + len(encode_canonical(request.tools))) // 4 + 4 * len(prepared.messages)
 
-    def keeps_history(self, request: ModelRequest) -> bool:
+    async def keeps_history(self, request: ModelRequest) -> bool:
         """Return whether a request continues the tokens of its history.
 
         A chat template may rewrite earlier messages, or refuse the order of the new ones.
         """
         try:
-            return self._prepare(*self._find_or_insert_position(request), request).prefix_break is None
+            return (await self._prepare_only(request)).prefix_break is None
         except TemplateRefused:
             return False
+
+    def check_num_values(self, num_values: int) -> None:
+        """Raise ContextOverflow if a body has more JSON values than fit the context of any policy as characters.
+
+        It is checked before the body is parsed, because a small value needs many times its bytes in memory.
+        """
+        check_num_chars(num_values, map(self._get_max_path_tokens, (self.policy, *self.models.values())))
 
     def get_node(self, call_id: str) -> int:
         """Return the node of an earlier reply by the id of its call."""
@@ -188,7 +209,7 @@ class RolloutSession:
         """Count in the trace how often a request had each of these fields, which have no effect."""
         if names:
             counts: dict[str, int] = dict(self.trace.info.get("ignored_fields", {}))
-            for name in names:
+            for name in (name[:MAX_IGNORED_FIELD_CHARS] for name in names):
                 if name in counts or len(counts) < MAX_IGNORED_FIELDS:
                     counts[name] = counts.get(name, 0) + 1
             self.trace.info["ignored_fields"] = counts
@@ -222,7 +243,10 @@ class RolloutSession:
     @property
     def max_path_tokens(self) -> int | None:
         """Maximum number of tokens of a prompt and its reply: the smaller of `seq_len` and the model's length."""
-        limits = (self._budget.limits.seq_len, self.policy.max_model_len)
+        return self._get_max_path_tokens(self.policy)
+
+    def _get_max_path_tokens(self, policy: Policy) -> int | None:
+        limits = (self._budget.limits.seq_len, policy.max_model_len)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -256,9 +280,11 @@ class RolloutSession:
     def _find_or_insert_position(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
         """Return the policy of a request, and the node of its conversation trie after the request's messages.
 
-        Messages that are new are inserted, and the request's media are stored. Raises RequestInvalid.
+        New messages are inserted, and the request's media are stored. Raises RequestInvalid or ContextOverflow.
         """
-        policy, messages, media = self._resolve_policy_input(request)
+        policy = self.models.get(request.model, self.policy)
+        check_num_chars(count_chars(request), [self._get_max_path_tokens(policy)])
+        _, messages, media = self._resolve_policy_input(request)
         trie = self._trie_by_policy.get(id(policy))
         if trie is None:
             trie = self._trie_by_policy[id(policy)] = ConversationTrie()
@@ -274,10 +300,22 @@ class RolloutSession:
             return policy, trie.find_or_insert(reply, messages, request.tools)
         return policy, trie.find_or_insert(trie.root, [*reply.messages_after(None), *messages], request.tools)
 
-    def _prepare(self, policy: Policy, position: TrieNode, request: ModelRequest) -> PreparedPrompt:
+    async def _prepare_only(self, request: ModelRequest) -> PreparedPrompt:
+        """Return the prompt of a request that is not sampled; the conversation trie is left unchanged."""
+        policy, position = self._find_or_insert_position(request)
+        try:
+            return await self._prepare(policy, position, request)
+        finally:
+            position.remove_unused()
+
+    async def _prepare(self, policy: Policy, position: TrieNode, request: ModelRequest) -> PreparedPrompt:
+        """Render the prompt of a request; a long one in a thread, and those of clients within their quota."""
         reply = position.last_reply
         history = None if reply is None else self._get_history(policy, reply)
-        return policy.prepare(history, position.messages_after(reply), request.tools, self._media)
+        messages = position.messages_after(reply)
+        is_large = policy.trainable and count_chars(request) >= OFFLOAD_MIN_CHARS
+        run = self.quota.run if request.is_remote else offload
+        return await run(is_large, policy.prepare, history, messages, request.tools, self._media)
 
     def _get_history(self, policy: Policy, reply: TrieNode) -> TokenHistory:
         """Return the history up to `reply`, cached or rebuilt from the trace."""
@@ -295,16 +333,21 @@ class RolloutSession:
             return history
         return reply.history
 
+    def _start_call(self, request: ModelRequest, policy: Policy, position: TrieNode) -> Coroutine[Any, Any, ModelReply]:
+        """Return the coroutine of a call, and keep its position in the conversation trie until it ends."""
+        position.num_running += 1
+        return self._run_call(request, policy, position)
+
     async def _run_call(self, request: ModelRequest, policy: Policy, position: TrieNode) -> ModelReply:
         start, by_agent = time.time(), self.is_agent_running
         self._start_timer()
         try:
             async with fail_after(self.call_timeout, "a model call"):
-                prepared = self._prepare(policy, position, request)
                 sampling, stop_strings = (
                     self._resolve_sampling(request, position),
                     parse_stop_strings(request.sampling_overrides),
                 )
+                prepared = await self._prepare(policy, position, request)
                 grant = await self._reserve_budget(policy, prepared, position, sampling)
                 try:
                     if grant.output_tokens < sampling.max_tokens:
@@ -331,6 +374,8 @@ class RolloutSession:
                 finally:
                     self._budget.release(grant)
         finally:
+            position.num_running -= 1
+            position.remove_unused()
             self._stop_timer()
 
     def _record_call(self, request: ModelRequest, position: TrieNode, node: int, *, by_agent: bool) -> None:

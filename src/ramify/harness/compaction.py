@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ramify.dialects.model_call import ModelRequest
-from ramify.errors import ImageInvalid
+from ramify.errors import ContextOverflow, ImageInvalid
 from ramify.trace import Message
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Compactor:
             return await self._session.count_prompt_tokens(request) >= self._compact_at
         except ImageInvalid:  # the request itself reports it
             return False
+        except ContextOverflow:  # it is too long even to be counted
+            return True
 
     async def compact(self, request: ModelRequest) -> ModelRequest:
         """Let the policy summarize the conversation before `request`; return the first request of the next branch.
@@ -63,10 +65,10 @@ class Compactor:
         """
         results = [message for message in request.messages if message.role != "user"]
         questions = [message for message in request.messages if message.role == "user"]
-        summary_request = self._ask_for_summary(request, results)
+        summary_request = await self._ask_for_summary(request, results)
         if results and not await self._has_room(summary_request):
             notes = [_replace_content(result, OMITTED_RESULT) for result in results]
-            summary_request = self._ask_for_summary(request, notes)
+            summary_request = await self._ask_for_summary(request, notes)
         reply = await self._session.generate(summary_request)
         metrics = self._session.trace.metrics
         metrics[METRIC] = metrics.get(METRIC, 0.0) + 1.0
@@ -74,21 +76,24 @@ class Compactor:
         messages = (*self._initial_messages, summary, *(questions or [CONTINUE_REQUEST]))
         return ModelRequest(messages, request.tools, fork_reason=FORK_REASON)
 
-    def _ask_for_summary(self, request: ModelRequest, results: Sequence[Message]) -> ModelRequest:
+    async def _ask_for_summary(self, request: ModelRequest, results: Sequence[Message]) -> ModelRequest:
         """Return the request for a summary after these tool results.
 
         It is a message of the user. Some chat templates drop earlier reasoning at such a message, so that the whole
         conversation would be rendered again, or refuse it after tool results; then it is a part of the last result.
         """
         summary_request = replace(request, messages=(*results, SUMMARY_REQUEST))
-        if not results or self._session.keeps_history(summary_request):
+        if not results or await self._session.keeps_history(summary_request):
             return summary_request
         last = _replace_content(results[-1], f"{results[-1].text}\n\n{SUMMARY_REQUEST.text}")
         return replace(request, messages=(*results[:-1], last))
 
     async def _has_room(self, request: ModelRequest) -> bool:
         limit = self._session.max_path_tokens
-        return limit is None or await self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
+        try:
+            return limit is None or await self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
+        except ContextOverflow:
+            return False
 
 
 def _replace_content(result: Message, content: str) -> Message:

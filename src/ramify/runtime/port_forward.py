@@ -1,7 +1,8 @@
 """Forward connections from a listening socket to one address of this machine.
 
 A sandbox has a network of its own, with a single listening socket that the host holds. What a program sends there
-reaches the gateway of its rollout, and nothing else is reachable.
+reaches the gateway of its rollout, and nothing else is reachable. The connections of a sandbox are counted here,
+because the gateway does not know whose they are until they have sent a complete head with a secret.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import socket
 
 CHUNK = 1 << 16
 CONNECT_TIMEOUT = 10.0  # seconds
-MAX_CONNECTIONS = 256  # at once; each is two open files of this process
+MAX_CONNECTIONS = 128  # at once; each is two open files and up to half a MiB of buffers, here and in the gateway
 
 
 class PortForward:

@@ -35,6 +35,7 @@ class HttpServer(AsyncService):
             access_log=False,
             lifespan="off",
             ws="none",
+            http="h11",  # bounds the size of a request's head; the alternative, httptools, does not
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         )
