@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ramify as rf
+from ramify.gateway.config import REQUEST_TASK_PREFIX
 
 
 class Config(rf.TasksetConfig):
@@ -36,9 +38,11 @@ class Tricky(rf.Taskset):
 
     def load(self) -> Iterator[rf.Task]:
         for number in range(self.config.size):
-            yield rf.Task(prompt=f"say {number}", key=f"task-{number}", number=number)
+            fields = {"prompt": f"say {number}", "key": f"task-{number}", "number": number}
+            yield rf.Task.model_validate(fields)
 
     async def setup(self, task: rf.Task, runtime: rf.Runtime) -> None:
+        options: Any = task
         does, gate = getattr(task, "does", ""), getattr(task, "gate", "")
         if gate:
             with Path(f"{gate}.begun").open("a") as started:
@@ -49,13 +53,15 @@ class Tricky(rf.Taskset):
             raise RuntimeError("the environment is broken")
         if does == "spin":
             spin_forever()
+        if does == "send":  # a request that blocks; its task has the name that the gateway gives it
+            await asyncio.create_task(block_event_loop(), name=f"{REQUEST_TASK_PREFIX}agent")
         if does == "exit":
             os._exit(9)
         if does == "shell":
-            nap = f"sleep {task.nap}"
-            await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", timeout=900)
+            nap, file = f"sleep {options.nap}", options.file
+            await runtime.run(f"echo $$ > {file}; (setsid {nap} &) ; {nap} & {nap}", timeout=900)
         if does == "model":
-            Path(task.file).write_text(os.environ["RAMIFY_MODEL_JUDGE"])
+            Path(options.file).write_text(os.environ["RAMIFY_MODEL_JUDGE"])
         if does == "talk":
             write_output(str(task.key))
 
@@ -73,6 +79,10 @@ class Tricky(rf.Taskset):
 def spin_forever() -> None:
     while True:
         time.sleep(0.001)
+
+
+async def block_event_loop() -> None:
+    spin_forever()
 
 
 def write_output(key: str) -> None:

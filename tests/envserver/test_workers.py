@@ -16,7 +16,7 @@ from ramify.envserver import EnvClient, EnvServer
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import WorkerSpec
 from ramify.envserver.worker_process import WorkerProcess
-from ramify.errors import ProcessDied, RamifyError, RequestCancelled, WorkerDied
+from ramify.errors import AgentHang, ProcessDied, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import LoopMonitor
 from tests.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
 from tests.wire.proxy import Proxy
@@ -177,12 +177,15 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
         async with EnvServer(config) as hung_server, EnvClient(hung_server.address, settings=QUICK) as client:
             others = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await wait_until(lambda: count_at_gate(gate) >= 4, "four rollouts in flight")
-            with pytest.raises(WorkerDied, match=r"2 workers were lost while they ran spin(.|\n)*spin_forever"):
+            sender = asyncio.create_task(client.run(task(8, does="send"), id="agent", timeout=DEADLINE))
+            with pytest.raises(WorkerDied, match=r"workers were lost while they ran spin(.|\n)*spin_forever"):
                 await client.run(task(9, does="spin"), id="spin", timeout=DEADLINE)
+            with pytest.raises(AgentHang, match=r"requests of agent blocked 2 workers(.|\n)*spin_forever"):
+                await sender
             gate.touch()
             results = await asyncio.gather(*others)
             assert all(result.episode.traces[0].rewards["right"] == (1.0, 1.0) for result in results)
-            assert (await client.stats()).counts["hung"] == 2
+            assert (await client.stats()).counts["hung"] == 4
             assert "in spin" in hung_server.log_path.read_text()
 
     async def main():

@@ -1,7 +1,9 @@
 """The env server: a broker that forwards each request to a worker, so that each request is answered exactly once.
 
 If a worker is lost, its attempts are rerun on other workers. The number of reruns is bounded: a killed worker counts
-against all its attempts, a hung one only against the rollout whose code blocked the event loop, if that is known.
+against all its attempts, a hung one only against the rollout whose code blocked the event loop, if that is known. A
+rollout whose agent has sent requests that blocked two workers fails with AgentHang, because no third worker would fare
+better.
 """
 
 import asyncio
@@ -29,12 +31,13 @@ from ramify.envserver.messages import (
 )
 from ramify.envserver.worker_pool import WorkerPool
 from ramify.envserver.worker_process import WorkerProcess
-from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
+from ramify.errors import AgentHang, EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 from ramify.wire.lifecycle import AsyncService
 
 # A rollout that did not cause the losses is moved at most this many times `max_worker_crashes`.
 MAX_MOVES_PER_CRASH = 10
+MAX_AGENT_HANGS = 2  # workers that the requests of one rollout's agent may block
 POLL_INTERVAL = 0.05
 
 
@@ -232,7 +235,7 @@ class EnvServer(AsyncService):
     async def _run_until_finished(self, rollout: RolloutRequest, request: IncomingRequest) -> WireMessage:
         """Run an attempt on one worker after another until one finishes it."""
         deadline = time.monotonic() + request.timeout
-        crashes = reruns = 0
+        crashes = reruns = agent_hangs = 0
         while True:
             worker = await self.pool.acquire()
             try:
@@ -242,9 +245,12 @@ class EnvServer(AsyncService):
             except (PeerLost, WorkerDied):
                 reruns += 1
                 crashes += worker.hung_rollout_id in (None, rollout.id)
+                agent_hangs += worker.hung_rollout_id == rollout.id and worker.is_hung_by_agent
                 self.counts["reruns"] += 1
             finally:
                 self.pool.release(worker)
+            if agent_hangs >= MAX_AGENT_HANGS:
+                raise AgentHang(f"requests of {rollout.id} blocked {agent_hangs} workers; the last {worker.reason}")
             if (
                 crashes >= self.config.max_worker_crashes
                 or reruns >= MAX_MOVES_PER_CRASH * self.config.max_worker_crashes

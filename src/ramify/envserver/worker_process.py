@@ -24,6 +24,7 @@ from ramify.async_calls import cancel_all
 from ramify.envserver.log import EnvServerLog, WorkerOutput
 from ramify.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, WorkerSpec
 from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
+from ramify.gateway.config import REQUEST_TASK_PREFIX
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import describe_exit
 from ramify.wire import LoopMonitor, WireClient, WireMessage, WireSettings
@@ -68,7 +69,9 @@ class WorkerProcess:
         self.is_boot_aborted = False
         """Whether it was stopped while it booted, so that another one can be started."""
         self.hung_rollout_id: str | None = None
-        """The rollout whose code made it hang, if known."""
+        """The rollout whose code or request made it hang, if known."""
+        self.is_hung_by_agent = False
+        """Whether a request of that rollout's agent made it hang."""
         self.worst_lag = 0.0
         self.info: EnvServerInfo | None = None
         self._secret = secrets.token_hex(16)
@@ -194,7 +197,8 @@ class WorkerProcess:
         lag, task = heartbeat.lag, heartbeat.task
         self.worst_lag = max(self.worst_lag, lag)
         if lag > timeout:
-            self.hung_rollout_id = task or None
+            self.hung_rollout_id = task.removeprefix(REQUEST_TASK_PREFIX) or None
+            self.is_hung_by_agent = task.startswith(REQUEST_TASK_PREFIX)
             return f"hung: its event loop was blocked for {lag:.1f} s in {task or 'no task'}:\n{heartbeat.stack}"
         if silence > timeout:
             with contextlib.suppress(ProcessLookupError, PermissionError):
