@@ -5,7 +5,7 @@
 A process cannot clean up after its own `kill -9`, so a small watcher process is its parent. The watcher waits for the
 exit of the command, whose exit code becomes its own (128 + n for signal n), or for the end of its standard input, which
 the kernel closes however the parent dies. In the latter case the command gets SIGTERM, and SIGKILL after TIMEOUT
-seconds. The watcher is a subreaper: it inherits the descendants of the command, daemons included, and kills them too.
+seconds. The watcher is a subreaper: it inherits the descendants of the command, daemons included, reaps and kills them.
 If the watcher itself is killed, the kernel kills the command.
 
 The parent may send the end of a lease over the control socket, again and again. At the last one that was received, the
@@ -92,19 +92,25 @@ def exec_command(command: Sequence[str]) -> NoReturn:
 
 
 def _wait_for_exit(pid: int, stop_timeout: float, lease_end: float) -> int:
-    """Wait for the exit of the command, stop it if the parent process exits first, and return its exit code."""
-    pidfd = os.pidfd_open(pid)
+    """Wait for the exit of the command, stop it if the parent process exits first, and return its exit code.
+
+    Orphans that exit meanwhile are reaped: the watcher of a process that runs for days would collect thousands.
+    """
+    pidfd, child_exits = os.pidfd_open(pid), _open_child_exits()
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
-    poller.register(pidfd, select.POLLIN)
+    poller.register(child_exits, select.POLLIN)
     deadline = math.inf
     while True:
+        exit_code = _reap_children(pid)  # a child may have exited before its signal was watched
+        if exit_code is not None:
+            return exit_code
         seconds = min(deadline - time.monotonic(), lease_end - time.clock_gettime(time.CLOCK_BOOTTIME))
         timeout = None if seconds == math.inf else max(0.0, min(seconds, MAX_POLL_SECONDS)) * 1000
         ready = [fd for fd, _ in poller.poll(timeout)]
-        if pidfd in ready:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            return code if code >= 0 else SIGNAL_EXIT_OFFSET - code
+        if child_exits in ready:
+            os.read(child_exits, 4096)
+            continue
         if 0 in ready:
             message = _read_message()
             if message:
@@ -116,6 +122,28 @@ def _wait_for_exit(pid: int, stop_timeout: float, lease_end: float) -> int:
         if time.monotonic() >= deadline or time.clock_gettime(time.CLOCK_BOOTTIME) >= lease_end:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             deadline = lease_end = math.inf
+
+
+def _open_child_exits() -> int:
+    """Return a pipe that becomes readable whenever a child of this process exits."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _ignore)
+    return read_fd
+
+
+def _ignore(_signal: int, _frame: object) -> None:
+    """Do nothing: the signal is noticed through the pipe."""
+
+
+def _reap_children(pid: int) -> int | None:
+    """Reap all children that have exited; return the exit code of the one with this pid, None if it still runs."""
+    while (result := os.waitpid(-1, os.WNOHANG))[0]:
+        if result[0] == pid:
+            code = os.waitstatus_to_exitcode(result[1])
+            return code if code >= 0 else SIGNAL_EXIT_OFFSET - code
+    return None
 
 
 def _read_lease_end() -> float | None:

@@ -124,6 +124,7 @@ def _find_interpreter() -> str:
 
 def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[str]:
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
+    yield "--as-pid-1"  # no program of the box can then kill or stop its first program
     yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "box", "--cap-drop", "ALL")
     yield from ("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm")
     if disk_mb is not None:

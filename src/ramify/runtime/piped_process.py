@@ -58,6 +58,11 @@ class PipedProcess(RuntimeProcess):
                 protocol.lines.set_transport(transport)
             self._transports.append(transport)
 
+    @property
+    def has_input(self) -> bool:
+        """Whether the program's standard input is a pipe; otherwise it is empty."""
+        return self._stdin is not None
+
     def close_program_fds(self) -> None:
         """Close the program's ends of the pipes, which the program has inherited."""
         for fd in self.program_fds:

@@ -7,7 +7,7 @@ leads to the gateway of its rollout. A seccomp filter refuses the system calls t
     prepare   bwrap starts `sandbox_init`, which hands out the box's directory and its listening socket
     start     the limits of the task are set
     spawn     `sandbox_init` starts the program with pipes of this process as its standard files
-    stop      the box's first process is killed; the kernel kills all others with it, and its files are gone
+    stop      `sandbox_init` is killed; the kernel kills all others with it, and its files are gone
 
 Nothing of a box outlives this process: bubblewrap is killed with its parent. Only an empty control group can be left,
 which `clean` removes.
@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 
 from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
+from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 from ramify.runtime.box_files import BoxFiles
 from ramify.runtime.bwrap import (
     BOX_DIR,
@@ -42,11 +43,12 @@ from ramify.runtime.cgroup import Cgroup, find_abandoned_groups, find_cgroup_par
 from ramify.runtime.config import SandboxRuntimeConfig
 from ramify.runtime.owner import remove_abandoned
 from ramify.runtime.port_forward import PortForward
-from ramify.runtime.sandbox_channel import SandboxChannel
+from ramify.runtime.sandbox_channel import SandboxChannel, create_sealed_file
 from ramify.runtime.sandbox_process import SandboxProcess
 from ramify.runtime.seccomp import build_seccomp_filter
 
 BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
+KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
 MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
 STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
 SWEEP_TIMEOUT = 0.2  # seconds for an abandoned control group to become empty
@@ -142,31 +144,34 @@ class SandboxRuntime(Runtime):
         interactive: bool = False,
     ) -> SandboxProcess:
         """Start a program in the box, with the configured environment variables only."""
-        box = self._get_box()
+        box = await self._get_box()
         argv = build_argv(command)
-        process = SandboxProcess(box.channel, box.kill, self.config.max_output_bytes, interactive=interactive)
+        process = SandboxProcess(
+            box.channel, box.kill, box.find_end_error, self.config.max_output_bytes, interactive=interactive
+        )
         await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
         """Return the content of a file of the box."""
-        return await asyncio.to_thread(self._get_files().read, path)
+        return await asyncio.to_thread((await self._get_files()).read, path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
         """Write a file of the box. Raises OSError if its disk is full."""
-        await asyncio.to_thread(self._get_files().write, path, data.encode() if isinstance(data, str) else data)
+        files = await self._get_files()
+        await asyncio.to_thread(files.write, path, data.encode() if isinstance(data, str) else data)
 
     async def upload(self, source: Path, target: str | PurePath) -> None:
         """Copy the regular files of a directory of this machine into the box."""
-        await asyncio.to_thread(self._get_files().upload, source, target)
+        await asyncio.to_thread((await self._get_files()).upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
         """Copy a regular file of the box, or those of a directory, to this machine."""
-        await asyncio.to_thread(self._get_files().download, source, target)
+        await asyncio.to_thread((await self._get_files()).download, source, target)
 
     async def expose(self, base_url: str) -> str:
         """Forward the box's listening socket to the server of `base_url`; return the URL that reaches it."""
-        box = self._get_box()
+        box = await self._get_box()
         url = urlsplit(base_url)
         if self._forward is not None or url.hostname is None or url.port is None:
             raise ConfigInvalid(f"a sandbox exposes one address with a port; {base_url} cannot be exposed")
@@ -197,15 +202,15 @@ class SandboxRuntime(Runtime):
             await self._box.stop()
             self._box = None
 
-    def _get_box(self) -> "_Box":
+    async def _get_box(self) -> "_Box":
         if self._box is None or self._stopped:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         if self._box.channel.is_closed:
-            raise AgentExit(f"the sandbox has ended: {self._box.describe_exit()}")
+            raise await self._box.find_end_error()
         return self._box
 
-    def _get_files(self) -> BoxFiles:
-        self._get_box()
+    async def _get_files(self) -> BoxFiles:
+        await self._get_box()
         assert self._files is not None
         return self._files
 
@@ -231,7 +236,7 @@ class _Box:
         self._directory_fd = -1
         self._listener: socket.socket | None = None
         self._cgroup: Cgroup | None = None
-        self._is_ready = False
+        self._is_ready = self._is_killed = False
         self.channel: SandboxChannel
 
     @property
@@ -258,21 +263,23 @@ class _Box:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = SandboxChannel(ours)
         info_read, info_write = os.pipe()
+        error_read, error_write = os.pipe()
         with contextlib.ExitStack() as child_files:
             child_files.callback(os.close, info_write)
+            child_files.callback(os.close, error_write)
             child_files.enter_context(theirs)
             info = self._stack.enter_context(os.fdopen(info_read, "rb"))
-            error_file = self._stack.enter_context(tempfile.TemporaryFile())
-            filter_file = child_files.enter_context(tempfile.TemporaryFile())
-            filter_file.write(build_seccomp_filter() or b"")
-            filter_file.flush()
-            filter_file.seek(0)
-            fds = {"control": theirs.fileno(), "info": info_write, "seccomp": filter_file.fileno()}
+            errors = self._stack.enter_context(os.fdopen(error_read, "rb", 0))
+            filter_fd = create_sealed_file("seccomp", build_seccomp_filter() or b"")
+            child_files.callback(os.close, filter_fd)
+            fds = {"control": theirs.fileno(), "info": info_write, "seccomp": filter_fd}
             self._bwrap = await asyncio.create_subprocess_exec(
                 *build_bwrap_command(config, self.disk_mb, fds, self._cgroup),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=error_file,
+                # Only pipes, sockets and sealed files in memory: a program that opened a file of the machine through
+                # /proc could write to the machine's disk, and change the mode of a device.
+                stdin=error_write,
+                stdout=error_write,
+                stderr=error_write,
                 pass_fds=list(fds.values()),
                 env={"PATH": os.defpath},  # the box sees the environment of bubblewrap's own process
                 cwd="/",
@@ -282,11 +289,13 @@ class _Box:
             self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
         message, fds_received = await self.channel.receive_first(2)
         if message != b"ready" or len(fds_received) != 2:
-            reason = os.pread(error_file.fileno(), MAX_REASON_BYTES, 0).decode(errors="replace").strip()
+            os.set_blocking(error_read, False)
+            reason = (errors.read(MAX_REASON_BYTES) or b"").decode(errors="replace").strip()
             limit = config.limits.max_processes
             if limit is not None and os.strerror(errno.EAGAIN) in reason:
                 reason += f"; runtime.limits.max_processes = {limit} is probably too low"
             raise SandboxError(f"a sandbox cannot be started: {reason or 'bwrap gave no reason'}")
+        errors.close()  # nobody reads it from now on, and a write fails
         self._directory_fd, listener_fd = fds_received
         self._listener = socket.socket(fileno=listener_fd)
         self._listener.setblocking(False)
@@ -309,18 +318,38 @@ class _Box:
         assert listener is not None
         return listener
 
-    def describe_exit(self) -> str:
-        """Return why the box has ended although it was not stopped."""
+    async def find_end_error(self) -> RamifyError:
+        """Return the error of a box that has ended: SandboxError if nothing inside can have caused it, else AgentExit.
+
+        The programs of a box run as the same user as its first program. What they can do to it is limited:
+
+        - Signals do not reach it, since it is process 1 of their namespace and handles only SIGCHLD. The processor time
+          after which the kernel kills it cannot be set from inside: the filter refuses limits of other processes.
+        - Its memory and files are closed to them (`sandbox_init`), so they cannot make it exit with a chosen code.
+        - They can use up the memory of the control group. The kernel counts the processes that it kills for this.
+        - bwrap, its parent, is outside of their namespace. It exits with the first program, as 128 + n for signal n.
+
+        So a signal that killed bwrap, or SIGKILL for the first program, came from outside if no process was killed for
+        lack of memory. Without a control group that cannot be told, and a machine without memory is blamed.
+        """
+        assert self._bwrap is not None
+        exit_code: int | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT):
+                exit_code = await self._bwrap.wait()
         if self._cgroup is not None and self._cgroup.num_oom_kills():
-            return "its programs used more memory than the limit"
-        return "its first program ended"
+            return AgentExit("the sandbox has ended: its programs used more memory than the limit")
+        if not self._is_killed and (exit_code is None or exit_code < 0 or exit_code == KILLED_EXIT_CODE):
+            return SandboxError("the sandbox was killed from outside; look for what kills processes on this machine")
+        return AgentExit("the sandbox has ended: its first program ended")
 
     def kill(self) -> None:
-        """Kill all processes of the box."""
-        for fd in (self._first_process_fd, self._bwrap_fd):
-            if fd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        """Kill all processes of the box. bwrap reaps the first of them and exits; if it is killed too, nobody may."""
+        self._is_killed = True
+        fd = self._first_process_fd if self._first_process_fd >= 0 else self._bwrap_fd
+        if fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Kill all processes of the box, wait until they are gone, and release what it held. May be repeated."""
@@ -330,6 +359,8 @@ class _Box:
                 async with asyncio.timeout(STOP_TIMEOUT):
                     await self._bwrap.wait()
             except TimeoutError as error:
+                with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
+                    self._bwrap.kill()
                 raise SandboxError(f"the sandbox {self._bwrap.pid} did not end after {STOP_TIMEOUT:g} s") from error
         if hasattr(self, "channel"):
             self.channel.close()

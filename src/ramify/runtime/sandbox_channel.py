@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -28,6 +29,16 @@ class InitReply(msgspec.Struct):
     file: str = ""
     status: int | None = None
     killed: bool | None = None
+
+
+def create_sealed_file(name: str, content: bytes) -> int:
+    """Return an open file in memory whose content nobody can change. The caller closes it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    return fd
 
 
 class SandboxChannel:
@@ -94,10 +105,8 @@ class SandboxChannel:
 
         The request is in a file of its own, since a command line may be larger than a message.
         """
-        request_fd = os.memfd_create("request", os.MFD_CLOEXEC)
+        request_fd = create_sealed_file("request", json.dumps(request).encode())
         try:
-            with os.fdopen(request_fd, "wb", closefd=False) as file:
-                file.write(json.dumps(request).encode())
             async with asyncio.timeout(SEND_TIMEOUT):
                 while not self.is_closed:
                     with contextlib.suppress(BlockingIOError):

@@ -3,13 +3,16 @@
 It runs in the sandbox, with the standard library alone, and is given one end of a socket pair. It first hands out what
 the host needs of the sandbox, as open files: the directory of its files, and a socket that listens in its network.
 
-    host -> init   a file with {"op": "spawn", "id", "argv", "env", "cwd"}, and the program's three standard files
+    host -> init   a file with {"op": "spawn", "id", "argv", "env", "cwd"}, and the program's standard files: input,
+                   output and error, or the last two if its input is empty
                    a file with {"op": "kill", "id", "marker"}
     init -> host   {"id", "pid"} or {"id", "errno", "file"}, then {"id", "status"}
                    {"id", "killed"}: whether all processes of the program are gone
 
-The sandbox ends with this program, and this program ends when the host closes the socket. Agents run as the same user
-and could interfere with it; the host therefore trusts nothing that it says beyond the first message.
+The sandbox ends with this program, and this program ends when the host closes the socket. Agents run as the same user.
+They cannot end or stop this program: it is process 1 of the sandbox, to which the kernel delivers no signal from inside
+that it does not handle. They cannot open its files or its memory either, since it is not dumpable. The host still
+trusts nothing that it says beyond the first message.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ import time
 MARKER_VARIABLE = "RAMIFY_BOX"
 KILL_TIMEOUT = 5.0  # seconds for all processes of a program to be gone
 KILL_INTERVAL = 0.01  # seconds
+PR_SET_DUMPABLE = 4
 MAX_UNREADABLE_ROUNDS = 10  # during `exec` a process has no environment; some never have one
 
 
@@ -33,9 +37,11 @@ def main(control_fd: int, files_dir: str) -> None:
     control = socket.socket(fileno=control_fd)
     os.set_inheritable(control_fd, False)
     _hand_out_files(control, files_dir)
+    _refuse_access()
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, _ignore)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let a program of the sandbox end this one
     signal.set_wakeup_fd(wakeup_write)
     ids: dict[int, int] = {}  # id of the request by process id
     while True:
@@ -54,6 +60,14 @@ def main(control_fd: int, files_dir: str) -> None:
         if wakeup_read in ready:
             os.read(wakeup_read, 4096)
         _report_exits(control, ids)
+
+
+def _refuse_access() -> None:
+    """Refuse other processes access to the files and the memory of this one through /proc."""
+    import ctypes  # after the host was told that the sandbox is ready: this takes half of the time of a start
+
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot refuse access to this process")
 
 
 def _ignore(_signal: int, _frame: object) -> None:
@@ -78,6 +92,9 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
                 os.killpg(pid, signal.SIGKILL)
         _send(control, {"id": request["id"], "killed": _kill_marked(request["marker"])})
         return
+    files = fds[1:]
+    first_target = 3 - len(files)
+    empty_input = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)] if first_target else []
     try:
         os.chdir(request["cwd"])
         os.environ["PATH"] = request["env"].get("PATH", os.defpath)  # posix_spawnp searches the caller's PATH
@@ -85,7 +102,10 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
             request["argv"][0],
             request["argv"],
             request["env"],
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds[1:])],
+            file_actions=[
+                *empty_input,
+                *((os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files, first_target)),
+            ],
             setsid=True,
             setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
         )

@@ -1,17 +1,18 @@
 """A program in a sandbox.
 
-A box that runs programs of an agent can be damaged by them: they run as the user of its first program, and may stop
-it. A box that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentExit`). Only if no
-program was started yet, the failure is the machine's (`SandboxError`).
+Programs of an agent can keep their box from answering, for example by using all its memory and processor time. A box
+that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentExit`). Only if no program was
+started yet, the failure is the machine's (`SandboxError`). `find_end_error` decides it for a box that has ended.
 """
 
 import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from ramify.env.runtime import ExecResult
 from ramify.errors import AgentExit, RamifyError, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.runtime.piped_process import PipedProcess
@@ -25,13 +26,20 @@ class SandboxProcess(PipedProcess):
     """A program that the first program of a sandbox started, and all processes it started.
 
     - `kill_box`: kills all processes of the box.
+    - `find_end_error`: returns the error of a box that has ended.
     """
 
     def __init__(
-        self, channel: SandboxChannel, kill_box: Callable[[], None], max_output_bytes: int, *, interactive: bool
+        self,
+        channel: SandboxChannel,
+        kill_box: Callable[[], None],
+        find_end_error: Callable[[], Awaitable[RamifyError]],
+        max_output_bytes: int,
+        *,
+        interactive: bool,
     ) -> None:
         super().__init__(max_output_bytes, interactive=interactive)
-        self._channel, self._kill_box = channel, kill_box
+        self._channel, self._kill_box, self._find_end_error = channel, kill_box, find_end_error
         self._id = channel.make_id()
         self._started: asyncio.Future[InitReply | None] = asyncio.get_running_loop().create_future()
         self._killed: asyncio.Future[bool] | None = None  # of the latest request to kill: whether all are gone
@@ -45,7 +53,9 @@ class SandboxProcess(PipedProcess):
         try:
             await self.open_pipes(stdin)
             request = {"op": "spawn", "id": self._id, "argv": list(argv), "env": variables, "cwd": cwd}
-            reply = await self._request_start(request)
+            # the box opens an empty input itself: the null device of the machine must not be in it
+            fds = self.program_fds if self.has_input else self.program_fds[1:]
+            reply = await self._request_start(request, tuple(fds))
         except BaseException as error:
             self.close_pipes()
             self._channel.remove_handler(self._id)
@@ -62,6 +72,12 @@ class SandboxProcess(PipedProcess):
         self._channel.has_started_program = True
         self.pid = reply.pid
 
+    async def wait(self, timeout: float) -> ExecResult:
+        """Wait for the program as usual. Raises SandboxError if the box was lost meanwhile."""
+        result = await super().wait(timeout)
+        await self._raise_if_lost()
+        return result
+
     async def kill_tree(self) -> None:
         """Let the box kill the program and the processes with its marker. A box that cannot is killed as a whole."""
         if self._killed is None or self._killed.done():
@@ -72,24 +88,30 @@ class SandboxProcess(PipedProcess):
                 await self._channel.send({"op": "kill", "id": self._id, "marker": str(self._id)})
                 are_gone = await asyncio.shield(self._killed)
         except BrokenPipeError:
+            await self._raise_if_lost()
             return  # the box has ended, and all its programs
         except TimeoutError as error:
             raise self._end_box(f"it did not kill a program in {REPLY_TIMEOUT:g} s") from error
         if not are_gone:
             raise self._end_box("a program of it does not end")
 
-    async def _request_start(self, request: dict[str, Any]) -> InitReply:
+    async def _raise_if_lost(self) -> None:
+        """Raise SandboxError if the box has ended and the agent did not cause it."""
+        if self._channel.is_closed and isinstance(error := await self._find_end_error(), SandboxError):
+            raise error
+
+    async def _request_start(self, request: dict[str, Any], fds: tuple[int, ...]) -> InitReply:
         self._channel.set_handler(self._id, self._handle_reply)
         try:
             async with asyncio.timeout(REPLY_TIMEOUT):
-                await self._channel.send(request, tuple(self.program_fds))
+                await self._channel.send(request, fds)
                 reply = await self._started
         except TimeoutError as error:
             raise self._end_box(f"it did not start a program in {REPLY_TIMEOUT:g} s") from error
         except BrokenPipeError:
             reply = None
         if reply is None:
-            raise AgentExit("the sandbox has ended: its first program ended")
+            raise await self._find_end_error()
         return reply
 
     def _end_box(self, reason: str) -> RamifyError:
