@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,7 +21,7 @@ from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
-from ramify.runtime.seccomp import build_seccomp_filter
+from ramify.runtime.seccomp import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
 from tests.runtime.conftest import make_ended_owner_name, open_runtime, run_with_runtime, skip_unless_available
 
 
@@ -194,11 +197,14 @@ CALLS = {
     "keyctl": "libc.syscall(numbers['keyctl'], 0, -3, 1)",
     "clone with a namespace": "libc.syscall(numbers['clone'], 0x10000000 | 17, 0, 0, 0, 0)",
     "setns": "libc.setns(0, 0)",
+    "personality": "libc.personality(0xffffffff)",
+    "limits of another process": "libc.prlimit(1, 0, None, None)",
 }
+RECENT_CALLS = {"memfd_secret": 447, "statmount": 457, "listmount": 458, "open_tree_attr": 467, "not known yet": 9999}
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_dangerous_system_calls_are_refused(call):
+def make_calls(calls) -> dict[str, str]:
+    """Run calls of C functions in a sandbox, and return the result and the error of each."""
     numbers = {"bpf": 321, "keyctl": 250, "clone": 56}
     if os.uname().machine == "aarch64":
         numbers = {"bpf": 280, "keyctl": 219, "clone": 220}
@@ -206,9 +212,71 @@ def test_dangerous_system_calls_are_refused(call):
 import ctypes, os
 numbers = {numbers}
 libc = ctypes.CDLL(None, use_errno=True)
-print({CALLS[call]}, os.strerror(ctypes.get_errno()))
+for call in {list(calls.values())}:
+    print(eval(call), os.strerror(ctypes.get_errno()))
 """
-    assert run_in_sandbox(["python3", "-c", script]).text == "-1 Operation not permitted\n"
+    return dict(zip(calls, run_in_sandbox(["python3", "-c", script]).text.splitlines(), strict=True))
+
+
+def test_dangerous_system_calls_are_refused():
+    assert make_calls(CALLS) == dict.fromkeys(CALLS, "-1 Operation not permitted")
+
+
+def test_recent_system_calls_are_not_implemented():
+    calls = {name: f"libc.syscall({number}, 0, 0, 0, 0, 0)" for name, number in RECENT_CALLS.items()}
+    assert make_calls(calls) == dict.fromkeys(calls, "-1 Function not implemented")
+
+
+def test_numbers_of_system_calls_are_those_of_the_kernels_headers():
+    headers = {
+        "x86_64": [
+            *Path("/usr/include").glob("x86_64-linux-gnu/asm/unistd_64.h"),
+            Path("/usr/include/asm/unistd_64.h"),
+        ],
+        "aarch64": [Path("/usr/include/asm-generic/unistd.h")],  # that of all new architectures
+    }
+    existing = [(machine, path) for machine, paths in headers.items() for path in paths if path.is_file()]
+    if not existing:
+        pytest.skip("no headers of the kernel here; install linux-libc-dev")
+    for machine, path in existing:
+        defines = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text(), re.MULTILINE)
+        numbers = {name: int(number) for name, number in defines}
+        numbers.setdefault("newfstatat", numbers.get("fstatat", 0))  # the generic header's name of it
+        allowed = read_allowed_calls(machine)
+        newest = max(number for name, number in numbers.items() if name != "syscalls")
+        assert {name: number for name, number in allowed.items() if number <= newest} == {
+            name: numbers[name] for name, number in allowed.items() if number <= newest
+        }
+
+
+def run_filter(program: bytes, machine: str, number: int, argument: int = 0) -> int:
+    """Return what a filter answers to a call; `argument` is its first one."""
+    words = {0: number, 4: ARCHITECTURES[machine], 16: argument}
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    position = value = 0
+    while True:
+        operation, if_true, if_false, operand = instructions[position]
+        position += 1
+        if operation == 0x06:
+            return operand
+        if operation == 0x20:
+            value = words.get(operand, 0)
+        else:
+            is_true = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[operation]
+            position += if_true if is_true else if_false
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_filter_allows_the_listed_system_calls_only(machine):
+    program = build_seccomp_filter(machine)
+    assert program is not None
+    allowed = read_allowed_calls(machine)
+    sockets = {allowed["socket"], allowed["socketpair"]}
+    answers = {number: run_filter(program, machine, number, int(number in sockets)) for number in range(600)}
+    assert {number for number, answer in answers.items() if answer == ALLOW} == set(allowed.values())
+    assert run_filter(program, machine, allowed["prlimit64"], 1) == FAIL | errno.EPERM
+    assert run_filter(program, machine, 435) == FAIL | errno.ENOSYS
+    assert build_seccomp_filter("riscv64") is None
 
 
 def test_settings_of_the_kernel_cannot_be_written():
@@ -493,22 +561,6 @@ def test_missing_program_is_named(monkeypatch):
             SandboxRuntime().check_task(Task())
     finally:
         bwrap.find_unsupported_reason.cache_clear()
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_filter_is_a_valid_program(machine):
-    """Every jump of the filter stays inside it, and it ends in a return."""
-    program = build_seccomp_filter(machine)
-    assert program is not None and len(program) % 8 == 0
-    instructions = [
-        (int.from_bytes(program[i : i + 2], sys.byteorder), program[i + 2], program[i + 3])
-        for i in range(0, len(program), 8)
-    ]
-    for index, (operation, if_true, if_false) in enumerate(instructions):
-        if operation & 7 == 5:  # a jump
-            assert index + 1 + max(if_true, if_false) < len(instructions)
-    assert instructions[-1][0] == 6
-    assert build_seccomp_filter("riscv64") is None
 
 
 def test_first_sandbox_of_a_process_removes_groups_of_killed_ones():

@@ -1,8 +1,11 @@
-"""The system calls that programs of a sandbox may not make, as a filter that the kernel runs.
+"""The system calls that programs of a sandbox may make, as a filter that the kernel runs.
 
-The namespaces of a sandbox hide what it must not reach. The filter narrows the kernel's surface further: only sockets
-of three families, and no calls that trace processes, mount, make namespaces, load code into the kernel or hold keys.
-A refused call fails with an error, as on a system that does not offer it.
+The namespaces of a sandbox hide what it must not reach. The filter narrows the kernel's surface further: it allows the
+calls of `system_calls.txt`, which ordinary programs need, and refuses all others, among them those that trace
+processes, mount, make namespaces, load code into the kernel or hold keys, and those that are not known yet. Some calls
+are allowed only with harmless arguments, such as sockets of three families.
+
+A refused call fails with an error: EPERM, or ENOSYS if it is so new that libraries can do without it.
 """
 
 import errno
@@ -10,6 +13,9 @@ import platform
 import socket
 import struct
 from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+from pathlib import Path
 
 # Loads, jumps and returns of the kernel's packet filter language (linux/bpf_common.h).
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_GREATER_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -22,57 +28,17 @@ ALLOWED_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME
 TERMINAL_INPUT_REQUESTS = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into a terminal
 
-# name: (number on x86-64, number on aarch64)
-REFUSED_CALLS = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "reboot": (169, 142),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-}
-CHECKED_CALLS = {
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "ioctl": (16, 29),
-}
+CLONE3 = 435
+FIRST_OPTIONAL_CALL = 447  # of Linux 5.14; from here on, calls have the same number on all architectures
+
+
+@cache
+def read_allowed_calls(machine: str) -> dict[str, int]:
+    """Return the numbers of the allowed calls by name for a machine type."""
+    column = 1 + list(ARCHITECTURES).index(machine)
+    lines = Path(__file__).with_name("system_calls.txt").read_text().splitlines()
+    calls = [line.split() for line in lines if line and not line.startswith("#")]
+    return {fields[0]: int(fields[column]) for fields in calls if fields[column] != "-"}
 
 
 def build_seccomp_filter(machine: str | None = None) -> bytes | None:
@@ -80,9 +46,7 @@ def build_seccomp_filter(machine: str | None = None) -> bytes | None:
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         return None
-    column = list(ARCHITECTURES).index(machine)
-    numbers = {name: columns[column] for name, columns in (REFUSED_CALLS | CHECKED_CALLS).items()}
-    instructions = _build_instructions(ARCHITECTURES[machine], numbers, has_x32=machine == "x86_64")
+    instructions = _build_instructions(ARCHITECTURES[machine], read_allowed_calls(machine), has_x32=machine == "x86_64")
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
@@ -95,10 +59,8 @@ def _build_instructions(
     yield LOAD_WORD, 0, 0, NUMBER_OFFSET
     if has_x32:
         yield from _return_if(JUMP_IF_GREATER_EQUAL, X32_BIT, FAIL | errno.ENOSYS)
-    for name in REFUSED_CALLS:
-        yield from _return_if(JUMP_IF_EQUAL, numbers[name], FAIL | errno.EPERM)
     # The flags of clone3 are in memory, which a filter cannot read: without it, libraries use clone.
-    yield from _return_if(JUMP_IF_EQUAL, numbers["clone3"], FAIL | errno.ENOSYS)
+    yield from _return_if(JUMP_IF_EQUAL, CLONE3, FAIL | errno.ENOSYS)
     yield from _check_argument(
         numbers["clone"],
         FIRST_ARGUMENT_OFFSET,
@@ -116,7 +78,21 @@ def _build_instructions(
         for instruction in _return_if(JUMP_IF_EQUAL, request, FAIL | errno.EPERM)
     ]
     yield from _check_argument(numbers["ioctl"], SECOND_ARGUMENT_OFFSET, [*refused_requests, (RETURN, 0, 0, ALLOW)])
-    yield RETURN, 0, 0, ALLOW
+    # A limit of another process, such as the sandbox's first program, could make the kernel kill it.
+    own_limits = [*_return_if(JUMP_IF_EQUAL, 0, ALLOW), (RETURN, 0, 0, FAIL | errno.EPERM)]
+    yield from _check_argument(numbers["prlimit64"], FIRST_ARGUMENT_OFFSET, own_limits)
+    for first, last in _find_ranges(sorted(numbers.values())):
+        yield JUMP_IF_GREATER_EQUAL, 2, 0, last + 1
+        yield from _return_if(JUMP_IF_GREATER_EQUAL, first, ALLOW)
+    yield from _return_if(JUMP_IF_GREATER_EQUAL, FIRST_OPTIONAL_CALL, FAIL | errno.ENOSYS)
+    yield RETURN, 0, 0, FAIL | errno.EPERM
+
+
+def _find_ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last number of each run of consecutive numbers."""
+    for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1]
 
 
 def _return_if(jump: int, operand: int, action: int) -> Iterator[tuple[int, int, int, int]]:
