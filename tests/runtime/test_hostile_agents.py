@@ -110,6 +110,7 @@ def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
 def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
     async def test(runtime: SandboxRuntime) -> None:
         process = await runtime.spawn("sleep 1000")
+        assert runtime._box is not None and runtime._box._bwrap is not None
         bwrap = psutil.Process(runtime._box._bwrap.pid)
         (bwrap if victim == "bwrap" else bwrap.children()[0]).kill()
         with pytest.raises(SandboxError, match="killed from outside"):
@@ -182,6 +183,7 @@ def test_agent_cannot_end_its_sandbox():
 def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed():
     async def test(runtime: SandboxRuntime) -> None:
         process = await runtime.spawn("sleep 1000")
+        assert runtime._box is not None
         runtime._box.kill()  # as after a request without a reply
         assert (await process.wait(20)).returncode == -signal.SIGKILL
         with pytest.raises(AgentExit, match="the sandbox has ended"):

@@ -18,7 +18,7 @@ import pytest
 
 import ramify
 from ramify.env import Task
-from ramify.env.runtime import Capability
+from ramify.env.runtime import Capability, ResourceLimits
 from ramify.errors import AgentExit, ConfigInvalid, SandboxError
 from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
 from ramify.runtime.seccomp import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
@@ -88,12 +88,15 @@ def test_named_paths_are_readable_and_no_others(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tool").write_text(f"#!/bin/sh\necho {name}\n")
         (tmp_path / name / "tool").chmod(0o755)
-    settings = {"read_only": [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"], "path": ["/agent"]}
-    result = run_in_sandbox(f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}", **settings)
+    result = run_in_sandbox(
+        f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}",
+        read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"],
+        path=["/agent"],
+    )
     assert result.text.split() == ["agent", "agent", "agent"]
     assert b"Read-only file system" in result.stderr
-    both = {"read_only": [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent:/other"]}
-    assert run_in_sandbox("/agent/tool; /other/tool", **both).text.split() == ["agent", "agent"]
+    both = [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent:/other"]
+    assert run_in_sandbox("/agent/tool; /other/tool", read_only=both).text.split() == ["agent", "agent"]
     with pytest.raises(ValueError, match="/agent twice"):
         SandboxRuntimeConfig(read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/other:/agent"])
     for entry in ("/no/such/place", f"{tmp_path}:relative"):
@@ -290,7 +293,7 @@ def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
     script = "data = bytearray(300 << 20); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
 
     async def test(memory_mb):
-        runtime = SandboxRuntime(SandboxRuntimeConfig(limits={"memory_mb": 512}))
+        runtime = SandboxRuntime(SandboxRuntimeConfig(limits=ResourceLimits(memory_mb=512)))
         await runtime.prepare()
         try:
             await runtime.start(Task(resources={"memory_mb": memory_mb}))
@@ -373,6 +376,7 @@ def test_prepared_sandbox_that_was_killed_is_replaced():
     async def test():
         runtime = SandboxRuntime()
         await runtime.prepare()
+        assert runtime._box is not None and runtime._box._bwrap is not None
         os.kill(runtime._box._bwrap.pid, 9)
         while not runtime._box.channel.is_closed:
             await asyncio.sleep(0.01)
@@ -547,7 +551,7 @@ def test_run_is_refused_where_a_limit_cannot_be_enforced(monkeypatch):
     try:
         with pytest.raises(ConfigInvalid, match=r"memory_mb in runtime.limits .* needs memory_limit.*no control group"):
             SandboxRuntime().check_task(Task())
-        limits = {"memory_mb": None, "max_processes": None}
+        limits = ResourceLimits(memory_mb=None, max_processes=None)
         SandboxRuntime(SandboxRuntimeConfig(limits=limits)).check_task(Task())
     finally:
         bwrap.find_capabilities.cache_clear()
