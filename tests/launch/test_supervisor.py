@@ -16,11 +16,12 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageF
 from ramify.launch import liveness
 from ramify.launch import supervisor as supervisor_module
 from ramify.launch.process import ProcessRole, ProcessState
-from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
+from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor, parse_failure_from_log
 from ramify.processes import restart_budget
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
-from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids, until
+from tests.launch.scripts import IGNORES_SIGTERM, RUNS_FOREVER, alive, build_spec, pids, until
+from tests.launch.supervisor_process import SAVES_CHECKPOINT
 
 DONE = "sys.exit(0)"
 
@@ -325,8 +326,9 @@ def test_report_that_was_overtaken_is_dropped(tmp_path):
     reports = []
     supervisor = Supervisor([], max_restarts=0, grace_period=1.0)
     for number in (1, 3, 2):
-        supervisor._report(reports.append, number, number)
-    assert reports == [1, 3]
+        status = ProcessStatus("it", ProcessState.READY, pid=number, restarts=0, seconds=0.0)
+        supervisor._report(reports.append, number, [status])
+    assert [status.pid for (status,) in reports] == [1, 3]
 
 
 def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):
@@ -362,7 +364,7 @@ def supervisor_process(tmp_path):
     process.communicate(timeout=60)
 
 
-def test_interrupt_ends_all_processes_within_ten_seconds(supervisor_process, tmp_path):
+def test_interrupts_end_all_processes_within_ten_seconds(supervisor_process, tmp_path):
     assert len(alive(tmp_path)) == 5
     assert STOP_TIMEOUT + DESCENDANTS_TIMEOUT + KILL_TIMEOUT <= 10
     supervisor_process.send_signal(signal.SIGINT)
@@ -378,6 +380,53 @@ def test_stop_signal_saves_a_checkpoint_and_exits_75(supervisor_process, tmp_pat
     assert supervisor_process.wait(timeout=60) == 75
     assert (tmp_path / "checkpoint").exists()
     until(lambda: alive(tmp_path) == [])
+
+
+def test_first_interrupt_saves_a_checkpoint(supervisor_process, tmp_path):
+    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
+    supervisor_process.send_signal(signal.SIGINT)
+    assert supervisor_process.wait(timeout=60) == 130
+    assert (tmp_path / "checkpoint").exists()
+    until(lambda: alive(tmp_path) == [])
+
+
+@pytest.mark.parametrize("first", ["interrupt", "request_stop"])
+def test_interrupt_of_a_stopping_run_ends_it_at_once(tmp_path, first):
+    lines = []
+
+    async def run():
+        leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
+        supervisor = Supervisor([leader], max_restarts=0, grace_period=3600.0, print_line=lines.append)
+        running = asyncio.create_task(supervisor.run())
+        while "ignoring" not in (leader.log.read_text() if leader.log.exists() else ""):
+            await asyncio.sleep(0.01)
+        getattr(supervisor, first)()
+        await asyncio.sleep(0)
+        assert not running.done()
+        supervisor.interrupt()
+        async with asyncio.timeout(60):
+            return await running
+
+    assert asyncio.run(run()) is RunOutcome.INTERRUPTED
+    assert lines[0].endswith("waiting up to 3600 s for a checkpoint; Ctrl-C ends the run at once")
+    assert alive(tmp_path) == []
+
+
+def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
+    """This is how the interrupt of a notebook reaches the supervisor, which runs in another thread."""
+
+    async def run():
+        leader = build_spec(tmp_path, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER)
+        running = asyncio.create_task(Supervisor([leader], max_restarts=0, grace_period=60.0).run())
+        while not (tmp_path / "listening").exists():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        async with asyncio.timeout(60):
+            await asyncio.wait([running])
+        assert running.cancelled()
+
+    asyncio.run(run())
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_killed_supervisor_leaves_no_process(supervisor_process, tmp_path):
@@ -408,10 +457,12 @@ def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
 
 
 def test_only_ramify_failures_are_parsed_from_a_log():
-    assert parse_failure_from_log("starting\nPortTaken: 8000").message == "8000"
-    assert parse_failure_from_log("ProviderError: gone; last lines of its log:\nline 1\nline 2").message.endswith(
-        "line 2"
-    )
+    port_taken = parse_failure_from_log("starting\nPortTaken: 8000")
+    assert port_taken is not None
+    assert port_taken.message == "8000"
+    with_log = parse_failure_from_log("ProviderError: gone; last lines of its log:\nline 1\nline 2")
+    assert with_log is not None
+    assert with_log.message.endswith("line 2")
     assert parse_failure_from_log("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
     assert parse_failure_from_log("ValueError: x") is None
     assert parse_failure_from_log("") is None

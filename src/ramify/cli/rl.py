@@ -26,8 +26,8 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
   --dry-run     check the configuration, print the plan, and exit
   --view        show the run on a local page while it runs, as `ramify view` does; its address is printed
 
-Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
-with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
+Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a second Ctrl-C stops
+at once. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
 
 All keys:
 """

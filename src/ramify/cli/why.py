@@ -194,7 +194,7 @@ def _print_ended_run(path: Path) -> None:
     """Print from the run's files how far it came, its last events, and the last log lines of each process."""
     from ramify.cli.console import make_console
     from ramify.launch.last_state import describe_last_state
-    from ramify.launch.run_queries import has_finished
+    from ramify.launch.run_queries import describe_end
     from ramify.orchestrate.snapshot import read_snapshot
     from ramify.store import RunStore
     from ramify.store.ledger import Ledger
@@ -204,12 +204,11 @@ def _print_ended_run(path: Path) -> None:
     with RunStore.open(path, write=False) as store:
         ledger, events = Ledger.open_readonly(store), RunLog(store).events()
         progress, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
-        dropped, finished = ledger.describe_drops(), has_finished(store)
+        dropped, state = ledger.describe_drops(), describe_end(store)
         num_tries = ledger.count_ended_tries()
-    state = "finished" if finished else "stopped"
     uncommitted = progress.acknowledged - progress.committed
     print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} trained after the last checkpoint")
-    print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
+    print("groups: " + (", ".join(f"{count} {name}" for name, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
     for line in _summarize_failures(events, num_tries):
@@ -218,7 +217,7 @@ def _print_ended_run(path: Path) -> None:
         timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         fields = " ".join(f"{key}={value}" for key, value in event.fields.items())
         console.print(f"{timestamp} {event.kind} {fields}", markup=False, soft_wrap=True)
-    if not finished:
+    if state != "finished":
         if (snapshot := read_snapshot(path)) is not None:
             message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
             console.print(message, markup=False, soft_wrap=True)

@@ -24,6 +24,7 @@ from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_lock import lock_run
+from ramify.launch.run_queries import INTERRUPTED_EVENT
 from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.shared_storage import CLEANUP_TIMEOUT, call_storage_blocking
@@ -91,21 +92,26 @@ def execute_plan(
                 if outcome is RunOutcome.FINISHED:
                     save_final_weights(config)
                     return RunResult(path, outcome, steps=mark_finished(config))
+                if outcome is RunOutcome.INTERRUPTED:
+                    _record_end(path, INTERRUPTED_EVENT)
+            except KeyboardInterrupt:
+                _record_end(path, INTERRUPTED_EVENT)
+                raise
             except RamifyError as error:
                 if isinstance(error, StorageFailed):  # what follows uses the same storage, and may take long
                     print_line(f"{error.name}: {error.message}")
-                _record_failure(path, error)
+                _record_end(path, "failed", name=type(error).__name__, message=error.message)
                 raise
     return RunResult(path, outcome)
 
 
-def _record_failure(path: Path, error: RamifyError) -> None:
-    """Record the failure that ended the run, for `ramify why`, if the store can be opened."""
+def _record_end(path: Path, kind: str, **fields: str) -> None:
+    """Record as an event how the run ended, for `ramify why`, if the store can be opened."""
 
     def record() -> None:
         if (path / DATABASE_NAME).is_file():
             with RunStore.open(path) as store:
-                RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
+                RunLog(store).log_event(kind, **fields)
 
     with contextlib.suppress(RamifyError):
         call_storage_blocking(record, path, timeout=CLEANUP_TIMEOUT)
@@ -142,7 +148,7 @@ async def _supervise(
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
-        disk = estimate_disk(plan.config)
+        disk = estimate_disk(plan.config) if plan.model is not None else None  # else the trainer is elsewhere
         if disk is not None and (warning := disk.find_warning()):
             print_line(f"warning: {warning}")
         client, snapshot_caller = StatusClient(plan.status_address, timeout=2.0), SingleThreadCaller()

@@ -10,6 +10,8 @@ from ramify.launch.status_client import DEFAULT_TIMEOUT, StatusClient
 from ramify.store import RunStore
 from ramify.store.run_log import MetricPoint, RunLog
 
+INTERRUPTED_EVENT = "interrupted"  # event of a run that was ended by Ctrl-C
+
 
 def connect_if_running(path: Path) -> StatusClient | None:
     """Return a client of the run's status address; None if nothing answers there, or another run does."""
@@ -35,10 +37,15 @@ def query_status(path: Path, *, timeout: float = DEFAULT_TIMEOUT) -> tuple[Statu
 
 def has_finished(store: RunStore) -> bool:
     """Return whether the run reached its last step when it ran last, and was not rolled back since."""
+    return describe_end(store) == "finished"
+
+
+def describe_end(store: RunStore) -> str:
+    """Return how a run that does not run now ended: `finished`, `interrupted` or `stopped`."""
     # earlier versions wrote "left" for "stopped"
-    lifecycle_kinds = ("started", "finished", "stopped", "left", "rolled_back")
+    lifecycle_kinds = ("started", "finished", INTERRUPTED_EVENT, "stopped", "left", "rolled_back")
     kinds = [event.kind for event in RunLog(store).events() if event.kind in lifecycle_kinds]
-    return kinds[-1:] == ["finished"]
+    return kinds[-1] if kinds and kinds[-1] in ("finished", INTERRUPTED_EVENT) else "stopped"
 
 
 def describe_evals(path: Path) -> list[str]:

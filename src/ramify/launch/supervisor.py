@@ -1,15 +1,15 @@
 """The supervisor starts the processes of a run, restarts them when they crash, and stops all of them at the end.
 
 One task supervises each process through all its restarts. The first of these events ends the run: the exit of the
-leader (the orchestrator), a used-up restart budget, a failure that a restart cannot fix, or Ctrl-C. Then all processes
-are stopped at once; none outlives the supervisor.
+leader (the orchestrator), a used-up restart budget, or a failure that a restart cannot fix. Then all processes are
+stopped at once; none outlives the supervisor.
 
 - An exit by signal, or with an unknown exception, is a crash: the process is restarted, within its budget. The same
   exception several times in a row is a bug, and ends the run before the budget does.
 - A process on the head that has not answered for its `hang_timeout` is killed and handled like a crash.
 - A Ramify failure that is not retryable, and any Ramify failure of the leader, ends the run with that failure.
-- SIGTERM and SIGUSR1 are passed to the leader, which saves a checkpoint and exits with EXIT_RESUMABLE within
-  `grace_period` seconds.
+- SIGTERM, SIGUSR1 and the first Ctrl-C are passed to the leader as SIGTERM. It saves a checkpoint and exits with
+  EXIT_RESUMABLE within `grace_period` seconds. Another Ctrl-C ends the run at once.
 """
 
 import asyncio
@@ -116,6 +116,7 @@ class Supervisor:
         # Set when a process has a place for the first time, or the run starts without it.
         self._placed = {spec.name: asyncio.Event() for spec in process_specs}
         self._stop_task: asyncio.Task[None] | None = None
+        self._stop_outcome = RunOutcome.STOPPED  # of a run that stops because it was asked to
         self._num_reports = self._last_report = 0  # calls of `on_change`
         self._report_lock = threading.Lock()
 
@@ -125,7 +126,11 @@ class Supervisor:
         process_tasks = [asyncio.create_task(self._keep_running(spec), name=spec.name) for spec in self.process_specs]
         with self._install_signal_handlers():
             try:
-                return await self._outcome
+                return await asyncio.shield(self._outcome)
+            except asyncio.CancelledError:  # the interrupt of a notebook, whose cell runs in another thread
+                self.interrupt()
+                await self._outcome
+                raise
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
                 await self._stop_all()
@@ -145,15 +150,20 @@ class Supervisor:
         now = time.monotonic()
         return [self._build_status(spec, self._processes.get(spec.name), now) for spec in self.process_specs]
 
-    def request_stop(self) -> None:
+    def request_stop(self, outcome: RunOutcome = RunOutcome.STOPPED) -> None:
         """Ask the leader to save a checkpoint, and end the run when it exits or after `grace_period` seconds."""
         if self._stop_task is None:
-            self._print_line(f"stop requested: waiting up to {self.grace_period:g} s for a checkpoint")
+            wait = f"waiting up to {self.grace_period:g} s for a checkpoint; Ctrl-C ends the run at once"
+            self._print_line(f"{outcome.name.lower()}: {wait}")
+            self._stop_outcome = outcome
             self._stop_task = asyncio.create_task(self._stop_leader(), name="stop")
 
     def interrupt(self) -> None:
-        """End the run at once."""
-        self._set_outcome(RunOutcome.INTERRUPTED)
+        """Request a stop; if the run is being stopped, end it at once."""
+        if self._stop_task is None:
+            self.request_stop(RunOutcome.INTERRUPTED)
+        else:
+            self._set_outcome(RunOutcome.INTERRUPTED)
 
     # -- one process -----------------------------------------------------------------------------------------------
 
@@ -296,7 +306,7 @@ class Supervisor:
         """Return whether a process that exited is restarted; if not, the run ends with an outcome or a failure."""
         spec, is_leader = process.spec, process.spec.role is ProcessRole.LEADER
         if is_leader and code in (0, EXIT_RESUMABLE):
-            self._set_outcome(RunOutcome(code))
+            self._set_outcome(self._stop_outcome if code else RunOutcome.FINISHED)
             return False
         if code == EXIT_CONFIG_INVALID:
             raise ConfigInvalid(f"{spec.name} cannot be started:\n{process.tail()}")
@@ -306,7 +316,7 @@ class Supervisor:
         if self._stop_task is not None and is_leader:
             ending = _describe_end(process, code)
             self._print_line(f"{spec.name} {ending} before saving a checkpoint; the previous one, if any, is used")
-            self._set_outcome(RunOutcome.STOPPED)
+            self._set_outcome(self._stop_outcome)
             return False
         return True
 
@@ -353,7 +363,7 @@ class Supervisor:
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(self.grace_period)
         self._print_line("no new checkpoint; the previous one is used")
-        self._set_outcome(RunOutcome.STOPPED)
+        self._set_outcome(self._stop_outcome)
 
     def _set_outcome(self, outcome: RunOutcome | BaseException) -> None:
         """End the run, unless another event has already ended it."""

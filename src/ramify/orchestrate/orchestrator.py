@@ -58,8 +58,8 @@ class Orchestrator:
             try:
                 async with asyncio.TaskGroup() as task_group:
                     watch_head = run.replicator and run.replicator.watch_for_newer_head()
-                    tasks = [
-                        task_group.create_task(work, name=name)
+                    tasks = {
+                        name: task_group.create_task(work, name=name)
                         for name, work in {
                             **({"head": watch_head} if watch_head else {}),
                             "sampling": run.dispatcher.run(),
@@ -73,9 +73,13 @@ class Orchestrator:
                             "evals": background.run_due_evals(run),
                             **{name: service.wait_failed() for name, service in run.get_watched_services().items()},
                         }.items()
-                    ]
+                    }
                     exit_code = await self._wait_until_finished()
-                    for task in tasks:
+                    if exit_code is None:
+                        for name in ("sampling", "evals"):  # env servers may stop now, which is not a failure
+                            tasks[name].cancel()
+                        exit_code = await self._checkpoint_and_stop()
+                    for task in tasks.values():
                         task.cancel()
             except BaseExceptionGroup as group:
                 raise _unwrap_exception_group(group) from group
@@ -108,8 +112,8 @@ class Orchestrator:
         addresses = f"trainer address {trainer_server.address}, status {status_server.address}"
         print(f"orchestrator of {config.path}: {addresses}", flush=True)
 
-    async def _wait_until_finished(self) -> int:
-        """Wait until all steps are committed and the last eval is done, or until a stop; return the exit code."""
+    async def _wait_until_finished(self) -> int | None:
+        """Wait until all steps are committed and the last eval is done; return the exit code, None after a stop."""
         run, trainer_service = self._run, self._run.trainer_service
         while not trainer_service.is_finished:
             trainer_service.checkpoint_committed.clear()
@@ -117,13 +121,13 @@ class Orchestrator:
                 async with asyncio.timeout(POLL_INTERVAL):
                     await run_unless_stopped(run.stop_requested, trainer_service.checkpoint_committed.wait())
             if run.stop_requested.is_set():
-                return await self._checkpoint_and_stop()
+                return None
         num_steps = run.core.ledger_progress.committed
         if not num_steps:
             drops = run.ledger.describe_drops() or "none"
             raise RunStalled(f"no batch was formed before the tasks ran out; dropped groups: {drops}")
         if not await run_unless_stopped(run.stop_requested, self._run_final_evals()):
-            return await self._checkpoint_and_stop()
+            return None
         await run.core.drop_open_groups()
         run.run_log.log_event("finished", step=num_steps)
         await trainer_service.notify_waiters()

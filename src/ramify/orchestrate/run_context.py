@@ -16,7 +16,7 @@ from pathlib import Path
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
 from ramify.envserver.messages import AddressUpdate
-from ramify.errors import ConfigInvalid, TokenizerMismatch
+from ramify.errors import ConfigInvalid, Failure, TokenizerMismatch
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
@@ -211,7 +211,7 @@ class RunContext:
             self.config.secret,
             start_timeout=timeout,
             get_update=lambda: self._build_address_update(source),
-            on_lost=lambda failure: self.progress.record_failure(origin, failure),
+            on_lost=lambda failure: self._on_env_server_lost(origin, failure),
         )
         self.address_book.subscribe(get_env_key(kind, name), servers.set_addresses)
         async with self._startup_report.waiting_for(f"the env servers of {origin}", timeout):
@@ -301,6 +301,11 @@ class RunContext:
         mix = build_source_mix(config, {name: source.num_tasks for name, source in train.items()})
         limits = config.orchestrator.admission_limits
         return await OrchestratorCore.open(self.ledger, mix, source_specs, rules, limits, config.max_steps)
+
+    def _on_env_server_lost(self, origin: str, failure: Failure) -> None:
+        """Record the loss of an env server, unless the run stops: then its env servers may stop too."""
+        if not self.stop_requested.is_set():
+            self.progress.record_failure(origin, failure)
 
     def _on_trainer_replaced(self) -> None:
         """Pause sampling until the engines serve the version at which the new trainer starts."""
