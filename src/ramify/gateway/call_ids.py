@@ -24,7 +24,7 @@ class CallIdRegistry:
     def make_unique(self, sampled: SampledReply, position: TrieNode) -> SampledReply:
         """Return a reply at `position` whose tool calls have new ids where the rollout has already used theirs.
 
-        A new id depends on the conversation and the number of its samples, so it is the same if the rollout is repeated.
+        A new id depends on the conversation and the number of its samples, so a repeated rollout has the same ids.
         """
         calls: list[ToolCall] = []
         for call in sampled.message.tool_calls:
