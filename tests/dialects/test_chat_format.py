@@ -24,6 +24,17 @@ MESSAGES = [
 ]
 
 
+def test_results_of_the_older_function_calls_follow_their_call():
+    call = {"name": "look", "arguments": '{"at": "x"}'}
+    history = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "look", "content": "a cat"},
+    ]
+    reply, result = parse_messages(history).messages
+    assert (reply.tool_calls[0].name, reply.tool_calls[0].arguments) == ("look", '{"at": "x"}')
+    assert result == Message("tool", "a cat", tool_call_id=reply.tool_calls[0].id)
+
+
 def test_formatted_messages_are_parsed_to_the_same_messages():
     media = {entry.hash: entry for entry in (IMAGE, LINK)}
     parser = parse_messages([format_message(message, media) for message in MESSAGES])

@@ -199,7 +199,7 @@ def test_fields_without_effect_are_counted_in_the_trace(run_scenario):
         assert (await scenario.post("/responses", body)).status_code == 200
         body = {"messages": messages, "stream": True, "stream_options": {}, "max_completion_tokens": 9, "metadata": {}}
         assert (await scenario.post("/chat/completions", body)).status_code == 200
-        counts = {"thinking": 2, "context_management": 2, "store": 1, "metadata": 2}
+        counts = {"thinking": 2, "context_management": 2, "metadata": 2}
         assert scenario.trace.info["ignored_fields"] == counts
         assert (await scenario.post("/messages", {**body, **{f"field-{n}": 1 for n in range(200)}})).status_code == 200
         assert len(scenario.trace.info["ignored_fields"]) == 50

@@ -140,6 +140,13 @@ def test_system_failures_are_5xx_and_not_retried_by_sdks(run_scenario):
         ("/chat/completions", {"messages": [{"role": "emperor", "content": "hi"}]}),
         ("/chat/completions", {"messages": HI, "n": 3}),
         ("/chat/completions", {"messages": HI, "seed": 10**30}),
+        ("/chat/completions", {"messages": HI, "allowed_token_ids": [5]}),
+        ("/chat/completions", {"messages": HI, "bad_words": ["no"]}),
+        ("/chat/completions", {"messages": HI, "logits_processors": ["x"]}),
+        ("/chat/completions", {"messages": HI, "use_beam_search": True}),
+        ("/chat/completions", {"messages": HI, "best_of": 2}),
+        ("/chat/completions", {"messages": HI, "continue_final_message": True}),
+        ("/chat/completions", {"messages": HI, "add_generation_prompt": False}),
         ("/chat/completions", {"messages": [{"role": "user", "content": {"type": "text", "text": "hi"}}]}),
         ("/chat/completions", {"messages": [*HI, {"role": "tool", "tool_call_id": 5, "content": "x"}]}),
         ("/chat/completions", 100_000 * b"["),
@@ -230,7 +237,8 @@ def test_a_truncated_reply_is_marked_in_every_dialect(run_scenario):
         chat = await scenario.chat("hi", max_completion_tokens=3)
         assert chat.choices[0].finish_reason == "length"
         response = await scenario.openai().responses.create(model="x", input="hi", max_output_tokens=3)
-        assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+        assert response.status == "incomplete" and response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
         message = await scenario.anthropic().messages.create(model="x", messages=HI, max_tokens=3)
         assert message.stop_reason == "max_tokens"
         assert [len(ids) for _, ids, _ in scenario.engine.seen] == [3, 3, 3]
@@ -281,7 +289,7 @@ def test_a_response_can_be_continued_by_its_id(run_scenario):
 def test_a_stop_string_truncates_the_text_before_it(run_scenario):
     async def check(scenario: Scenario) -> None:
         assert (await scenario.chat("hi", stop="tt")).choices[0].message.content == "le"
-        message = await scenario.anthropic().messages.create(
+        message: Any = await scenario.anthropic().messages.create(
             model="x", messages=HI, max_tokens=50, stop_sequences=["er"]
         )
         assert message.content[0].text == "lett"

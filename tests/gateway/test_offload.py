@@ -45,9 +45,9 @@ class SlowRenderer:
     def __getattr__(self, name: str) -> Any:
         return getattr(TINY, name)
 
-    def parse(self, *args: Any) -> ParsedReply:
+    def parse_after_prefill(self, *args: Any) -> ParsedReply:
         self._wait_for_loop()
-        return TINY.parse(*args)
+        return TINY.parse_after_prefill(*args)
 
     def render(self, *args: Any, **options: Any) -> RenderedPrompt:
         self._wait_for_loop()

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ramify as rf
+from ramify.dialects.model_call import SUMMARY_REQUEST
 from ramify.errors import ConfigInvalid
 from ramify.gateway import TokenPolicy
-from ramify.harness.compaction import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT, SUMMARY_REQUEST
+from ramify.harness.compaction import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import run_attempt
 from ramify.rollout.scripted_policy import ScriptedPolicy

@@ -10,17 +10,19 @@ from typing import Any
 import msgspec
 
 from ramify.config.schema import is_dict, is_list
-from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.base import Dialect
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_http_status
 from ramify.dialects.media import media_from_base64, parse_client_url
 from ramify.dialects.message_parser import ContentPart, MessageParser, build_function_tool
-from ramify.dialects.model_call import ModelReply
+from ramify.dialects.model_call import ModelReply, ParsedRequest
+from ramify.dialects.response_store import ResponseStore
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
-from ramify.trace import Message, ToolCall, Usage
+from ramify.trace import Message, TextPart, ToolCall, Usage
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+TEXT_SOURCES = ("text", "content")
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -35,7 +37,7 @@ class MessagesDialect(Dialect):
     keepalive = format_sse({"type": "ping"}, "ping")
     own_fields = frozenset({"messages", "system", "stop_sequences"})
 
-    def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse the body of a request to the Messages API."""
         parser = _BlockParser()
         if body.get("system"):
@@ -50,15 +52,17 @@ class MessagesDialect(Dialect):
                 parser.add_user_blocks(role, message.get("content"))
             else:
                 raise RequestInvalid(f"messages.{index}.role: expected user, assistant or system, found {role!r}")
+        if parser.ends_in_text_of_assistant:
+            parser.split_off_prefill()
         field_names = {"stop": "stop_sequences", "max_tokens": "max_tokens"}
         request = parser.build_request(body, body.get("tools"), _parse_tool, **field_names)
         return ParsedRequest(request, bool(body.get("stream")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
         """Return the reply as a `message` object."""
-        stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
         usage = _format_usage(reply.usage, reply.usage.completion_tokens)
-        return {**_envelope(parsed, reply), "content": _to_blocks(reply.message), **stop, "usage": usage}
+        content = _to_blocks(reply.message)
+        return {**_envelope(parsed, reply), "content": content, **_format_stop(reply), "usage": usage}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
         """Yield the reply as the events of the Messages API, from `message_start` to `message_stop`."""
@@ -75,8 +79,7 @@ class MessagesDialect(Dialect):
             for delta in deltas:
                 yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
-        stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
-        yield event("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion_tokens})
+        yield event("message_delta", delta=_format_stop(reply), usage={"output_tokens": reply.usage.completion_tokens})
         yield event("message_stop")
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
@@ -124,12 +127,27 @@ class _BlockParser(MessageParser):
         self.add_message("assistant", texts, reasoning="".join(thinking) or None, tool_calls=tuple(calls))
 
     def parse_part(self, entry: Any) -> ContentPart:
+        if not isinstance(entry, str) and entry.get("type") == "document":
+            return TextPart(self._parse_document(entry))
         if not isinstance(entry, str) and entry.get("type") == "image":
             source = entry["source"]
             if source["type"] == "base64":
                 return self.add_media(media_from_base64(source["data"], source["media_type"]))
             return self.add_media(parse_client_url(source["url"]))
         return super().parse_part(entry)
+
+    def _parse_document(self, entry: Mapping[str, Any]) -> str:
+        """Return a document as a text between tags. Raises RequestInvalid for one that is not a text."""
+        source = entry["source"]
+        if source["type"] not in TEXT_SOURCES:
+            expected = "expected a source of type text, or of type content with texts"
+            raise RequestInvalid(f"document: {expected}, found {source['type']!r}; send the text of the document")
+        text = self.parse_content(source["data"] if source["type"] == "text" else source["content"])
+        if not isinstance(text, str):
+            raise RequestInvalid("document: expected texts, found images; send them outside the document")
+        title = f" title={msgspec.json.encode(entry['title']).decode()}" if entry.get("title") else ""
+        context = f"{entry['context']}\n" if entry.get("context") else ""
+        return f"<document{title}>\n{context}{text}\n</document>\n"
 
 
 def _list_blocks(content: Any) -> list[dict[str, Any]]:
@@ -142,6 +160,11 @@ def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
     if "input_schema" not in tool:
         return None
     return build_function_tool(tool["name"], tool.get("description"), tool["input_schema"])
+
+
+def _format_stop(reply: ModelReply) -> dict[str, str | None]:
+    reason = STOP_REASONS[reply.finish_reason] if reply.stop_string is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": reply.stop_string}
 
 
 def _envelope(parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:

@@ -1,36 +1,18 @@
-"""The `Dialect` base class and what it makes of a request."""
+"""The `Dialect` base class: the format of requests and responses of one API."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ramify.dialects.http_format import format_openai_error, format_sse, get_error_code
-from ramify.dialects.model_call import ModelReply, ModelRequest
+from ramify.dialects.model_call import ModelReply, ParsedRequest
+from ramify.dialects.response_store import ResponseStore
 from ramify.errors import RamifyError
 
 COMMON_FIELDS = frozenset(
     {"model", "stream", "tools", "tool_choice", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"}
 )
 """Fields of a request that have an effect in every dialect."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """A parsed client request, and the form of its response."""
-
-    request: ModelRequest
-    stream: bool = False
-    include_usage: bool = True
-    """Whether a streamed response ends with token counts."""
-    custom_tools: frozenset[str] = frozenset()
-    """Names of tools that take free text instead of JSON arguments."""
-    namespaced_tools: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
-    """Namespace and name of namespaced tools, by the name that the model sees."""
-    encrypts_reasoning: bool = False
-    """Whether the client also expects its reasoning as a text that only the server reads."""
-    previous_call_id: str | None = None
-    """The id of the call whose reply the messages follow, if the client does not send the whole history."""
 
 
 class Dialect(ABC):
@@ -46,8 +28,8 @@ class Dialect(ABC):
         return [name for name in body if name not in self.own_fields and name not in COMMON_FIELDS]
 
     @abstractmethod
-    def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
-        """Parse the body of a request; unknown fields are ignored."""
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
+        """Parse the body of a request, which may refer to what is in `store`; unknown fields are ignored."""
 
     @abstractmethod
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:

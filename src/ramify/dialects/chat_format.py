@@ -14,23 +14,61 @@ from ramify.trace import Media, MediaPart, Message, ToolCall, Usage
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
+CONTINUE_FIELDS = ("continue_final_message", "add_generation_prompt")
+UNSUPPORTED_FIELDS: dict[str, Any] = {
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "logits_processors": [],
+    "use_beam_search": False,
+    "best_of": 1,
+    "functions": [],
+}
+"""Fields that would change the reply and that nothing here implements, with the value at which they have no effect."""
+UNSUPPORTED_ADVICE = {"functions": "send them as tools", "best_of": "send n", "bad_words": "send logit_bias"}
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def check_supported(body: Mapping[str, Any]) -> None:
+    """Raise RequestInvalid if a field of `UNSUPPORTED_FIELDS` is set."""
+    for name, neutral in UNSUPPORTED_FIELDS.items():
+        if (value := body.get(name)) is not None and value != neutral:
+            advice = UNSUPPORTED_ADVICE.get(name, "leave it out")
+            raise RequestInvalid(f"{name}: not supported, found {value!r:.80}; {advice}")
+
+
+def continues_final_message(body: Mapping[str, Any]) -> bool:
+    """Return whether the reply continues the last message, as vLLM's `continue_final_message` asks for.
+
+    Raises RequestInvalid if `add_generation_prompt` asks for something else.
+    """
+    continues, adds_prompt = (body.get(name) for name in CONTINUE_FIELDS)
+    if adds_prompt not in (None, not continues):
+        expected = "false with continue_final_message, else true"
+        raise RequestInvalid(f"add_generation_prompt: expected {expected}, found {adds_prompt!r}")
+    return bool(continues)
 
 
 def parse_messages(messages: Iterable[Mapping[str, Any]]) -> MessageParser:
     """Parse the messages of a request. Raises RequestInvalid for an unknown role."""
     parser = MessageParser()
+    open_calls: dict[str, str] = {}  # ids of the older `function_call` without a result, by function
     for index, message in enumerate(messages):
         role = message.get("role")
         if role not in ROLES:
             raise RequestInvalid(f"messages.{index}.role: expected one of {', '.join(ROLES)}, got {role!r}")
+        calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
+        if not calls and (function := message.get("function_call")):
+            calls = [{"id": f"function_{index}", "function": function}]
+            open_calls[str(function["name"])] = f"function_{index}"
+        if role == "function" and call_id is None:
+            call_id = open_calls.pop(str(message.get("name")), None)
         parser.add_message(
             ROLE_ALIASES.get(role, role),
             message.get("content"),
             reasoning=_parse_reasoning(message),
-            tool_calls=parse_tool_calls(message.get("tool_calls")),
-            tool_call_id=message.get("tool_call_id"),
+            tool_calls=parse_tool_calls(calls),
+            tool_call_id=call_id,
         )
     return parser
 

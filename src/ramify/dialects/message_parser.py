@@ -35,6 +35,8 @@ class MessageParser:
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
     read_url: ReadUrl = parse_client_url
+    prefill: str = ""
+    """The beginning of the reply, if the client has written it."""
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""
@@ -44,6 +46,21 @@ class MessageParser:
             previous = self.messages.pop()
             message = replace(message, content=f"{previous.text}\n\n{message.text}")
         self.messages.append(message)
+
+    @property
+    def ends_in_text_of_assistant(self) -> bool:
+        """Whether the last message is a text of the assistant, without reasoning and tool calls."""
+        last = self.messages[-1] if self.messages else Message("")
+        return last.role == "assistant" and bool(last.text) and not last.tool_calls and not last.reasoning
+
+    def split_off_prefill(self) -> None:
+        """Remove the last message and keep its text as the beginning of the reply.
+
+        Raises RequestInvalid if it is anything but a text of the assistant.
+        """
+        if not self.ends_in_text_of_assistant:
+            raise RequestInvalid("messages: expected a text of the assistant as the last message, to be continued")
+        self.prefill = self.messages.pop().text
 
     def parse_content(self, content: Any) -> str | tuple[ContentPart, ...]:
         """Parse content to a text, or to parts if some are images."""
@@ -108,6 +125,7 @@ class MessageParser:
             model=str(body.get("model") or ""),
             sampling_overrides={name: body[key] for name, key in fields.items() if body.get(key) is not None},
             media=self.media,
+            prefill=self.prefill,
         )
 
 

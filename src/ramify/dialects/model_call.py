@@ -3,6 +3,7 @@
 Requests of every dialect are converted to this form before rendering, so that all of them can be trained on.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,11 @@ from ramify.render import ParseProblem, ToolSchema
 from ramify.trace import Media, Message, Usage
 
 ReplyFinishReason = Literal["stop", "length", "tool_calls"]
+SUMMARY_REQUEST = Message(
+    "user",
+    "This conversation is becoming too long. Do not work on the task now and do not call tools. Write a summary from "
+    "which you can go on: what you did, what you found out, what is left to do. Only the task and your summary remain.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class ModelRequest:
     """The media of the messages, by hash."""
     is_remote: bool = False
     """Whether the request came over HTTP; False if the harness made it in this process."""
+    prefill: str = ""
+    """The beginning of the reply, which the client has written and the policy continues."""
     fork_reason: str = ""
     """Why the request leaves the recorded conversations, if the client says so; by default it is inferred."""
 
@@ -48,3 +56,29 @@ class ModelReply:
     node: int
     call_id: str
     problems: tuple[ParseProblem, ...] = ()
+    stop_string: str | None = None
+    """The client's stop string that ended the reply."""
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    """When the reply was made, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A parsed client request, and the form of its response."""
+
+    request: ModelRequest
+    stream: bool = False
+    include_usage: bool = True
+    """Whether a streamed response ends with token counts."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of tools that take free text instead of JSON arguments."""
+    namespaced_tools: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Namespace and name of namespaced tools, by the name that the model sees."""
+    encrypts_reasoning: bool = False
+    """Whether the client also expects its reasoning as a text that only the server reads."""
+    previous_call_id: str | None = None
+    """The id of the call whose reply the messages follow, if the client does not send the whole history."""
+    conversation_id: str | None = None
+    """The id of the conversation that the reply is added to, if the client names one."""
+    is_stored: bool = False
+    """Whether later requests may refer to the reply."""

@@ -3,8 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.base import Dialect
 from ramify.dialects.chat_format import (
+    CONTINUE_FIELDS,
+    UNSUPPORTED_FIELDS,
+    check_supported,
+    continues_final_message,
     format_envelope,
     format_message,
     format_tool_calls,
@@ -13,18 +17,24 @@ from ramify.dialects.chat_format import (
     parse_tool,
 )
 from ramify.dialects.http_format import SSE_DONE, format_sse
-from ramify.dialects.model_call import ModelReply
+from ramify.dialects.model_call import ModelReply, ParsedRequest
+from ramify.dialects.response_store import ResponseStore
 from ramify.errors import RequestInvalid
 
 
 class ChatCompletionsDialect(Dialect):
     """The dialect of OpenAI's Chat Completions API."""
 
-    own_fields = frozenset({"messages", "n", "stop", "max_completion_tokens", "stream_options"})
+    own_fields = frozenset(
+        {"messages", "n", "stop", "max_completion_tokens", "stream_options", *CONTINUE_FIELDS, *UNSUPPORTED_FIELDS}
+    )
 
-    def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse the body of a chat completion request."""
+        check_supported(body)
         parser = parse_messages(body["messages"])
+        if continues_final_message(body):
+            parser.split_off_prefill()
         if body.get("n") not in (None, 1):
             raise RequestInvalid("n: expected 1; send the request again for another choice")
         has_new_limit = body.get("max_completion_tokens") is not None

@@ -1,27 +1,30 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
 A conversation is a list of items: the reasoning, text and tool calls of a reply are separate items, which become one
-message. Nothing is stored beyond the session, but `previous_response_id` works within it. A tool may be in a namespace;
-the model sees it as `NAMESPACE__NAME`, and its calls are returned with namespace and name.
+message. A request may refer to what the session stores: to a response (`previous_response_id`), to an item of one, or
+to a conversation. A tool may be in a namespace; the model sees it as `NAMESPACE__NAME`, and its calls are returned with
+namespace and name.
 """
 
 import base64
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ramify.config.schema import is_dict
-from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.base import Dialect
 from ramify.dialects.chat_format import parse_arguments
 from ramify.dialects.http_format import format_sse, get_error_code
 from ramify.dialects.message_parser import MessageParser, build_function_tool
-from ramify.dialects.model_call import ModelReply
+from ramify.dialects.model_call import SUMMARY_REQUEST, ModelReply, ParsedRequest
+from ramify.dialects.response_store import ResponseStore, StoredConversation
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import ToolCall, Usage
 
+RESPONSE_PREFIX = "resp_"
 CALL_TYPES = ("function_call", "custom_tool_call")
 RESULT_TYPES = ("function_call_output", "custom_tool_call_output")
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -31,26 +34,44 @@ CUSTOM_TOOL_SCHEMA = {"type": "object", "properties": {"input": {"type": "string
 class ResponsesDialect(Dialect):
     """The dialect of OpenAI's Responses API."""
 
-    own_fields = frozenset({"input", "instructions", "previous_response_id", "stop", "max_output_tokens", "include"})
+    own_fields = frozenset(
+        {
+            "input",
+            "instructions",
+            "previous_response_id",
+            "conversation",
+            "stop",
+            "max_output_tokens",
+            "include",
+            "store",
+        }
+    )
 
-    def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse the body of a request to the Responses API."""
-        parser = _ItemParser()
-        previous_response_id = body.get("previous_response_id")
-        if body.get("instructions") and not previous_response_id:
+        parser, conversation = _ItemParser(store), _find_conversation(body, store)
+        previous_call_id = conversation.last_call_id if conversation else None
+        if previous_response_id := body.get("previous_response_id"):
+            if conversation is not None:
+                raise RequestInvalid("previous_response_id: not possible together with conversation; leave one out")
+            previous_call_id = str(previous_response_id).removeprefix(RESPONSE_PREFIX)
+        if body.get("instructions") and not previous_call_id:
             parser.add_message("system", body["instructions"])
+        if conversation is not None and not previous_call_id:
+            parser.messages += conversation.messages
         items = body.get("input")
         parser.add_items([{"role": "user", "content": items}] if isinstance(items, str) else items or [])
         tools, namespaced_tools = _flatten_namespaces(body.get("tools") or ())
         request = parser.build_request(body, tools, _parse_tool, stop="stop", max_tokens="max_output_tokens")
         custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
-        previous_call_id = str(previous_response_id).removeprefix("resp_") if previous_response_id else None
         return ParsedRequest(
             request,
             bool(body.get("stream")),
             custom_tools=custom_tools,
             namespaced_tools=namespaced_tools,
             previous_call_id=previous_call_id,
+            conversation_id=conversation.id if conversation else None,
+            is_stored=body.get("store") is not False,
             encrypts_reasoning=ENCRYPTED_REASONING in (body.get("include") or ()),
         )
 
@@ -91,8 +112,50 @@ class ResponsesDialect(Dialect):
         return format_sse({"type": "error", **fields}, "error")
 
 
+class CompactionDialect(ResponsesDialect):
+    """The dialect of `/responses/compact`: the model summarizes the conversation, and the client goes on from that."""
+
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
+        """Parse a conversation and add the request for a summary."""
+        parsed = super().parse_request({**body, "tools": (), "stream": False}, store)
+        messages = (*parsed.request.messages, SUMMARY_REQUEST)
+        return replace(parsed, request=replace(parsed.request, messages=messages))
+
+    def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+        """Return the user's messages and the summary as items."""
+        questions = [message.text for message in parsed.request.messages[:-1] if message.role == "user"]
+        items: list[dict[str, Any]] = [
+            {
+                "type": "message",
+                "id": f"msg_{reply.call_id}_{index}",
+                "role": "user",
+                "status": "completed",
+                "content": [{"type": "input_text", "text": text}],
+            }
+            for index, text in enumerate(questions)
+        ]
+        summary = {"id": f"cmp_{reply.call_id}", "encrypted_content": _encode_text(reply.message.text.strip())}
+        items.append({"type": "compaction", **summary})
+        fields = {"id": f"{RESPONSE_PREFIX}{reply.call_id}", "object": "response.compaction"}
+        return {**fields, "created_at": reply.created_at, "output": items, "usage": _format_usage(reply.usage)}
+
+
+class ConversationDialect(ResponsesDialect):
+    """The dialect of `/conversations`, which creates a conversation of some items."""
+
+    own_fields = frozenset({"items"})
+
+    def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
+        """Parse the items with which a conversation begins."""
+        return super().parse_request({"input": body.get("items")}, store)
+
+
 class _ItemParser(MessageParser):
-    """Parses items; the items of one reply are collected into one message."""
+    """Parses items; the items of one reply are collected into one message. `store` has those given by reference."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        super().__init__()
+        self._store = store
 
     def add_items(self, items: Sequence[Mapping[str, Any]]) -> None:
         """Add the messages of a list of items."""
@@ -106,6 +169,8 @@ class _ItemParser(MessageParser):
                     collected.clear()
 
         for index, item in enumerate(items):
+            if item.get("type") == "item_reference" or set(item) == {"id"}:
+                item = self._find_item(str(item["id"]))
             item_type = item.get("type") or "message"
             if item_type == "reasoning":
                 if contents or calls:
@@ -119,6 +184,9 @@ class _ItemParser(MessageParser):
             elif item_type in RESULT_TYPES:
                 flush()
                 self.add_message("tool", item.get("output"), tool_call_id=item["call_id"])
+            elif item_type == "compaction":
+                flush()
+                self.add_message("assistant", _decode_text(item.get("encrypted_content")))
             elif item_type == "message":
                 flush()
                 role = "system" if item.get("role") in ("system", "developer") else "user"
@@ -127,6 +195,24 @@ class _ItemParser(MessageParser):
                 raise RequestInvalid(f"input.{index}.type: found {item_type!r}, which is not supported")
         flush()
 
+    def _find_item(self, item_id: str) -> dict[str, Any]:
+        """Return an item of an earlier reply. Raises RequestInvalid if it is not stored."""
+        call_id = item_id.partition("_")[2]
+        for candidate in (call_id, call_id.rpartition("_")[0]):  # the id of a tool call ends in its index
+            stored = self._store.find_reply(candidate)
+            for item in [] if stored is None else _to_items(stored.parsed, stored.reply):
+                if item["id"] == item_id:
+                    return item
+        raise RequestInvalid(f"input: the item {item_id!r} is not stored here; send the item itself")
+
+
+def _find_conversation(body: Mapping[str, Any], store: ResponseStore) -> StoredConversation | None:
+    """Return the conversation that a request names, or None."""
+    conversation = body.get("conversation")
+    if not conversation:
+        return None
+    return store.get_conversation(str(conversation["id"] if is_dict(conversation) else conversation))
+
 
 def _parse_reasoning(item: Mapping[str, Any]) -> list[str]:
     """Return the texts of a reasoning item. Content that another server has encrypted is left out."""
@@ -134,10 +220,21 @@ def _parse_reasoning(item: Mapping[str, Any]) -> list[str]:
     encrypted = item.get("encrypted_content")
     if texts or not isinstance(encrypted, str):
         return texts
+    text = _decode_text(encrypted)
+    return [text] if text else []
+
+
+def _encode_text(text: str) -> str:
+    """Encode a text that the client keeps for the server; it is the client's own, so it is not encrypted."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decode_text(encoded: Any) -> str:
+    """Decode a text that the client kept; that of another server is an empty text."""
     try:
-        return [base64.b64decode(encrypted, validate=True).decode()]
-    except ValueError:
-        return []
+        return base64.b64decode(encoded, validate=True).decode()
+    except (TypeError, ValueError):
+        return ""
 
 
 def _item_arguments(item: Mapping[str, Any]) -> str:
@@ -184,9 +281,9 @@ def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
 def _build_response(parsed: ParsedRequest, reply: ModelReply, items: list[dict[str, Any]]) -> dict[str, Any]:
     is_truncated = reply.finish_reason == "length"
     return {
-        "id": f"resp_{reply.call_id}",
+        "id": f"{RESPONSE_PREFIX}{reply.call_id}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": reply.created_at,
         "status": "incomplete" if is_truncated else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "error": None,
@@ -195,7 +292,8 @@ def _build_response(parsed: ParsedRequest, reply: ModelReply, items: list[dict[s
         "model": parsed.request.model,
         "output": items,
         "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{parsed.previous_call_id}" if parsed.previous_call_id else None,
+        "previous_response_id": f"{RESPONSE_PREFIX}{parsed.previous_call_id}" if parsed.previous_call_id else None,
+        "conversation": {"id": parsed.conversation_id} if parsed.conversation_id else None,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
@@ -218,8 +316,8 @@ def _to_items(parsed: ParsedRequest, reply: ModelReply) -> list[dict[str, Any]]:
     if message.reasoning:
         summary = [{"type": "summary_text", "text": message.reasoning}]
         item: dict[str, Any] = {"type": "reasoning", "id": f"rs_{reply.call_id}", "summary": summary}
-        if parsed.encrypts_reasoning:  # in our case only encoded: the client holds what the policy itself wrote
-            item["encrypted_content"] = base64.b64encode(message.reasoning.encode()).decode()
+        if parsed.encrypts_reasoning:
+            item["encrypted_content"] = _encode_text(message.reasoning)
         items.append(item)
     if message.text or not message.tool_calls:
         part: dict[str, Any] = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}

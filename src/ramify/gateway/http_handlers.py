@@ -11,17 +11,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ramify.async_calls import fail_after
-from ramify.dialects.base import Dialect, ParsedRequest
+from ramify.dialects.base import Dialect
 from ramify.dialects.http_format import decode_body, get_http_status
-from ramify.dialects.model_call import ModelReply
+from ramify.dialects.model_call import ModelReply, ParsedRequest
+from ramify.dialects.openai_responses import RESPONSE_PREFIX, ResponsesDialect
+from ramify.dialects.response_store import ResponseStore
 from ramify.errors import QuotaExceeded, RamifyError, RequestInvalid, SecretUnknown
 from ramify.gateway.config import REQUEST_TASK_PREFIX
+from ramify.gateway.prompt_size import check_num_chars, count_chars
 from ramify.gateway.request_dedup import SharedCall
 from ramify.gateway.session import RolloutSession
 from ramify.render.offload import OFFLOAD_MIN_CHARS
@@ -70,6 +74,17 @@ class TokenCountHandler(DialectHandler):
         return JSONResponse(self._dialect.format_token_count(await session.count_prompt_tokens(parsed.request)))
 
 
+class ConversationHandler(DialectHandler):
+    """Handles requests that create a conversation of the Responses API."""
+
+    async def _start(self, http: HttpRequest, session: RolloutSession, parsed: ParsedRequest) -> ASGIApp:
+        check_num_chars(count_chars(parsed.request), [session.max_path_tokens])
+        if parsed.request.media:
+            raise RequestInvalid("items: a conversation cannot begin with images; send them with the first request")
+        conversation = session.response_store.create_conversation(parsed.request.messages)
+        return JSONResponse(conversation.to_dict())
+
+
 class ReplyHandler(DialectHandler):
     """Handles requests for a reply, whole or as a stream."""
 
@@ -93,7 +108,7 @@ class ReplyHandler(DialectHandler):
     ) -> None:
         delivered = False
         disconnected = asyncio.create_task(_wait_for_disconnect(receive))
-        reply_future = asyncio.ensure_future(call.wait())
+        reply_future = asyncio.ensure_future(_wait_and_store(call, session, parsed))
         try:
             delivered = await self._send_reply(parsed, reply_future, disconnected, scope, receive, send)
             if delivered and (error := _get_error(reply_future)) is not None:
@@ -149,6 +164,20 @@ class ReplyHandler(DialectHandler):
         return True
 
 
+async def retrieve_response(get_session: SessionLookup, http: HttpRequest) -> Response:
+    """Handle a request for a response by its id."""
+    response_id = str(http.path_params["id"])
+    stored = get_session(http).response_store.find_reply(response_id.removeprefix(RESPONSE_PREFIX))
+    if stored is None:
+        raise HTTPException(404, f"there is no response {response_id!r}")
+    return JSONResponse(ResponsesDialect().format_reply(stored.parsed, stored.reply))
+
+
+async def retrieve_conversation(get_session: SessionLookup, http: HttpRequest) -> Response:
+    """Handle a request for a conversation by its id."""
+    return JSONResponse(get_session(http).response_store.get_conversation(http.path_params["id"]).to_dict())
+
+
 async def _parse_http_request(
     http: HttpRequest, dialect: Dialect, session: RolloutSession, hold_bytes: Callable[[int], None]
 ) -> ParsedRequest:
@@ -156,7 +185,9 @@ async def _parse_http_request(
     async with fail_after(session.call_timeout, "reading the body of a request"):
         body = await _read_body(http, hold_bytes)
     session.check_num_values(body.count(b","))
-    parsed, ignored_fields = await session.quota.run(len(body) >= OFFLOAD_MIN_CHARS, _parse_body, body, dialect)
+    parsed, ignored_fields = await session.quota.run(
+        len(body) >= OFFLOAD_MIN_CHARS, _parse_body, body, dialect, session.response_store
+    )
     session.record_ignored_fields(ignored_fields)
     retry_header = http.headers.get("x-stainless-retry-count", "0")
     request = replace(
@@ -170,11 +201,11 @@ async def _parse_http_request(
     return replace(parsed, request=request)
 
 
-def _parse_body(body: bytearray, dialect: Dialect) -> tuple[ParsedRequest, Sequence[str]]:
+def _parse_body(body: bytearray, dialect: Dialect, store: ResponseStore) -> tuple[ParsedRequest, Sequence[str]]:
     """Return the request of a body, and the fields of it that have no effect. Raises RequestInvalid."""
     try:
         fields = decode_body(body, dict[str, Any])
-        return dialect.parse_request(fields), dialect.find_ignored_fields(fields)
+        return dialect.parse_request(fields, store), dialect.find_ignored_fields(fields)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
     except RecursionError as error:
@@ -188,6 +219,14 @@ async def _read_body(http: HttpRequest, hold_bytes: Callable[[int], None]) -> by
         hold_bytes(len(chunk))
         body += chunk
     return body
+
+
+async def _wait_and_store(call: SharedCall, session: RolloutSession, parsed: ParsedRequest) -> ModelReply:
+    """Wait for the reply of a call, and store it if later requests may refer to it."""
+    reply = await call.wait()
+    if parsed.is_stored:
+        session.response_store.add(parsed, reply)
+    return reply
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

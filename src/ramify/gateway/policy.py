@@ -19,7 +19,7 @@ from ramify.client.generate_api import RequestImage
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
-from ramify.errors import ModelUnsupported, ProviderError
+from ramify.errors import ModelUnsupported, ProviderError, RequestInvalid
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
 from ramify.gateway.stop_strings import find_stop
@@ -51,6 +51,8 @@ class PreparedPrompt:
     prefix_break: PrefixBreak | None = None
     """Why the history's tokens were not reused; `new_token_ids` and `spans` are then the whole prompt."""
     rendered: RenderedPrompt | None = None
+    prefill: str = ""
+    """The beginning of the reply, which the client has written; `new_token_ids` ends with its tokens."""
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
     """The images of all messages, by hash."""
 
@@ -86,6 +88,8 @@ class SampledReply:
     tokens: SampledTokens = NO_SAMPLED_TOKENS
     content_span: tuple[int, int] = (0, 0)
     problems: tuple[ParseProblem, ...] = ()
+    stop_string: str | None = None
+    """The client's stop string that ended the sample."""
 
 
 class Policy(Protocol):
@@ -117,8 +121,12 @@ class Policy(Protocol):
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
+        prefill: str = "",
     ) -> PreparedPrompt:
-        """Prepare the conversation `history` + `messages`; `media` has the media of all its messages, by hash."""
+        """Prepare the conversation `history` + `messages`, and the reply if it begins with `prefill`.
+
+        `media` has the media of all its messages, by hash.
+        """
         ...
 
     async def sample(self, request: PolicyRequest) -> SampledReply:
@@ -203,6 +211,7 @@ class TokenPolicy:
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
+        prefill: str = "",
     ) -> PreparedPrompt:
         """Render the prompt.
 
@@ -214,6 +223,8 @@ class TokenPolicy:
             rendered = self.renderer.render(messages, tools, media=all_media)
         else:
             rendered = self.renderer.bridge(history, messages, tools, media=all_media)
+        if prefill:
+            rendered = self.renderer.prefill(rendered, prefill)
         return PreparedPrompt(
             messages=rendered.messages,
             tools=rendered.tools,
@@ -222,6 +233,7 @@ class TokenPolicy:
             prompt_len=len(rendered.token_ids),
             prefix_break=rendered.prefix_break,
             rendered=rendered,
+            prefill=prefill,
             media=all_media,
         )
 
@@ -243,17 +255,18 @@ class TokenPolicy:
         if self.vocab_size is not None and len(ids) and int(ids.max()) >= self.vocab_size:
             expected = f"the vocabulary of {self.name} has {self.vocab_size} tokens"
             raise ProviderError(f"{completion.server} sampled token id {ids.max()}; {expected}")
-        tokens, parsed, is_stopped = await offload(
-            len(ids) >= OFFLOAD_MIN_TOKENS, self._parse_sample, completion, rendered, request.stop_strings
+        tokens, parsed, stop_string = await offload(
+            len(ids) >= OFFLOAD_MIN_TOKENS, self._parse_sample, completion, request
         )
         return SampledReply(
             message=parsed.message,
-            finish_reason="stop" if is_stopped else completion.finish_reason,
+            finish_reason="stop" if stop_string is not None else completion.finish_reason,
             usage=Usage(len(rendered.token_ids), len(tokens.token_ids), completion.usage.cached_tokens),
             history=rendered.with_reply(tokens.token_ids, parsed),
             tokens=tokens,
             content_span=parsed.content_span,
             problems=parsed.problems,
+            stop_string=stop_string,
         )
 
     def _request_images(self, prompt: PreparedPrompt) -> list[RequestImage]:
@@ -267,15 +280,18 @@ class TokenPolicy:
         ]
 
     def _parse_sample(
-        self, tokens: SampledTokens, prompt: RenderedPrompt, stop_strings: Sequence[str]
-    ) -> tuple[SampledTokens, ParsedReply, bool]:
-        """Truncate the sample after the first stop string and parse it; also return whether a stop string ended it."""
+        self, tokens: SampledTokens, request: PolicyRequest
+    ) -> tuple[SampledTokens, ParsedReply, str | None]:
+        """Truncate the sample after the first stop string and parse it; also return the stop string that ended it."""
+        prompt, stop_strings = request.prompt.rendered, request.stop_strings
+        assert prompt is not None
         match = find_stop(self.renderer.tokenizer, tokens.token_ids, stop_strings) if stop_strings else None
         if match is None:
-            return tokens, self.renderer.parse(tokens.token_ids, prompt), False
+            return tokens, self.renderer.parse_after_prefill(tokens.token_ids, prompt), None
         tokens = tokens.truncate(match.num_tokens)
-        parsed = self.renderer.parse(tokens.token_ids, prompt)
-        return tokens, replace(parsed, message=match.truncate(parsed.message)), True
+        parsed = self.renderer.parse_after_prefill(tokens.token_ids, prompt)
+        message = match.truncate(parsed.message, request.prompt.prefill)
+        return tokens, replace(parsed, message=message), match.stop_string
 
 
 class MessagePolicy:
@@ -299,8 +315,11 @@ class MessagePolicy:
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
+        prefill: str = "",
     ) -> PreparedPrompt:
-        """Return the conversation unchanged; its number of tokens is not known."""
+        """Return the conversation unchanged; its number of tokens is not known. Raises RequestInvalid for a prefill."""
+        if prefill:
+            raise RequestInvalid("messages: the last message is of the assistant; a chat endpoint cannot continue it")
         conversation = (*(history.messages if history else ()), *messages)
         spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
         return PreparedPrompt(conversation, tuple(tools), spans, media=media or {})

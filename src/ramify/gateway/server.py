@@ -7,6 +7,7 @@ but counts as undelivered, and an equal request gets it.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from starlette.applications import Starlette
@@ -18,9 +19,15 @@ from starlette.routing import Route
 from ramify.dialects.anthropic_messages import MessagesDialect
 from ramify.dialects.http_format import get_http_status
 from ramify.dialects.openai_chat import ChatCompletionsDialect
-from ramify.dialects.openai_responses import ResponsesDialect
+from ramify.dialects.openai_responses import CompactionDialect, ConversationDialect, ResponsesDialect
 from ramify.errors import RamifyError, SecretUnknown
-from ramify.gateway.http_handlers import ReplyHandler, TokenCountHandler
+from ramify.gateway.http_handlers import (
+    ConversationHandler,
+    ReplyHandler,
+    TokenCountHandler,
+    retrieve_conversation,
+    retrieve_response,
+)
 from ramify.gateway.session import RolloutSession
 from ramify.wire.http_server import HttpServer
 from ramify.wire.lifecycle import AsyncService
@@ -87,6 +94,8 @@ class Gateway(AsyncService):
             "/chat/completions": ReplyHandler(self.get_session, chat, self._keepalive_interval),
             "/chat/completions/input_tokens": TokenCountHandler(self.get_session, chat),
             "/responses": ReplyHandler(self.get_session, responses, self._keepalive_interval),
+            "/responses/compact": ReplyHandler(self.get_session, CompactionDialect(), self._keepalive_interval),
+            "/conversations": ConversationHandler(self.get_session, ConversationDialect()),
             "/responses/input_tokens": TokenCountHandler(self.get_session, responses),
             "/messages": ReplyHandler(self.get_session, messages, self._keepalive_interval),
             "/messages/count_tokens": TokenCountHandler(self.get_session, messages),
@@ -99,6 +108,8 @@ class Gateway(AsyncService):
             for path, handler in post_handlers.items()
         ]
         for prefix in prefixes:
+            routes.append(Route(f"{prefix}/responses/{{id}}", partial(retrieve_response, self.get_session)))
+            routes.append(Route(f"{prefix}/conversations/{{id}}", partial(retrieve_conversation, self.get_session)))
             routes.append(Route(f"{prefix}/models", self._handle_list_models))
             routes.append(Route(f"{prefix}/models/{{name:path}}", self._handle_get_model))
         routes.append(Route("/health", _handle_health))

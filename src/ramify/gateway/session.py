@@ -11,12 +11,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ramify.async_calls import fail_after, retry
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
+from ramify.dialects.response_store import ResponseStore
 from ramify.errors import (
     EnvironmentFault,
     ImageInvalid,
@@ -97,6 +99,8 @@ class RolloutSession:
         self._budget = RolloutBudget(limits)
         self._recorder = TraceRecorder(trace)
         self._call_ids = CallIdRegistry()
+        self.response_store = ResponseStore()
+        """The replies and conversations to which requests of the Responses API may refer."""
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
         self._reply_by_node: dict[int, TrieNode] = {}
         self._node_by_call: dict[str, int] = {}
@@ -153,7 +157,8 @@ class RolloutSession:
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
-        fingerprint = (id(policy), id(position), encode_canonical([request.tools, request.sampling_overrides]))
+        options = [request.tools, request.sampling_overrides, request.prefill]
+        fingerprint = (id(policy), id(position), encode_canonical(options))
         return self._deduplicator.join_or_start(
             request, fingerprint, lambda: self._start_call(request, policy, position)
         )
@@ -315,7 +320,7 @@ class RolloutSession:
         messages = position.messages_after(reply)
         is_large = policy.trainable and count_chars(request) >= OFFLOAD_MIN_CHARS
         run = self.quota.run if request.is_remote else offload
-        return await run(is_large, policy.prepare, history, messages, request.tools, self._media)
+        return await run(is_large, policy.prepare, history, messages, request.tools, self._media, request.prefill)
 
     def _get_history(self, policy: Policy, reply: TrieNode) -> TokenHistory:
         """Return the history up to `reply`, cached or rebuilt from the trace."""
@@ -439,7 +444,13 @@ class RolloutSession:
         )
         self._node_by_call[call.id] = recorded.node
         reply = ModelReply(
-            sampled.message, _finish_reason(sampled), sampled.usage, recorded.node, call.id, sampled.problems
+            _remove_prefill(sampled.message, prepared.prefill),
+            _finish_reason(sampled),
+            sampled.usage,
+            recorded.node,
+            call.id,
+            sampled.problems,
+            sampled.stop_string,
         )
         if self.on_reply is not None:
             self.on_reply(reply)
@@ -465,6 +476,13 @@ def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
         raise ProviderError(
             f"{policy.name} gave logprob {logprobs[index]:g} for token {index} of its sample: not finite"
         )
+
+
+def _remove_prefill(message: Message, prefill: str) -> Message:
+    """Return a reply without the beginning that the client has written."""
+    if not prefill or not message.text.startswith(prefill):
+        return message
+    return msgspec.structs.replace(message, content=message.text.removeprefix(prefill))
 
 
 def _finish_reason(sampled: SampledReply) -> ReplyFinishReason:

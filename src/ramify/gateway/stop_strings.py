@@ -23,10 +23,11 @@ class StopMatch:
     num_tokens: int
     stop_string: str
 
-    def truncate(self, message: Message) -> Message:
-        """Return the message without the stop string and the text after it."""
-        if self.stop_string in message.text:
-            return replace(message, content=message.text.partition(self.stop_string)[0])
+    def truncate(self, message: Message, prefill: str = "") -> Message:
+        """Return the message without the stop string and the text after it; a stop string in `prefill` stays."""
+        start = len(prefill) if message.text.startswith(prefill) else 0
+        if (stop := message.text.find(self.stop_string, start)) >= 0:
+            return replace(message, content=message.text[:stop])
         if message.reasoning and self.stop_string in message.reasoning:
             return replace(message, reasoning=message.reasoning.partition(self.stop_string)[0])
         return message

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ramify.dialects.model_call import ModelRequest
+from ramify.dialects.model_call import SUMMARY_REQUEST, ModelRequest
 from ramify.errors import ContextOverflow, ImageInvalid
 from ramify.trace import Message
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 FORK_REASON = "compacted"
 METRIC = "compactions"
-SUMMARY_REQUEST = Message(
-    "user",
-    "This conversation is becoming too long. Do not work on the task now and do not call tools. Write a summary from "
-    "which you can go on: what you did, what you found out, what is left to do. Only the task and your summary remain.",
-)
 CONTINUE_REQUEST = Message("user", "Continue from your summary.")
 EMPTY_SUMMARY = "(no summary)"
 OMITTED_RESULT = "(left out: the result is too long for the context)"

@@ -99,7 +99,8 @@ class RenderedPrompt:
     are the messages rendered now, and `media` their images, as ranges of `new_token_ids`; the tokens after the last
     span are the generation prompt. A `Turn` whose `prefix_node` is the last node of the history takes exactly these.
     `reused_images` are the images of the history. `prefix_break` says why the history's tokens were not reused; None if
-    they were, or if there was no history.
+    they were, or if there was no history. The last `num_prefill` tokens are the beginning of the reply, which somebody
+    else has written; they are part of the generation prompt.
     """
 
     messages: tuple[Message, ...]
@@ -111,6 +112,7 @@ class RenderedPrompt:
     prefix_break: PrefixBreak | None = None
     media: tuple[PromptMedia, ...] = ()
     reused_images: tuple[PromptImage, ...] = ()
+    num_prefill: int = 0
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
@@ -128,6 +130,15 @@ class RenderedPrompt:
     def generation_prompt_ids(self) -> Int32Array:
         """The tokens of the generation prompt, which opens the reply."""
         return self.new_token_ids[self.spans[-1].stop if self.spans else 0 :]
+
+    def add_prefill(self, prefill_ids: Int32Array) -> "RenderedPrompt":
+        """Return the prompt for the rest of a reply that begins with these tokens."""
+        return replace(self, token_ids=np.concatenate([self.token_ids, prefill_ids]), num_prefill=len(prefill_ids))
+
+    def split_off_prefill(self) -> tuple["RenderedPrompt", Int32Array]:
+        """Return the prompt for the whole reply, and the tokens with which the reply begins."""
+        stop = len(self.token_ids) - self.num_prefill
+        return replace(self, token_ids=self.token_ids[:stop], num_prefill=0), self.token_ids[stop:]
 
     def as_continuation(self, history: "TokenHistory", prefix_break: PrefixBreak | None) -> "RenderedPrompt":
         """Return this full prompt as the continuation of `history`.
@@ -293,6 +304,18 @@ class Renderer(ABC):
             prefix_break = continuation
         full_prompt = self._render_uncached([*history.messages, *messages], active_tools, media)
         return full_prompt.as_continuation(history, prefix_break)
+
+    def prefill(self, prompt: RenderedPrompt, text: str) -> RenderedPrompt:
+        """Return the prompt for the rest of a reply that begins with `text`."""
+        return prompt.add_prefill(self.tokenizer.encode(text, continues_text=True).ids)
+
+    def parse_after_prefill(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse the whole reply: the prefill of the prompt and the ids sampled after it."""
+        if not prompt.num_prefill:
+            return self.parse(sampled_ids, prompt)
+        full_prompt, prefill_ids = prompt.split_off_prefill()
+        parsed = self.parse(np.concatenate([prefill_ids, np.asarray(sampled_ids, np.int32)]), full_prompt)
+        return replace(parsed, content_span=(0, max(0, parsed.content_span[1] - len(prefill_ids))))
 
     @abstractmethod
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:

@@ -1,0 +1,78 @@
+"""The Responses API with state: items by reference, conversations, responses by id, and compaction."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.fake_engine import check_tokens
+from tests.gateway.scenario import Scenario
+
+CALL = '<think>hm</think>I look.<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+
+def test_items_by_reference_continue_the_conversation(run_scenario):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        question = {"role": "user", "content": "a"}
+        first = await client.responses.create(model="any", input=[question], tools=[TOOL])
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "42"}
+        second = await client.responses.create(model="any", input=[question, *references, result], tools=[TOOL])
+        assert second.output_text == "done" and len(scenario.trace.leaves) == 1 and not scenario.reasons
+        check_tokens(scenario.trace, scenario.engine)
+        with pytest.raises(openai.BadRequestError, match="msg_missing"):
+            await client.responses.create(
+                model="any", input=[question, {"type": "item_reference", "id": "msg_missing"}]
+            )
+
+    run_scenario([CALL, "done"], check)
+
+
+@pytest.mark.parametrize("with_items", [False, True])
+def test_a_conversation_object_holds_the_history(run_scenario, with_items: bool):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        items = [{"role": "user", "content": "earlier"}, {"role": "assistant", "content": "yes"}] if with_items else []
+        conversation = await client.conversations.create(items=items)
+        assert (await client.conversations.retrieve(conversation.id)).id == conversation.id
+        for text in ("a", "b"):
+            await client.responses.create(model="any", input=text, conversation=conversation.id, instructions="Brief.")
+        texts = [message.text for message in scenario.trace.branches[0].messages]
+        assert texts == ["Brief.", *(["earlier", "yes"] if with_items else []), "a", "one", "b", "two"]
+        assert len(scenario.trace.leaves) == 1
+        with pytest.raises(openai.BadRequestError, match="conv_missing"):
+            await client.responses.create(model="any", input="a", conversation="conv_missing")
+
+    run_scenario(["one", "two"], check)
+
+
+def test_a_response_can_be_retrieved_by_its_id(run_scenario):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        created = await client.responses.create(model="any", input="a", tools=[TOOL])
+        retrieved = await client.responses.retrieve(created.id)
+        assert retrieved == created and retrieved.output_text == "I look."
+        with pytest.raises(openai.NotFoundError, match="resp_missing"):
+            await client.responses.retrieve("resp_missing")
+
+    run_scenario([CALL], check)
+
+
+def test_a_conversation_can_be_compacted_to_a_summary_of_the_model(run_scenario):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        first = await client.responses.create(model="any", input="the task")
+        history = [{"role": "user", "content": "the task"}, *first.output]
+        compacted = await client.responses.compact(model="any", input=history)
+        assert [item.type for item in compacted.output] == ["message", "compaction"]
+        assert compacted.usage.output_tokens > 0
+        items = [item.model_dump(exclude_none=True) for item in compacted.output]
+        last = await client.responses.create(model="any", input=[*items, {"role": "user", "content": "go on"}])
+        assert last.output_text == "done"
+        texts = [message.text for message in scenario.trace.branches[-1].messages]
+        assert texts == ["the task", "a summary", "go on", "done"]
+
+    run_scenario(["work", "a summary", "done"], check)
