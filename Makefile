@@ -49,6 +49,8 @@ COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) 
 BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 DEV_STAMP := .venv/.installed-dev
+COMMA := ,
+RUN_EXTRAS := local,plot,vision
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 PYTEST := $(BIN)/pytest -q
 # With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
@@ -61,6 +63,22 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --no-compile --disable-pip-version-check)
 # Pip compiles bytecode on one core, this on all. Some packages have files that do not compile, so its exit status is ignored.
 COMPILE = $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
+COUNT_COMPILED = echo "  compiled $$(find .venv/lib -name '*.pyc' | wc -l) of $$(find .venv/lib -name '*.py' | wc -l) files"
+
+# $(call with_progress,COMMAND,REPORT) runs COMMAND and meanwhile, every PROGRESS_SECONDS, REPORT. The loop also ends with its shell.
+PROGRESS_SECONDS ?= 10
+with_progress = (while sleep $(PROGRESS_SECONDS) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do $(2); done) & progress=$$!; \
+	$(1); status=$$?; kill $$progress 2>/dev/null; [ $$status = 0 ]
+
+# $(call install,EXTRAS) shows the last line of what pip or uv writes, and more of it if the installation fails.
+INSTALL_LOG := .venv/install.log
+define install
+@$(PREPARE)
+@echo "installing $(1) into .venv (some minutes the first time); the output is in $(INSTALL_LOG)"
+@$(call with_progress,$(INSTALL) -e '.[$(2)]' >$(INSTALL_LOG) 2>&1,tail -n 1 $(INSTALL_LOG) | cut -c 1-110) || { tail -n 30 $(INSTALL_LOG); exit 1; }
+@echo "compiling the installed packages (one or two minutes)"
+@$(call with_progress,$(COMPILE),$(COUNT_COMPILED))
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help env test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
@@ -74,17 +92,11 @@ env: $(DEV_STAMP)  ## create .venv and install the package with all that the tar
 
 # Rebuilt only when the requirements change: an editable install sees source edits by itself.
 $(RUN_STAMP): pyproject.toml
-	@$(PREPARE)
-	@echo "installing what a run needs into .venv (some minutes the first time)"
-	@$(INSTALL) -e '.[local,plot,vision]'
-	@$(COMPILE)
+	$(call install,what a run needs,$(RUN_EXTRAS))
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml
-	@$(PREPARE)
-	@echo "installing what a run and the tests need into .venv (some minutes the first time)"
-	@$(INSTALL) -e '.[local,plot,vision,dev]'
-	@$(COMPILE)
+	$(call install,what a run and the tests need,$(RUN_EXTRAS)$(COMMA)dev)
 	@touch $(RUN_STAMP) $@
 
 style: env  ## ruff, formatting and structure

@@ -44,6 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )
     try:
         yield _wait_for_address(process, log)
+        assert log.read_text().splitlines()[0] == "loading tiny with the native engine"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()

@@ -143,6 +143,7 @@ def test_serve_command_runs_until_sigterm(launch):
     command = [sys.executable, "-m", "ramify", "serve", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        assert process.stdout.readline() == f"loading {server.path} with vLLM\n"
         assert process.stdout.readline().startswith(f"serving {server.path} (model@0.0) at http://127.0.0.1:")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -43,6 +43,8 @@ def run(argv: Sequence[str]) -> int:
         raise_config_invalid([("server", f"the run lists several engines ({urls}); {advice}")])
     if not dry:
         fetch_model(config.model.name)
+        engine_name = "vLLM" if config.inference.engine == "vllm" else "the native engine"
+        print(f"loading {config.model.name} with {engine_name}", flush=True)
     if config.inference.engine == "vllm":
         return _serve_vllm(config, config.inference, dry=dry)
     if dry:
