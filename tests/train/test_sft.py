@@ -509,7 +509,11 @@ class LineDisplay(Display):
 
 def test_truncated_tokens_are_counted(world, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
-    config = settings(world, "long") | {"data": {"path": str(tmp_path / "long.jsonl")}, "validation": {"fraction": 0}, "epochs": 1}
+    config = settings(world, "long") | {
+        "data": {"path": str(tmp_path / "long.jsonl")},
+        "validation": {"fraction": 0},
+        "epochs": 1,
+    }
     display = LineDisplay()
     run_sft(SftConfig.model_validate(config), display=display)
     assert "3 trained tokens beyond seq_len = 64 were cut off" in display.lines

@@ -53,8 +53,8 @@ class Config(BaseModel):
     - `renamed_keys`: the new name of each key that was renamed, so that an error can suggest it.
     - `renamed_values`: the same for values, by key.
     - `misplaced_keys`: where keys of a plugin's table belong that users write in this section, for suggestions.
-    - `switch`: the key with which a default turns the section off, such as `lora: Lora = Lora(enabled=False)`. As soon as
-      a file or flag sets any part of the section, the default value of this key no longer applies.
+    - `switch`: the key with which a default turns the section off, such as `lora: Lora = Lora(enabled=False)`. As soon
+      as a file or flag sets any part of the section, the default value of this key no longer applies.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
