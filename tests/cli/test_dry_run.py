@@ -1,13 +1,16 @@
 """`ramify rl --dry-run` refuses what the processes of the run would refuse at start."""
 
 import fcntl
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from ramify.cli.app import main
+from ramify.launch.devices import list_visible_gpus
 from ramify.launch.ray_launcher import RayLauncher
+from ramify.model.resolve import read_max_positions, resolve_model_path
 from ramify.store import open_run
 
 TASKSETS = """
@@ -71,6 +74,8 @@ def test_unloadable_tasks_and_losses_are_reported_together(capsys):
     ("args", "message"),
     [
         (["-m", "tinny"], "did you mean 'tiny'?"),
+        (["-m", "./nowhere"], "model.name: model './nowhere' was not found"),
+        (["-m", "/etc"], "model.name: model '/etc' was not found (/etc: has no config.json)"),
         (["--orchestrator.address", "tcp://0.0.0.0:5555"], ADDRESS),
         (["--renderer.type", "family", "--renderer.name", "nonsense"], "renderer: "),
     ],
@@ -131,6 +136,54 @@ def test_dry_run_names_models_that_are_not_here_and_may_be_paths(capsys, monkeyp
         "note: models.short.name: not checked: model 'outputs/typo' was not found (outputs/typo: does not exist; "
         f"{Path('hub/models--outputs--typo/snapshots').absolute()}: does not exist): "
         "'ramify model fetch outputs/typo' downloads it",
+    ]
+
+
+CUDA = ["--trainer.device", "cuda", "--inference.device", "cuda"]
+
+
+@pytest.mark.skipif(bool(list_visible_gpus()), reason="plans for this machine's GPUs")
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_a_plan_that_does_not_fit_is_refused_with_plans_that_do(capsys):
+    rl = ["rl", "envs.py:Sound", "-m", "Qwen/Qwen3-4B", *CUDA, "--dry-run"]
+    assert main(rl) == 2
+    problem = capsys.readouterr().err
+    assert "GPU 0 (not on this machine) has 80.0 GiB, the run needs about 195.6 GiB of it" in problem
+    options = re.findall(r"with ((?:--[\w.]+ [\w.]+ ?)+)", problem)
+    assert any("--trainer.lora.enabled true" in option for option in options)
+    assert any("--launch.gpu_placement split" in option for option in options)
+    for option in options:
+        assert main([*rl, *option.split()]) == 0
+    memory = re.compile(
+        r"inference [\d.]+ GiB per GPU, trainer [\d.]+ GiB per GPU, everything else [\d.]+ GiB in total"
+    )
+    assert memory.search(capsys.readouterr().out)
+    assert main([*rl, "--cluster.node.gpu_memory_gib", "250"]) == 0
+    out, err = capsys.readouterr()
+    assert "a GPU has 250.0 GiB, as assumed (--cluster.node.gpu_memory_gib)" in out and "warning" not in err
+    assert main(["rl", "envs.py:Sound", "-m", "org/Model-70B", *CUDA, "--dry-run"]) == 2
+    assert "it would fit with a smaller model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_a_dry_run_plans_for_the_gpus_of_the_node_that_the_config_describes(capsys):
+    flags = ["--cluster.node.gpus", "2", "--cluster.node.gpu_memory_gib", "24"]
+    assert main(["rl", "envs.py:Sound", "-m", "tiny", *flags, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert list_visible_gpus() or re.search(r"trainer: \d thread.*, GPU 1 \(not on this machine\)", out)
+
+
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_lengths_beyond_the_sequence_or_the_model_are_noted(capsys):
+    flags = ["--seq_len", "1000000", "--train.0.sampling.max_tokens", "2000000", "--eval.0.sampling.max_tokens", "99"]
+    assert main(["rl", "envs.py:Sound", "-m", "tiny", *flags, "--eval.0.seq_len", "64", "--dry-run"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    length = read_max_positions(resolve_model_path("tiny"))
+    assert notes == [
+        f"note: seq_len: 1000000 is longer than the model allows, {length} tokens",
+        f"note: train.0.sampling.max_tokens: 2000000 is more than the model allows, {length}: "
+        f"prompt and reply together end at {length} tokens",
+        "note: eval.0.sampling.max_tokens: 99 is more than seq_len, 64: prompt and reply together end at 64 tokens",
     ]
 
 

@@ -13,7 +13,7 @@ TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
 
 def test_several_nodes_without_a_shared_directory_are_refused():
-    config = RunConfig(train=[TRAIN], cluster={"launcher": "ray"})
+    config = RunConfig.model_validate({"train": [TRAIN], "cluster": {"launcher": "ray"}})
     nodes = list_planned_nodes(config)
     assert len(nodes) == 1 and place_run(config, nodes).head.is_head
     with pytest.raises(ConfigInvalid, match=r"cluster\.shared_directory: the cluster has 2 nodes"):
@@ -24,7 +24,7 @@ def test_several_nodes_without_a_shared_directory_are_refused():
 def test_cores_that_are_not_configured_are_lowered_before_a_run_is_refused(cores):
     def place(num_cores: int, **cluster: object) -> dict[str, int]:
         config = {"launcher": "ray", "node": {"cores": num_cores}, **cluster}
-        run = RunConfig(train=[TRAIN], eval=[TRAIN], cluster=config)
+        run = RunConfig.model_validate({"train": [TRAIN], "eval": [TRAIN], "cluster": config})
         return {demand.name: demand.cores for demand in place_run(run, list_planned_nodes(run)).demands}
 
     assert set(place(cores).values()) == {1} and len(place(cores)) == 5
@@ -51,7 +51,7 @@ def test_lowering_the_cores_takes_few_tries_and_lowers_them_no_further_than_need
     trainer = {} if trainer_cores is None else {"cores": trainer_cores}
     evals = [{**TRAIN, "name": f"eval-{number}"} for number in range(num_evals)]
     cluster = {"launcher": "ray", "node": {"cores": 192, "memory_gib": 512}, "trainer": trainer}
-    config = RunConfig(train=[TRAIN], eval=evals, cluster=cluster)
+    config = RunConfig.model_validate({"train": [TRAIN], "eval": evals, "cluster": cluster})
     nodes = list_planned_nodes(config)
     if cores is None:
         with pytest.raises(ClusterTooSmall, match="each needs 200 cores"):
@@ -84,13 +84,13 @@ def test_a_dry_run_prints_who_runs_where(run_file, capsys):
         "",
         "node-0 (node-0, head): 2 GPUs, 8 cores, 16 GiB",
         "  orchestrator: 1 core, 0.3 GiB of memory",
-        "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory",
-        "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory",
+        "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
+        "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
         "  env/train/reverse/1: 2 cores, 0.4 GiB of memory",
         "",
         "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB",
-        "  trainer rank 0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory",
-        "  trainer rank 1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory",
+        "  trainer rank 0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory per GPU",
+        "  trainer rank 1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory per GPU",
         "  env/train/reverse/0: 2 cores, 0.4 GiB of memory",
     ]
 

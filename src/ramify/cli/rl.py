@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     (fresh, accept, dry, view), rest = pop_flags(argv, COMMAND_FLAGS)
     args = expand_arguments(rest)
     config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
-    if unused := find_unused_keys(config.cluster):
+    if unused := find_unused_keys(config.cluster, dry_run=dry):
         print(f"warning: without --cluster ray the run is local and ignores {', '.join(unused)}", file=sys.stderr)
     with add_origins(RunConfig, args, argv):
         if dry:
@@ -52,14 +52,15 @@ def run(argv: Sequence[str]) -> int:
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the run would refuse at its start, and print its plan."""
     from ramify.launch.plan import build_plan, describe_run  # loaded here, not for help
-    from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes
+    from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
     from ramify.launch.preflight import check_start
 
     check_start(config, fresh=fresh, accept_changes=accept)
     if config.cluster.is_distributed:
         lines = _plan_cluster(config)
         head = [describe_run(config), describe_step_size(config)]
-        dry_run(config, config.path, [*head, *lines, *list_disk_notes(config), *list_model_notes(config)])
+        notes = [*list_disk_notes(config), *list_model_notes(config), *list_start_notes(config)]
+        dry_run(config, config.path, [*head, *lines, *notes])
         return 0
     plan = build_plan(config, dry_run=True)
     dry_run(config, config.path, plan.format_lines(), write_files=plan.write)

@@ -10,7 +10,7 @@ from ramify.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import LaunchPlan, build_plan
-from ramify.launch.plan_notes import list_runtime_notes
+from ramify.launch.plan_notes import list_start_notes
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.process import prefork_shared_modules
 from ramify.launch.run_checks import check_run
@@ -56,7 +56,7 @@ def rl(
         else:
             plan, launcher = stack.enter_context(_prepare_on_machine(run_config))
             environments = check_plugin_tables(run_config)  # while the modules of the processes are imported
-        for note in list_runtime_notes(run_config):
+        for note in list_start_notes(run_config):
             display.print_line(note)
         from ramify.launch.execution import execute_plan
 

@@ -7,8 +7,9 @@ from functools import cache
 from ramify.config import raise_config_invalid
 from ramify.errors import ClusterTooSmall
 from ramify.launch.cluster_demands import build_demands
+from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.memory import GIB, ModelSize
+from ramify.launch.memory import ModelSize
 from ramify.launch.placement import ProcessDemand, list_by_node, place_processes
 from ramify.orchestrate.config import RunConfig
 

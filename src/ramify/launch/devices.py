@@ -17,16 +17,27 @@ from ramify.processes.probe import run_probe
 
 QUERY_TIMEOUT = 10.0  # seconds
 NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
+GIB = 1 << 30
 MAX_THREADS_WITH_GPU = 8  # CPU threads of a process that computes on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU; `memory` is in bytes, None for a GPU that is only assumed (dry run)."""
+    """A GPU; `memory` is in bytes, None if it is unknown."""
 
     index: str
     name: str
     memory: int | None
+    is_assumed: bool = False
+    """Whether it is only assumed, for a dry run on a machine without GPUs."""
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name})"
+
+    @property
+    def label(self) -> str:
+        """Its number and, if it is only assumed, that it is not here."""
+        return str(self) if self.is_assumed else f"GPU {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class DeviceAllocation:
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return ", ".join([threads, *(f"GPU {gpu.index} ({gpu.name})" for gpu in self.gpus)])
+        return ", ".join([threads, *map(str, self.gpus)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,16 @@ class DeviceAllocations:
     def is_colocated(self) -> bool:
         """Whether engine and trainer share a GPU."""
         return bool(self.inference.gpus) and self.inference.gpus == self.trainer.gpus
+
+    @property
+    def gpus_by_role(self) -> tuple[list[Gpu], list[Gpu]]:
+        """The GPUs of the engine and of the trainer."""
+        return self.inference.gpus, self.trainer.gpus
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the GPUs are not on this machine."""
+        return any(gpu.is_assumed for gpu in (*self.inference.gpus, *self.trainer.gpus))
 
 
 def list_visible_gpus() -> list[Gpu]:
@@ -79,21 +100,29 @@ def uses_gpu(device: Literal["cpu", "cuda", "auto", "none"], gpus: list[Gpu]) ->
 
 
 def allocate_for_run(config: RunConfig, *, dry_run: bool, gpus: list[Gpu] | None) -> DeviceAllocations:
-    """Allocate the devices of this machine or, for a dry run without GPUs, of one that has the configured GPUs."""
-    inference = config.inference
+    """Allocate the devices of this machine or, for a dry run without GPUs, of one that is like `cluster.node`."""
+    inference, node = config.inference, config.cluster.node
+    gpus, gpu_bytes = list_visible_gpus() if gpus is None else gpus, int(node.gpu_memory_gib * GIB)
+    if dry_run and not gpus:
+        gpus = assume_gpus(node.gpus, gpu_bytes)
     device = inference.device if isinstance(inference, EngineConfig) else "auto"
     starts_engine = not isinstance(inference, ExternalConfig) or any(
         model.is_managed for model in config.all_models.values()
     )
     return allocate_devices(
         count_usable_cores(),
-        list_visible_gpus() if gpus is None else gpus,
+        gpus,
         inference=device if starts_engine else "none",
         trainer=config.trainer.device,
         placement=config.launch.gpu_placement,
         trainer_gpus=config.launch.trainer_gpus,
-        assume_gpus=dry_run,
+        assumed_gpu_bytes=gpu_bytes if dry_run else None,
     )
+
+
+def assume_gpus(count: int, gpu_bytes: int) -> list[Gpu]:
+    """Return GPUs of a machine that is not this one."""
+    return [Gpu(str(number), "not on this machine", gpu_bytes, is_assumed=True) for number in range(count)]
 
 
 def allocate_devices(
@@ -104,9 +133,9 @@ def allocate_devices(
     trainer: Literal["cpu", "cuda", "auto"],
     placement: Literal["auto", "split", "colocated"],
     trainer_gpus: int = 1,
-    assume_gpus: bool = False,
+    assumed_gpu_bytes: int | None = None,
 ) -> DeviceAllocations:
-    """Allocate cores and GPUs. With `assume_gpus`, a machine without GPUs is treated as if it had those needed.
+    """Allocate cores and GPUs. With `assumed_gpu_bytes`, a machine without GPUs is treated as if it had those needed.
 
     Raises ConfigInvalid if there are too few GPUs, or if the keys of `launch` contradict each other.
     """
@@ -125,11 +154,11 @@ def allocate_devices(
     is_split = both_on_gpu and (placement == "split" or (placement == "auto" and len(gpus) > 1))
     num_needed = (1 + trainer_gpus) if is_split else trainer_gpus if trainer_on_gpu else int(engine_on_gpu)
     if len(gpus) < num_needed:
-        if not assume_gpus or gpus:
+        if assumed_gpu_bytes is None or gpus:
             plural = "s" if num_needed > 1 else ""
             problem = f"the run needs {num_needed} GPU{plural}, found {len(gpus)}"
             raise_config_invalid([("launch.gpu_placement", problem)])
-        gpus = [Gpu(str(number), "not on this machine", None) for number in range(num_needed)]
+        gpus = assume_gpus(num_needed, assumed_gpu_bytes)
     threads = max(1, cores // 2 if inference != "none" else cores - 1)
 
     def allocate(gpus: list[Gpu]) -> DeviceAllocation:

@@ -1,31 +1,35 @@
 """Rough estimate of the memory that a run needs, and the check that it fits, before anything is loaded.
 
+A run that does not fit is refused with settings that would: the same estimate is made with changed settings.
+
 The estimate covers what dominates: weights and their copies, optimizer state, the activations of one pack, the KV cache
 and the states of recurrent layers. An engine's second copy of the weights during an update is left out on a GPU: one
 that has no room for it uses host memory. The estimate was compared with one measurement (Qwen3-0.6B, bf16, packs of 16k
 tokens: 30 GiB), so it tells whether a run fits, no more.
 """
 
+import dataclasses
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ramify.config import raise_config_invalid
+from ramify.config import Config, raise_config_invalid
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
-from ramify.launch.devices import DeviceAllocations
+from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations
 from ramify.launch.machine import get_usable_memory
 from ramify.model.experts import describe_experts
+from ramify.model.image_support import find_rank_problem
 from ramify.model.layer_types import RECURRENT_LAYER_TYPES
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
 
-GIB = 1 << 30
-ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU that is not on this machine
+ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU of unknown size
 MAX_MEMORY_FRACTION = 0.95  # of a device
 TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
@@ -33,7 +37,13 @@ MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
 GUESSED_ORIGIN = "guessed from its name"
+TRIED_RANKS = (1, 2, 4, 8)  # of the trainer, when a plan that does not fit looks for one that does
+SMALL_PACK_TOKENS = 4096
+SMALL_CACHE_FRACTION = 0.1  # of the GPU's memory, for the KV cache (native) or the engine (vLLM)
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+Settings = dict[str, Any]  # values by dotted key
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +135,110 @@ def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocati
     )
 
 
-def check_memory(estimate: MemoryEstimate, devices: DeviceAllocations) -> None:
-    """Raise ConfigInvalid if a GPU or the machine has too little memory."""
-    engine_gpus, trainer_gpus = devices.inference.gpus, devices.trainer.gpus
+def check_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> None:
+    """Raise ConfigInvalid if a GPU or the machine has too little memory, with settings that would fit."""
+    if problems := _find_shortages(config, model, devices):
+        advice = _format_fitting_settings(config, model, devices)
+        raise_config_invalid([*(("launch", problem) for problem in problems[:-1]), ("launch", problems[-1] + advice)])
+
+
+def _find_shortages(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> list[str]:
+    """Return each GPU that has too little memory, and this machine if it has."""
+    estimate, engine_gpus, trainer_gpus = estimate_memory(config, model, devices), *devices.gpus_by_role
     if devices.is_colocated:
         demands = [(gpu, estimate.inference + estimate.trainer) for gpu in engine_gpus[:1]]
     else:
         demands = [(gpu, estimate.inference) for gpu in engine_gpus] + [(gpu, estimate.trainer) for gpu in trainer_gpus]
     host_bytes = estimate.other + (0 if engine_gpus else estimate.inference) + (0 if trainer_gpus else estimate.trainer)
-    rows = [(f"GPU {gpu.index}", needed, gpu.memory) for gpu, needed in demands]
-    problems = [
-        ("launch", f"not enough memory: {name} has {memory / GIB:.1f} GiB, the run needs about {needed / GIB:.1f} GiB")
-        for name, needed, memory in [*rows, ("this machine", host_bytes, get_usable_memory())]
+    rows = [(gpu.label, needed, gpu.memory) for gpu, needed in demands]
+    if not devices.is_assumed:
+        rows.append(("this machine", host_bytes, get_usable_memory()))
+    return [
+        f"not enough memory: {name} has {memory / GIB:.1f} GiB, the run needs about {needed / GIB:.1f} GiB of it"
+        for name, needed, memory in rows
         if memory is not None and needed > MAX_MEMORY_FRACTION * memory
     ]
-    if problems:
-        raise_config_invalid(problems)
+
+
+def _format_fitting_settings(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> str:
+    """Return the flags with which the run would fit: on the same devices, with LoRA, and on more GPUs."""
+    options = [_find_fitting_settings(config, model, devices, {})]
+    if not config.trainer.lora.enabled:
+        options.append(_find_fitting_settings(config, model, devices, {"trainer.lora.enabled": True}))
+    options.append(_find_fitting_gpus(config, model, devices))
+    alternatives = [" ".join(_format_flag(key, value) for key, value in option.items()) for option in options if option]
+    if not alternatives:
+        alternatives = ["a smaller model", "`--cluster ray` and vLLM engines of several GPUs (cluster.engines.gpus)"]
+    if devices.is_assumed:
+        alternatives.append("larger GPUs (--cluster.node.gpu_memory_gib is their size)")
+    return f"; it would fit with {', or with '.join(alternatives)}"
+
+
+def _find_fitting_gpus(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> Settings | None:
+    """Return settings with which the run fits on more GPUs of the same size; None if it does not on a few."""
+    if not devices.trainer.gpus:
+        return None
+    gpu, has_engine = devices.trainer.gpus[0], bool(devices.inference.gpus)
+    num_tried = 0 if devices.is_colocated else len(devices.trainer.gpus)
+    for num_ranks in (number for number in TRIED_RANKS if number > num_tried):
+        if num_ranks > 1 and find_rank_problem(config.model.name, num_ranks):
+            continue
+        gpus = [dataclasses.replace(gpu, index=str(index)) for index in range(num_ranks + 1)]
+        settings: Settings = {"launch.gpu_placement": "split"} if has_engine else {}
+        settings |= {"launch.trainer_gpus": num_ranks} if num_ranks > 1 else {}
+        settings |= {"weights.transport": "disk"} if config.weights.transport == "ipc" else {}
+        more = dataclasses.replace(
+            devices,
+            inference=DeviceAllocation(devices.inference.threads, gpus[:1] if has_engine else []),
+            trainer=DeviceAllocation(devices.trainer.threads, gpus[1:]),
+        )
+        if fitting := _find_fitting_settings(config, model, more, settings):
+            return fitting
+    return None
+
+
+def _find_fitting_settings(
+    config: RunConfig, model: ModelSize, devices: DeviceAllocations, settings: Settings
+) -> Settings | None:
+    """Return the settings, and as few others as it takes, with which the run fits on the devices; None if none do."""
+
+    def fits(settings: Settings) -> bool:
+        changed = config
+        for key, value in settings.items():
+            changed = _with_value(changed, key.split("."), value)
+        return not _find_shortages(changed, model, devices)
+
+    savings = _list_savings(config)
+    fitting = {**settings, **savings}
+    if not fits(fitting):
+        return None
+    for key in savings:
+        fewer = {other: value for other, value in fitting.items() if other != key}
+        fitting = fewer if fits(fewer) else fitting
+    return fitting
+
+
+def _list_savings(config: RunConfig) -> Settings:
+    """Return settings that take less memory than those of the run; the last one costs the least speed."""
+    engine_key = {"native": "kv_memory_fraction", "vllm": "gpu_memory_utilization"}.get(config.inference.engine)
+    savings: Settings = {}
+    if engine_key and getattr(config.inference, engine_key) > SMALL_CACHE_FRACTION:
+        savings[f"inference.{engine_key}"] = SMALL_CACHE_FRACTION
+    if not config.trainer.activation_checkpointing:
+        savings["trainer.activation_checkpointing"] = True
+    if config.trainer.pack_tokens > SMALL_PACK_TOKENS:
+        savings["trainer.pack_tokens"] = SMALL_PACK_TOKENS
+    return savings
+
+
+def _format_flag(key: str, value: Any) -> str:
+    return f"--{key} {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _with_value(section: ConfigT, path: Sequence[str], value: Any) -> ConfigT:
+    """Return a copy of the section with another value of the key at `path`."""
+    name, *rest = path
+    return section.model_copy(update={name: _with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def _list_engines(config: RunConfig, model: ModelSize) -> list[tuple[EngineConfig | VLLMConfig, ModelSize]]:
@@ -182,7 +280,8 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     state_bytes = state_bytes // num_ranks + _count_buffer_bytes(config, model, gpu=gpu)
-    return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
+    pack_tokens = max(trainer.pack_tokens, config.seq_len)  # a path is never split
+    return TORCH_BASE_BYTES + state_bytes + pack_tokens * saved_elements * element_bytes
 
 
 def _count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:

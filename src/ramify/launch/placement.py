@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ramify.errors import ClusterTooSmall
+from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.memory import GIB
 
 MAX_LISTED = 4  # processes in a line of an error
 
@@ -46,7 +46,7 @@ class ProcessDemand:
 
     def describe(self) -> str:
         """Return what one rank needs, as text."""
-        sizes = {"memory": self.memory, "GPU memory": self.gpu_memory}
+        sizes = {"memory": self.memory, "GPU memory per GPU": self.gpu_memory}
         counts = {"GPU": self.gpus, "core": self.cores}
         amounts = [_format_count(number, noun) for noun, number in counts.items() if number]
         return ", ".join([*amounts, *(f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size)])

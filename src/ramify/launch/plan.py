@@ -17,11 +17,11 @@ from ramify.env.chat_client import get_model_variable
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
+from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import count_usable_cores
-from ramify.launch.memory import ASSUMED_GPU_BYTES, GIB, MemoryEstimate, ModelSize, check_memory, estimate_memory
-from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_runtime_notes
+from ramify.launch.memory import MemoryEstimate, ModelSize, check_memory, estimate_memory
+from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec
 from ramify.launch.process_configs import (
@@ -85,7 +85,7 @@ class LaunchPlan:
             f"{name}: {address} (external, not managed by this run)"
             for name, address in _list_external_services(self.config)
         ]
-        notes = [*list_disk_notes(self.config), *list_model_notes(self.config), *list_runtime_notes(self.config)]
+        notes = [*list_disk_notes(self.config), *list_model_notes(self.config), *list_start_notes(self.config)]
         if self.model and self.model.experts_note:
             notes.append(self.model.experts_note)
         return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]
@@ -93,12 +93,20 @@ class LaunchPlan:
     def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:
             return f"memory: unknown, model {self.config.model.name} is not available locally"
-        estimate, gpus = self.memory_estimate, (*self.devices.inference.gpus, *self.devices.trainer.gpus)
-        sizes = {"inference": estimate.inference, "trainer": estimate.trainer, "everything else": estimate.other}
-        fields = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in sizes.items() if size)
-        has_assumed_gpu = any(gpu.memory is None for gpu in gpus)
-        note = f"; missing GPUs assumed to have {ASSUMED_GPU_BYTES / GIB:.0f} GiB" if has_assumed_gpu else ""
-        return f"memory, roughly: {fields}; {self.model.num_parameters:,} parameters, {self.model.origin}{note}"
+        estimate, (engine_gpus, trainer_gpus) = self.memory_estimate, self.devices.gpus_by_role
+        shared = engine_gpus[:1] if self.devices.is_colocated else []
+        parts = [("inference", estimate.inference, engine_gpus), ("trainer", estimate.trainer, trainer_gpus)]
+        fields = [
+            f"{name} {size / GIB:.1f} GiB {'per GPU' if gpus else 'in total'}" for name, size, gpus in parts if size
+        ]
+        fields += [f"together {(estimate.inference + estimate.trainer) / GIB:.1f} GiB on {gpu.label}" for gpu in shared]
+        fields += [f"everything else {estimate.other / GIB:.1f} GiB in total"]
+        sizes = {gpu.memory for gpu in (*engine_gpus, *trainer_gpus) if gpu.memory is not None}
+        gpu_size = f"; a GPU has {min(sizes) / GIB:.1f} GiB" if sizes else ""
+        if self.devices.is_assumed:
+            gpu_size += ", as assumed (--cluster.node.gpu_memory_gib)"
+        model = f"{self.model.num_parameters:,} parameters, {self.model.origin}"
+        return f"memory, roughly: {', '.join(fields)}{gpu_size}; {model}"
 
 
 def describe_run(config: RunConfig) -> str:
@@ -120,8 +128,8 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
         raise ConfigInvalid(f"weights.transport: 'ipc' needs {needed}; use 'disk' or 'shm'")
     model = ModelSize.from_name(config.model.name)
     estimate = estimate_memory(config, model, devices) if model else None
-    if estimate is not None:
-        check_memory(estimate, devices)
+    if model is not None:
+        check_memory(config, model, devices)
     builder = _PlanBuilder(config, devices)
     services = (*builder.build_inference_specs(), *builder.build_model_specs(), *builder.build_env_server_specs())
     return builder.build((*services, builder.build_orchestrator_spec(), builder.build_trainer_spec()), model, estimate)

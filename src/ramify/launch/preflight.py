@@ -1,6 +1,7 @@
 """Checks of `--dry-run` beyond the plan: everything that a process of the run would refuse at its start.
 
-GPUs and models that are not on this machine are not checked, so that a run for another machine can be planned here.
+GPUs that are not on this machine are assumed, and models that the run would download are not checked. Nor are other
+models than the policy's, which another run may still have to train. So a run for another machine can be planned here.
 Problems that appear only when the model is loaded are left to the run.
 """
 
@@ -9,8 +10,7 @@ from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems
 from ramify.launch.run_lock import lock_run
-from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
-from ramify.names import find_similar
+from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
@@ -45,16 +45,11 @@ def _find_address_problems(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _find_model_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """Return problems of the model's name and renderer.
-
-    A missing model is a problem only if its name resembles a packaged one: any other may exist on the run's machine.
-    """
+    """Return problems of the model's name and renderer. A missing model is a problem unless the run downloads it."""
     try:
-        directory = resolve_model_path(config.model.name)
+        load_renderer(resolve_model_path(config.model.name), config.renderer)
     except ModelNotFound as error:
-        return [("model.name", error.message)] if find_similar(config.model.name, PACKAGED_MODELS) else []
-    try:
-        load_renderer(directory, config.renderer)
+        return [] if is_hub_id(config.model.name) else [("model.name", error.message)]
     except RamifyError as error:
         return [("renderer", error.message)]
     return []

@@ -27,7 +27,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
 
     A dry run needs no model.
     """
-    problems = [*_find_rank_problems(config), *_find_sink_problems(config)]
+    problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_lora_problems(config)]
     if not dry_run:
         problems += [(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
         if not problems:  # a download may take minutes
@@ -91,6 +91,11 @@ def _find_sink_problems(config: RunConfig) -> Problems:
     except ConfigInvalid as error:
         return parse_problems(error)
     return []
+
+
+def _find_lora_problems(config: RunConfig) -> Problems:
+    problem = config.trainer.lora.find_missing_package()
+    return [("trainer.lora", problem)] if problem else []
 
 
 def _find_top_k_problems(config: RunConfig) -> Problems:

@@ -67,7 +67,7 @@ class TrainerPlacementConfig(PlacementConfig):
 
 
 class NodeShapeConfig(Config):
-    """What each node has: for `--dry-run` where there is no cluster, and for allocations."""
+    """What each node has: for `--dry-run` where there is no cluster or, for a local run, no GPU; for allocations."""
 
     cores: int = Field(default=8, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -172,8 +172,9 @@ class ClusterConfig(Config):
         return self.launcher != "local"
 
 
-def find_unused_keys(cluster: ClusterConfig) -> list[str]:
+def find_unused_keys(cluster: ClusterConfig, *, dry_run: bool = False) -> list[str]:
     """Return the keys that have no effect because no launcher is chosen; [] if one is, even if it is `local`."""
     if "launcher" in cluster.model_fields_set:
         return []
-    return [f"cluster.{key}" for key in sorted(cluster.model_fields_set - {"shared_directory"})]
+    used = {"shared_directory", "node"} if dry_run else {"shared_directory"}
+    return [f"cluster.{key}" for key in sorted(cluster.model_fields_set - used)]
