@@ -175,13 +175,13 @@ def test_a_dry_run_plans_for_the_gpus_of_the_node_that_the_config_describes(caps
 
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_lengths_beyond_the_sequence_or_the_model_are_noted(capsys):
-    flags = ["--seq_len", "1000000", "--train.0.sampling.max_tokens", "2000000", "--eval.0.sampling.max_tokens", "99"]
+    flags = ["--seq_len", "3000", "--train.0.sampling.max_tokens", "4000", "--eval.0.sampling.max_tokens", "99"]
     assert main(["rl", "envs.py:Sound", "-m", "tiny", *flags, "--eval.0.seq_len", "64", "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     length = read_max_positions(resolve_model_path("tiny"))
     assert notes == [
-        f"note: seq_len: 1000000 is longer than the model allows, {length} tokens",
-        f"note: train.0.sampling.max_tokens: 2000000 is more than the model allows, {length}: "
+        f"note: seq_len: 3000 is longer than the model allows, {length} tokens",
+        f"note: train.0.sampling.max_tokens: 4000 is more than the model allows, {length}: "
         f"prompt and reply together end at {length} tokens",
         "note: eval.0.sampling.max_tokens: 99 is more than seq_len, 64: prompt and reply together end at 64 tokens",
     ]

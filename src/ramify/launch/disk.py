@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ramify.launch.memory import GIB, LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize
+from ramify.launch.devices import GIB
+from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize
 from ramify.launch.shared_storage import call_storage_blocking
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR

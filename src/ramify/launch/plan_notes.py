@@ -24,7 +24,7 @@ def describe_step_size(config: RunConfig) -> str:
 
 def list_start_notes(config: RunConfig) -> list[str]:
     """Return the notes that are also printed when the run starts: on lengths and on runtimes."""
-    return [*_list_length_notes(config), *_list_runtime_notes(config)]
+    return [*_list_length_notes(config), *list_runtime_notes(config)]
 
 
 def _list_length_notes(config: RunConfig) -> list[str]:
@@ -67,7 +67,7 @@ def list_disk_notes(config: RunConfig) -> list[str]:
     return [] if disk is None else disk.format_lines()
 
 
-def _list_runtime_notes(config: RunConfig) -> list[str]:
+def list_runtime_notes(config: RunConfig) -> list[str]:
     """Return a note for each source whose sandbox is replaced by the runtime `local` on this machine."""
     tables = {f"train.{number}.runtime": source.runtime for number, source in enumerate(config.train)}
     tables |= {f"eval.{number}.runtime": source.runtime for number, source in enumerate(config.eval)}
