@@ -1,4 +1,4 @@
-"""`ramify eval` with code that never returns: it ends with a named failure, or on SIGTERM."""
+"""`ramify eval` with code that never returns, or that ends its process: it ends with a named failure, or on SIGTERM."""
 
 import signal
 import subprocess
@@ -71,3 +71,21 @@ def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     assert exit_code == 130, output
     assert "interrupted; " in output
     assert ("time.sleep(900)" in output) == (where == "setup")  # a blocked load does not block the loop
+
+
+@pytest.mark.parametrize(
+    ("where", "expected_code", "ending"),
+    [("exit", 1, "ended with exit code 0"), ("crash", 139, "was killed by SIGSEGV")],
+)
+def test_code_that_ends_its_process_is_worker_died_with_its_rollouts(engine, tmp_path, where, expected_code, ending):
+    exit_code, output = end(start(engine, tmp_path, where, "-c", "1"))
+    assert exit_code == expected_code, output
+    assert f"WorkerDied: the process of this eval {ending} while it ran task-0.0 (setup); " in output
+    assert "the same command runs the others" in output
+    assert (where == "crash") == ("in setup" in output)
+
+
+def test_keyboard_interrupt_of_the_code_is_an_environment_fault(engine, tmp_path):
+    exit_code, output = end(start(engine, tmp_path, "interrupt"))
+    assert exit_code == 1, output
+    assert "EnvironmentFault: setup: KeyboardInterrupt (" in output

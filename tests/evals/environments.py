@@ -1,5 +1,7 @@
 """Tasksets for evals, in a file, as a user would write them."""
 
+import ctypes
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -14,6 +16,10 @@ class Config(rf.TasksetConfig):
     """The fault of task number 1."""
 
 
+class NumberedTask(rf.Task):
+    number: int = 0
+
+
 class Echo(rf.Taskset):
     """Reverse `word NUMBER`."""
 
@@ -23,10 +29,12 @@ class Echo(rf.Taskset):
         if self.config.fault == "load":
             raise ValueError("the corpus is not there")
         for number in range(self.config.size):
-            yield rf.Task(prompt=f"word {number}", answer=f"word {number}"[::-1], key=f"task-{number}", number=number)
+            yield NumberedTask(
+                prompt=f"word {number}", answer=f"word {number}"[::-1], key=f"task-{number}", number=number
+            )
 
     @rf.reward
-    def right(self, task: rf.Task, trace: rf.Trace) -> float:
+    def right(self, task: NumberedTask, trace: rf.Trace) -> float:
         if task.number == 1:
             if self.config.fault == "text":
                 return "much"  # type: ignore[return-value]
@@ -35,7 +43,7 @@ class Echo(rf.Taskset):
         return float(trace.last_reply == f"<reversed_text>{task.answer}</reversed_text>")
 
     @rf.metric
-    def length(self, task: rf.Task, trace: rf.Trace) -> float:
+    def length(self, task: NumberedTask, trace: rf.Trace) -> float:
         if task.number == 1 and self.config.fault == "info":
             trace.info["notes"] = []
             trace.info["notes"].append({1, 2})
@@ -44,7 +52,7 @@ class Echo(rf.Taskset):
 
 class BlockingConfig(Config):
     where: str = ""
-    """The code that never returns: `load`, `setup` or `regex`."""
+    """The code that never returns: `load`, `setup` or `regex`; or how it ends: `exit`, `crash` or `interrupt`."""
     begun: str = ""
     """A file that is created when the blocking code starts."""
 
@@ -64,6 +72,12 @@ class Blocking(Echo):
             self._block()
         if self.config.where == "regex":
             re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter lock
+        if self.config.where == "exit":
+            os._exit(0)
+        if self.config.where == "crash":
+            ctypes.string_at(0)
+        if self.config.where == "interrupt":
+            raise KeyboardInterrupt
 
     def _block(self) -> None:
         Path(self.config.begun).touch()

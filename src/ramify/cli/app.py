@@ -1,7 +1,8 @@
 """The entry point: find the command, run it, and turn exceptions into exit codes.
 
 A command is a line in a table. Its module is imported only when it runs, so help is fast. A module has a function
-`run(argv) -> int`, which handles `--help` itself and raises named failures. Exit codes: 0 success, 1 a named failure, 2
+`run(argv) -> int`, which handles `--help` itself and raises named failures; a module with `run_as_process` runs that
+instead if the command has the process to itself. Exit codes: 0 success, 1 a named failure, 2
 an invalid command line or configuration, 130 interrupted, 141 the reader of the output is gone
 (`ramify metrics RUN | head`).
 """
@@ -56,7 +57,7 @@ COMMANDS: dict[str, CliCommand] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        exit_code = _run(list(sys.argv[1:] if argv is None else argv))
+        exit_code = _run(sys.argv[1:]) if argv is None else _run(list(argv), owns_process=False)
         sys.stdout.flush()  # inside `try`: it may raise BrokenPipeError
         return exit_code
     except ConfigInvalid as error:
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], *, owns_process: bool = True) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_format_help())
         return 0
@@ -93,7 +94,8 @@ def _run(argv: list[str]) -> int:
         advice = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     try:
-        return import_module(COMMANDS[name].module).run(rest)
+        module = import_module(COMMANDS[name].module)
+        return getattr(module, "run_as_process", module.run)(rest) if owns_process else module.run(rest)
     except ConfigInvalid as error:
         if rest:
             raise

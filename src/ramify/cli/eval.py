@@ -17,6 +17,7 @@ from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.runtime.bwrap import describe_fallback
 
 if TYPE_CHECKING:
+    from ramify.evals.crash_report import CrashReporter
     from ramify.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show-traces", "--keep-workdirs", "--dry-run")
@@ -38,7 +39,20 @@ Rerun the same command to resume the run. All keys:
 """
 
 
-def run(argv: Sequence[str]) -> int:
+def run_as_process(argv: Sequence[str]) -> int:
+    """Do what `run` does in a child process, and report if environment code ends it."""
+    from ramify.evals.crash_report import CrashReporter
+
+    reporter = CrashReporter()
+    if (exit_code := reporter.fork()) is not None:
+        return exit_code
+    try:
+        return run(argv, reporter)
+    finally:
+        reporter.set_finished()
+
+
+def run(argv: Sequence[str], crash_reporter: "CrashReporter | None" = None) -> int:
     """Read the configuration, run the missing rollouts, and print the report."""
     for old_flag, flag in RENAMED_FLAGS.items():
         if old_flag in argv:
@@ -58,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     with add_origins(EvalConfig, args, argv):
         if dry:
             return _print_plan(config, fresh=fresh, accept=accept)
-        return _evaluate(config, argv, fresh=fresh, accept=accept, show=show, keep=keep)
+        return _evaluate(config, argv, crash_reporter, fresh=fresh, accept=accept, show=show, keep=keep)
 
 
 def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
@@ -80,7 +94,16 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     return 0
 
 
-def _evaluate(config: EvalConfig, argv: Sequence[str], *, fresh: bool, accept: bool, show: bool, keep: bool) -> int:
+def _evaluate(
+    config: EvalConfig,
+    argv: Sequence[str],
+    crash_reporter: "CrashReporter | None",
+    *,
+    fresh: bool,
+    accept: bool,
+    show: bool,
+    keep: bool,
+) -> int:
     """Run the missing rollouts, print the report, and return the exit code."""
     from ramify.evals.display import EvalContent  # loaded here, not for help
     from ramify.evals.run import evaluate, get_run_path, with_eval_split
@@ -95,7 +118,7 @@ def _evaluate(config: EvalConfig, argv: Sequence[str], *, fresh: bool, accept: b
         "with --workers 1 rollouts run in a separate process, which is replaced if it hangs"
     )
     try:
-        with Watchdog(config.hang_timeout, advice) as watchdog:
+        with Watchdog(config.hang_timeout, advice, crash_reporter) as watchdog:
             result = evaluate(
                 config,
                 fresh=fresh,

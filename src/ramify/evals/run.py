@@ -155,7 +155,7 @@ async def evaluate_async(
                     open_policy(config, path, display.print_line) as served,
                     open_rollout_runner(config, environment, served, path) as run_rollout,
                 ):
-                    runner = EvalRunner(config, environment, store, run_rollout, progress, display, revision)
+                    runner = EvalRunner(config, environment, store, run_rollout, progress, display, revision, watchdog)
                     async with (
                         _cancel_when_engine_exits(served.engine),
                         open_display(display, get_progress, REFRESH_INTERVAL),
@@ -181,6 +181,7 @@ class EvalRunner:
     progress: EvalProgress
     display: EvalDisplay
     revision: int
+    watchdog: Watchdog | None = None
 
     async def run_all(self, rollouts: Sequence[PlannedRollout]) -> None:
         """Run all rollouts. An exception outside a rollout cancels the others and is raised."""
@@ -200,12 +201,18 @@ class EvalRunner:
 
             def on_progress(phase: str, trace: Trace, id: str = rollout.id) -> None:
                 self.progress.update_rollout(id, phase, len(trace.sampled_nodes))
+                self._note_running()
 
             self.progress.start_rollout(rollout.id)
             traces = await self.run_rollout(rollout, on_progress)
             row = build_row(self.environment, rollout.task_key, rollout.repetition, traces, self.revision)
             await self.store.add_rollout(row, traces)
             self.progress.finish_rollout(row)
+            self._note_running()
+
+    def _note_running(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.set_running({id: rollout.phase for id, rollout in self.progress.running.items()})
 
 
 async def find_rollouts_to_run(

@@ -18,11 +18,12 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from ramify.errors import WorkerDied
+from ramify.evals.crash_report import CrashReporter
 from ramify.processes.cleanup import kill_descendants
 from ramify.wire import LoopMonitor
 
@@ -36,12 +37,12 @@ EXIT_FAILED, EXIT_INTERRUPTED = 1, 130  # exit codes
 class Watchdog:
     """Watches one event loop at a time. Enter it in the main thread; `advice` is printed when it ends the process.
 
-    SIGINT and SIGTERM keep their handlers. While the loop is blocked no handler can run, so the watchdog ends the
-    process.
+    `crash_reporter` reports if the process ends in another way. SIGINT and SIGTERM keep their handlers. While the loop
+    is blocked no handler can run, so the watchdog ends the process.
     """
 
-    def __init__(self, hang_timeout: float, advice: str) -> None:
-        self._hang_timeout, self._advice = hang_timeout, advice
+    def __init__(self, hang_timeout: float, advice: str, crash_reporter: CrashReporter | None = None) -> None:
+        self._hang_timeout, self._advice, self._crash_reporter = hang_timeout, advice, crash_reporter
         self._monitor: LoopMonitor | None = None
         self._stop_requested, self._closed = False, threading.Event()
         self._timer_lock = threading.RLock()  # the main thread may be signalled again while it holds it
@@ -88,6 +89,11 @@ class Watchdog:
         finally:
             self._hang_timeout = previous
 
+    def set_running(self, phase_by_rollout: Mapping[str, str]) -> None:
+        """Remember which rollouts are running, in which phase, for the report of a crash."""
+        if self._crash_reporter is not None:
+            self._crash_reporter.set_running(phase_by_rollout)
+
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Stop this process as SIGTSTP would, with the timer cancelled; return when it is continued."""
         with self._timer_lock:  # the thread must not set the timer meanwhile
@@ -116,6 +122,8 @@ class Watchdog:
 
     def _terminate(self, message: str, exit_code: int) -> NoReturn:
         """Kill all child processes and exit immediately."""
+        if self._crash_reporter is not None:
+            self._crash_reporter.set_finished()
         kill_descendants()
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # the display has hidden the cursor

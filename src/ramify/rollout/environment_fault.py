@@ -13,7 +13,8 @@ from ramify.errors.origin import describe_exception
 def raise_environment_faults(what: str) -> Generator[None]:
     """Raise errors of the block as EnvironmentFault; `what` names the code that runs in it.
 
-    A RamifyError, and the cancellation of the current task itself, pass unchanged.
+    A RamifyError, and the cancellation of the current task itself, pass unchanged. KeyboardInterrupt is an error of the
+    code too: at Ctrl-C, asyncio cancels the main task instead of raising it.
     """
     try:
         yield
@@ -23,5 +24,5 @@ def raise_environment_faults(what: str) -> Generator[None]:
         if is_current_task_cancelled():
             raise
         raise EnvironmentFault(f"{what}: CancelledError: something it awaited was cancelled") from error
-    except (Exception, SystemExit) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         raise EnvironmentFault(f"{what}: {describe_exception(error)}") from error
