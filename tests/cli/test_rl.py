@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,23 @@ def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
         [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_examples_for_one_shared_gpu_have_the_settings_of_the_benchmark():
+    source = (ROOT / "benchmarks" / "rl_gpu.py").read_text()  # importing it needs torch
+    template = re.search(r'^SPEED = """(.*?)\[\[train]]', source, re.MULTILINE | re.DOTALL)
+    assert template is not None and "running=256," in source
+    benchmark = tomllib.loads(re.sub(r"\{\w+}", "256", template[1]))
+    examples = [tomllib.loads(file.read_text()) for file in EXAMPLES]
+    shared = [example for example in examples if example.get("launch", {}).get("gpu_placement") == "colocated"]
+    assert len(shared) == 7
+    for example in shared:
+        assert example["weights"]["transport"] == benchmark["weights"]["transport"] == "ipc"
+        for key in ("max_running_requests", "max_num_batched_tokens"):
+            assert example["inference"][key] == benchmark["inference"][key], (example["name"], key)
+        assert example["trainer"]["pack_tokens"] == benchmark["trainer"]["pack_tokens"]
+        for key in ("batch_size", "group_size"):
+            assert example["orchestrator"][key] == benchmark["orchestrator"][key]
 
 
 def test_flag_value_may_be_negative():
