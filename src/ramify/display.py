@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 from ramify.async_calls import cancel_all
 from ramify.errors.origin import describe_exception
 from ramify.interactive import is_interactive
+from ramify.terminal import escape_controls, escape_output
 
 if TYPE_CHECKING:  # rich is loaded only where something is drawn
     from rich.console import Console, RenderableType
@@ -56,7 +57,7 @@ class LogDisplay(Display[S]):
 
     def print_line(self, line: str) -> None:
         """Print a message to stdout."""
-        print(line, flush=True)
+        print(escape_controls(line), flush=True)
 
     def refresh(self, state: S) -> None:
         """Print the lines of the state."""
@@ -68,17 +69,21 @@ class LiveDisplay(Display[S]):
     """Redraws a page in place; it disappears at the end."""
 
     def __init__(self, content: DisplayContent[S], console: "Console | None" = None) -> None:
-        from rich.console import Console
         from rich.live import Live
 
+        from ramify.console import PipeConsole
+
         self._content = content
-        self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
+        self._live = Live(console=console or PipeConsole(), auto_refresh=False, transient=True)
+        self._escaping = escape_output()  # of what is printed meanwhile, which rich would parse for colors and links
 
     def __enter__(self) -> Self:
         self._live.start()
+        self._escaping.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._escaping.__exit__(None, None, None)
         self._live.stop()
 
     def print_line(self, line: str) -> None:

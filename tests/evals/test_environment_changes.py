@@ -85,7 +85,7 @@ def rewards(result) -> list[float | None]:
 
 
 def text_of(result) -> str:
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
 
     console = make_console()
     with console.capture() as captured:

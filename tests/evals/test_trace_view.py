@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ramify.cli.console import make_console
+from ramify.console import make_console
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.trace_view import render_trace_tree
 from ramify.images import ImageStore

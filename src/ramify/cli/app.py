@@ -17,6 +17,7 @@ from importlib import import_module
 from ramify import __version__
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.names import suggest
+from ramify.terminal import escape_output, print_exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,13 @@ COMMANDS: dict[str, CliCommand] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code. No text that it prints can control the terminal."""
+    sys.excepthook = print_exception
+    with escape_output():
+        return _run_with_exit_code(argv)
+
+
+def _run_with_exit_code(argv: Sequence[str] | None) -> int:
     try:
         exit_code = _run(sys.argv[1:]) if argv is None else _run(list(argv), owns_process=False)
         sys.stdout.flush()  # inside `try`: it may raise BrokenPipeError

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from ramify import __version__
 from ramify.cli import doctor_checks
-from ramify.cli.console import PipeConsole
 from ramify.cli.doctor_checks import CheckResult
 from ramify.cli.parser import CommandParser
+from ramify.console import PipeConsole
 
 CHECKS: list[Callable[[], list[CheckResult]]] = [
     doctor_checks.check_system,

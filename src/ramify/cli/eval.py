@@ -146,7 +146,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.evals.report import build_report
     from ramify.evals.trace_view import render_trace_tree
     from ramify.store import RunStore

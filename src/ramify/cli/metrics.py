@@ -47,7 +47,7 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.launch.dashboard import render_sparkline
 
     values: dict[str, list[float]] = {}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from ramify.cli.console import PipeConsole
+from ramify.console import PipeConsole
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 

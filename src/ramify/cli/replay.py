@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str]) -> int:
     """Rescore an eval's rollouts and print the old and the new rewards."""
     options = _build_parser().parse_args(argv)
-    from ramify.cli.console import make_console  # loaded here, not for help
+    from ramify.console import make_console  # loaded here, not for help
 
     rollouts = asyncio.run(_rescore(options.run))
     table = Table("rollout", "old reward", "new reward", "", box=None, padding=(0, 2, 0, 0))

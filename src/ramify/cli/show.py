@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str]) -> int:
     """List the rollouts of a run with a report, or print the traces of one rollout."""
     options = _parse_options(argv)
-    from ramify.cli.console import make_console  # loaded here, not for help
     from ramify.cli.rollout_list import ListRequest, print_rollouts
     from ramify.cli.run_lookup import find_rollout, open_run_readonly
+    from ramify.console import make_console  # loaded here, not for help
     from ramify.evals.report import build_report
     from ramify.evals.trace_view import render_trace_tree
 

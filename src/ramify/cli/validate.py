@@ -88,7 +88,7 @@ async def _validate_tasks(
 
 
 def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, capped: bool) -> None:
-    from ramify.cli.console import PipeConsole
+    from ramify.console import PipeConsole
     from ramify.env.decorators import MISSING_REWARD_ADVICE
 
     console = PipeConsole(soft_wrap=True)

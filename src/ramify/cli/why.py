@@ -73,7 +73,7 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.launch.dashboard import format_status_line
 
     console = make_console()
@@ -113,7 +113,7 @@ def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
     """Print the state of each process, and its node if some of them are on other nodes than the head."""
     from rich.table import Table
 
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
 
     has_nodes = any(process.get("node") for process in processes.values())
     table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", box=None, padding=(0, 2, 0, 0))
@@ -153,12 +153,12 @@ def _is_record_of(record: Mapping[str, Any], supervisor: "RunSupervisor") -> boo
 
 def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | None") -> None:
     """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import OrchestratorState
 
     line = f"{path} state={OrchestratorState.STARTING}: {reason}; its orchestrator does not answer yet"
-    make_console().print(line, markup=False, soft_wrap=True)
+    make_console().print(line, soft_wrap=True)
     record = read_record(path)
     if supervisor is not None and _is_record_of(record, supervisor):
         _print_processes(record.get("processes", {}))
@@ -168,7 +168,7 @@ def _print_unresponsive_run(path: Path) -> bool:
     """Print the last state of a run whose orchestrator does not respond; return False if it has written none."""
     import platform
 
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.launch.liveness import get_process_state
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import read_snapshot
@@ -192,7 +192,7 @@ def _print_unresponsive_run(path: Path) -> bool:
 
 def _print_ended_run(path: Path) -> None:
     """Print from the run's files how far it came, its last events, and the last log lines of each process."""
-    from ramify.cli.console import make_console
+    from ramify.console import make_console
     from ramify.launch.last_state import describe_last_state
     from ramify.launch.run_queries import describe_end
     from ramify.orchestrate.snapshot import read_snapshot
@@ -210,17 +210,17 @@ def _print_ended_run(path: Path) -> None:
     print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} trained after the last checkpoint")
     print("groups: " + (", ".join(f"{count} {name}" for name, count in sorted(states.items())) or "none"))
     if dropped:
-        console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
+        console.print(f"dropped groups: {dropped}", soft_wrap=True)
     for line in _summarize_failures(events, num_tries):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for event in events[-MAX_EVENTS:]:
         timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         fields = " ".join(f"{key}={value}" for key, value in event.fields.items())
-        console.print(f"{timestamp} {event.kind} {fields}", markup=False, soft_wrap=True)
+        console.print(f"{timestamp} {event.kind} {fields}", soft_wrap=True)
     if state != "finished":
         if (snapshot := read_snapshot(path)) is not None:
             message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
-            console.print(message, markup=False, soft_wrap=True)
+            console.print(message, soft_wrap=True)
         _print_log_tails(path, console)
 
 
@@ -230,9 +230,9 @@ def _print_log_tails(path: Path, console: "Console") -> None:
 
     for name, process in read_record(path).get("processes", {}).items():
         where = f" on {process['node']}" if process.get("node") else ""
-        console.print(f"last lines of {name}{where}, {process['log']}:", markup=False, soft_wrap=True)
+        console.print(f"last lines of {name}{where}, {process['log']}:", soft_wrap=True)
         for line in ProcessLog(Path(process["log"])).tail(TAIL_LINES).splitlines():
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, int]) -> list[str]:

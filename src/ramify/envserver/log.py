@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ramify.errors import StorageFailed
+from ramify.terminal import escape_controls
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
 TAIL_LINES = 20  # lines of a worker's output in an error message
@@ -38,10 +39,12 @@ class EnvServerLog:
             raise StorageFailed(f"the log {path} cannot be written: {error.strerror}") from error
 
     def write(self, origin: str, line: str) -> None:
-        """Append a line. Write errors such as a full disk are ignored: they must not stop the server."""
+        """Append a line, with control characters escaped. Write errors such as a full disk do not stop the server."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
-                self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {line}\n")
+                self._file.write(
+                    f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {escape_controls(line)}\n"
+                )
 
     def log_event(self, event: str, **fields: object) -> None:
         """Append a line of the broker: an event and its fields."""

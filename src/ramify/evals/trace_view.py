@@ -12,6 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ramify.images import ImageStore, format_content, label_images
+from ramify.terminal import escape_controls
 from ramify.trace import Node, Trace
 
 MAX_EXCERPT_CHARS = 400
@@ -129,5 +130,5 @@ def _format_fork(fork: Mapping[str, object]) -> str:
 
 
 def _excerpt(text: str, full: bool) -> str:
-    text = text.strip()
+    text = escape_controls(text.strip())
     return text if full or len(text) <= MAX_EXCERPT_CHARS else f"{text[:MAX_EXCERPT_CHARS]}... ({len(text)} characters)"

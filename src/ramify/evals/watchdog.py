@@ -25,6 +25,7 @@ from typing import NoReturn, Self
 from ramify.errors import WorkerDied
 from ramify.evals.crash_report import CrashReporter
 from ramify.processes.cleanup import kill_descendants
+from ramify.terminal import escape_controls
 from ramify.wire import LoopMonitor
 
 POLL_INTERVAL = 0.25  # seconds between polls of the event loop
@@ -127,7 +128,9 @@ class Watchdog:
         kill_descendants()
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
-        os.write(2, f"{message}\n{self._advice}\n".encode())  # sys.stderr may be locked by another thread
+        os.write(
+            2, escape_controls(f"{message}\n{self._advice}\n").encode()
+        )  # sys.stderr may be locked by another thread
         os._exit(exit_code)
 
 

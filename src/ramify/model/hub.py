@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ramify.errors import ModelNotFound
+from ramify.terminal import get_raw_stream
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
@@ -74,7 +75,8 @@ def _describe_root_cause(error: BaseException) -> str:
 def _report_progress(name: str, repo_directory: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Report the downloaded size every few seconds, unless the library shows its own bars in a terminal."""
     if sys.stderr.isatty():
-        yield
+        with contextlib.redirect_stderr(get_raw_stream(sys.stderr)):
+            yield
         return
     ended = threading.Event()
 

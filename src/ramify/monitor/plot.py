@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ramify.errors import ConfigInvalid
 from ramify.store.run_log import MetricPoint
+from ramify.terminal import escape_controls
 
 COLORS = ("#1b6ca8", "#d1495b", "#3d8361", "#8d6a9f", "#edae49", "#4a5759")
 SMOOTHING_WINDOW = 9  # points that the smoothed curve averages over
@@ -27,7 +28,7 @@ def plot_metrics(runs: Mapping[str, Sequence[MetricPoint]], path: Path) -> None:
             points = sorted((metric.step, metric.value) for metric in metrics if metric.name == name)
             if points:
                 _plot_curve(axes, points, label=run, color=COLORS[index % len(COLORS)])
-        axes.set_title(name, fontsize=10, loc="left")
+        axes.set_title(escape_controls(name), fontsize=10, loc="left", parse_math=False)
         axes.set_xlabel("step", fontsize=9)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.6)
