@@ -25,11 +25,13 @@ VOCAB = 96
 POSITIONS = 256
 
 
-def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8) -> Path:
+def write_llama(
+    directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8, vocab: int = VOCAB
+) -> Path:
     """Write a model whose weights are exact in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

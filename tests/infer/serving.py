@@ -57,7 +57,7 @@ class ByteRenderer(Renderer):
 
 @contextlib.contextmanager
 def run_server(
-    core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None, port: int = 0
+    core: EngineCore, name: str = "llama", renderer: Renderer | None = None, port: int = 0
 ) -> Iterator[tuple[str, Engine]]:
     """Run a server; yields its address and its engine."""
     engine = Engine(core).start()

@@ -7,7 +7,8 @@ follows a plan (`ramify.model.attention_plan`), which is kept while the same req
 Steps of up to MAX_GRAPH_ROWS rows are CUDA graphs, captured for each number of rows and logits, rounded up, and then
 replayed by a single call: launching a thousand kernels from Python takes longer than they run. Padding rows write to
 block 0, which no request uses. Weights are updated in place, so graphs stay valid. A step with image tokens, which is
-part of a prompt's prefill, is not a graph: it runs the model's own code.
+part of a prompt's prefill, is not a graph: it runs the model's own code. If requests of a step have a grammar, their
+masks are computed while the GPU runs the step, which is then sampled once more, with the masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.infer.grammar import GrammarState, mask_logits
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ImageRows, ModelRunner, list_logit_rows
 from ramify.infer.request import EngineRequest
@@ -47,6 +49,7 @@ class PreparedStep:
     logit_rows: np.ndarray
     temperatures: np.ndarray  # of the rows with logits
     seeds: np.ndarray
+    grammars: list[tuple[int, GrammarState]]  # and the rows with logits that they apply to
     plan: AttentionPlan
     num_rows: int  # with padding
     num_logits: int  # with padding
@@ -59,6 +62,7 @@ class StartedStep:
     chunks: list[ScheduledChunk]
     logits: Tensor  # valid until the next step is launched
     wait: Callable[[], tuple[list[int], list[float]]]  # tokens and logprobs of the chunks that sample
+    has_grammars: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,15 @@ class CudaModelRunner(ModelRunner):
             self._upload_plan(prepared.plan)
         self._upload_rows(prepared)
         logits = self._run_step(prepared, images)
+        if prepared.grammars:
+            mask_logits(logits, prepared.grammars)
+            self._sample(logits, prepared.num_rows)
         result = self._results[self._num_launched % NUM_HOST_COPIES]
         self._num_launched += 1
         num_sampled = len(prepared.logit_rows)
         result.start(self._sampled[:num_sampled])
-        return StartedStep(prepared.chunks_by_row, logits[:num_sampled], partial(result.read, num_sampled))
+        wait = partial(result.read, num_sampled)
+        return StartedStep(prepared.chunks_by_row, logits[:num_sampled], wait, bool(prepared.grammars))
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
         """Compute the chunks; return them in the order of their rows, and the logits."""
@@ -183,6 +191,7 @@ class CudaModelRunner(ModelRunner):
             logit_rows=np.array(logit_rows, dtype=np.int32),
             temperatures=np.array([request.sampling_params.temperature for request in sampling], dtype=np.float32),
             seeds=np.array([request.seed for request in sampling], dtype=np.uint64),
+            grammars=[(row, request.grammar) for row, request in enumerate(sampling) if request.grammar is not None],
             plan=build_plan(tables, starts, stops, num_rows, kernel_shape),
             num_rows=num_rows,
             num_logits=num_logits,

@@ -23,6 +23,7 @@ from ramify.fencing.token import FencingToken, TokenGate
 from ramify.images import ProcessedImage
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
+from ramify.infer.grammar import GrammarState
 from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
@@ -161,6 +162,7 @@ class Engine:
         timeout: float | None = None,
         incremental: bool = False,
         images: Sequence[ImageReference] = (),
+        grammar: GrammarState | None = None,
     ) -> RequestStream:
         """Queue a request and return its stream. Call it in an event loop.
 
@@ -174,6 +176,7 @@ class Engine:
             priority=priority,
             deadline=deadline,
             images=images,
+            grammar=grammar,
         )
         self.core.check_capacity(num_arriving=len(self._new_requests))
         stream = RequestStream(self, request, incremental=incremental)

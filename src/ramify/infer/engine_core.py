@@ -18,6 +18,7 @@ from ramify.errors import ConfigInvalid, ContextOverflow, DeadlineExceeded, Prov
 from ramify.infer.block_pool import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.cuda_runner import CudaModelRunner
+from ramify.infer.grammar import GrammarState
 from ramify.infer.hybrid_runner import HybridModelRunner
 from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.metrics import EngineCounters
@@ -51,6 +52,7 @@ class LaunchedStep:
     sampling: list[tuple[EngineRequest, int]]
     wait: Callable[[], tuple[list[int], list[float]]]
     version: PolicyVersion
+    has_grammars: bool = False  # whether the masks of the next step depend on its tokens
 
 
 class EngineCore:
@@ -104,6 +106,7 @@ class EngineCore:
         priority: int = 0,
         deadline: float | None = None,
         images: Sequence[ImageReference] = (),
+        grammar: GrammarState | None = None,
     ) -> EngineRequest:
         """Return a validated request, not yet in the queue. Thread-safe.
 
@@ -121,7 +124,9 @@ class EngineCore:
             if not 0 <= token < vocab_size:
                 raise RequestInvalid(f"logit_bias: token id {token} is not in the vocabulary, 0 to {vocab_size - 1}")
         max_tokens = min(sampling_params.max_tokens, limit - len(prompt_token_ids))
-        request = EngineRequest(prompt_token_ids, sampling_params, max_tokens, cache_salt, priority, deadline)
+        request = EngineRequest(
+            prompt_token_ids, sampling_params, max_tokens, cache_salt, priority, deadline, grammar=grammar
+        )
         if images:
             uploaded = self.get_uploaded_images()
             request.images = uploaded.resolve(images, prompt_token_ids)
@@ -176,9 +181,11 @@ class EngineCore:
         """Run one step; return the requests that got a token or finished.
 
         On a GPU the step is only launched, and the tokens are those of the step before: while the GPU computes, the
-        next step is prepared.
+        next step is prepared. Only a step with grammars is waited for: the next masks depend on its tokens.
         """
         expired = self.expire_requests()
+        if self._launched is not None and self._launched.has_grammars:
+            self.finish_launched_step()
         chunks = self.scheduler.schedule()
         if not chunks or not self._can_launch(chunks):
             self.finish_launched_step()
@@ -218,7 +225,7 @@ class EngineCore:
             if chunk.samples_next:
                 chunk.request.expect_token(len(sampling))
                 sampling.append((chunk.request, chunk.stop))
-        return LaunchedStep(sampling, step.wait, self.version)
+        return LaunchedStep(sampling, step.wait, self.version, step.has_grammars)
 
     def finish_launched_step(self) -> None:
         """Read the tokens of the step that was launched last, if they have not been read."""
@@ -254,6 +261,11 @@ class EngineCore:
         if any(map(isnan, logprobs)):  # the KV cache holds NaN too, so the engine cannot continue
             raise ProviderError(f"the logits of {version} are NaN; have its weights diverged?")
         for request, token, logprob in zip(requests, tokens, logprobs):
+            if request.grammar is not None and (error := request.grammar.advance(token)) is not None:
+                request.error = error
+                request.drop_pending()
+                self._abort(request)
+                continue
             request.append_token(token, logprob, version)
             if request.finish_reason is not None:
                 self.counters.finished += 1

@@ -18,11 +18,13 @@ from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
 from ramify.images import ProcessedImage
 from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.images import ImageReference
 from ramify.infer.request import RequestOutput, TopLogprobs
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import (
     SampleRequest,
+    compile_grammar,
     gather_results,
     json_response,
     merge_streams,
@@ -32,12 +34,13 @@ from ramify.infer.streaming import (
 from ramify.trace import Usage
 
 
-async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Response:
+async def generate(http: HttpRequest, engine: Engine, *, compiler: GrammarCompiler | None, timeout: float) -> Response:
     """Respond to one request."""
     body = decode_body(await http.body(), GenerateBody)
     params = body.sampling_params
     if params.stop_strings:
         raise RequestInvalid("stop: this endpoint has no tokenizer; give stop_token_ids")
+    grammar = await compile_grammar(params, params.build_grammar(), compiler)
     max_tokens = 16 if params.max_tokens is None else params.max_tokens
     num_top_logprobs = 0 if params.logprobs in (None, 1) else params.logprobs
     sample_requests = [
@@ -52,6 +55,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
             body.cache_salt or "",
             body.priority,
             tuple(ImageReference(image.hash, image.start, image.stop) for image in body.images),
+            grammar and grammar.fork(),
         )
         for sample_index in range(params.num_samples)
     ]

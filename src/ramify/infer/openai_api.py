@@ -14,10 +14,12 @@ from starlette.responses import Response
 
 from ramify.dialects.chat_format import format_envelope, format_usage
 from ramify.dialects.http_format import decode_body
+from ramify.dialects.structured_output import parse_constraint
 from ramify.errors import RequestInvalid
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
+from ramify.infer.grammar import GrammarCompiler, GrammarState
 from ramify.infer.images import ImageReference
 from ramify.infer.prompts import encode_prompts, load_images, render_chat, require_renderer
 from ramify.infer.request import RequestOutput
@@ -34,13 +36,14 @@ from ramify.infer.response_formatters import (
 from ramify.infer.streaming import (
     SampleRequest,
     cancel_on_disconnect,
+    compile_grammar,
     gather_results,
     json_response,
     merge_streams,
     stream_response,
     submit_all,
 )
-from ramify.render import Renderer
+from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.trace import Usage
 
@@ -95,28 +98,37 @@ class OpenAICall:
 
 
 async def create_completion(
-    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, timeout: float
+    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, compiler: GrammarCompiler | None, timeout: float
 ) -> Response:
     """Continue text or token ids."""
     body = decode_body(await http.body(), CompletionBody)
+    grammar = await compile_grammar(body, body.build_grammar(), compiler)
     prompts = await encode_prompts(body.prompt, engine, renderer)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     only_prompt = body.echo and max_tokens == 0  # the engine samples at least one token; it is left out of the answer
     formatter = CompletionFormatter(_get_decoder(renderer, body.stop_strings), echo=body.echo, only_prompt=only_prompt)
-    call = _build_call(engine, renderer, body, formatter, prompts, 1 if only_prompt else max_tokens, body.logprobs)
+    call = _build_call(
+        engine,
+        renderer,
+        body,
+        formatter,
+        prompts,
+        max_tokens=1 if only_prompt else max_tokens,
+        num_top_logprobs=body.logprobs,
+        grammar=grammar,
+    )
     return await _respond(http, engine, call, timeout)
 
 
 async def create_chat_completion(
-    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, timeout: float
+    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, compiler: GrammarCompiler | None, timeout: float
 ) -> Response:
     """Generate the next assistant turn of a conversation."""
     body = decode_body(await http.body(), ChatBody)
     renderer = require_renderer(renderer)
-    if body.tool_choice not in (None, "auto", "none"):
-        raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await render_chat(body.messages, tools, engine, renderer)
+    grammar = await compile_grammar(body, _build_chat_grammar(body, prompt, renderer), compiler)
     prompt_ids = prompt.token_ids.tolist()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:
@@ -124,8 +136,27 @@ async def create_chat_completion(
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools))
     images = await load_images(prompt, renderer)
-    call = _build_call(engine, renderer, body, formatter, [prompt_ids], max_tokens, num_top_logprobs, images)
+    call = _build_call(
+        engine,
+        renderer,
+        body,
+        formatter,
+        [prompt_ids],
+        max_tokens=max_tokens,
+        num_top_logprobs=num_top_logprobs,
+        images=images,
+        grammar=grammar,
+    )
     return await _respond(http, engine, call, timeout)
+
+
+def _build_chat_grammar(body: ChatBody, prompt: RenderedPrompt, renderer: Renderer) -> str | None:
+    """Return the grammar of `response_format` and `tool_choice`, or of `structured_outputs`. Raises RequestInvalid."""
+    choices = {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
+    constraint = parse_constraint(
+        choices, prompt.tools, response_format=body.response_format, format_field="response_format"
+    )
+    return body.build_grammar() if constraint is None else renderer.build_grammar(prompt, constraint)
 
 
 def _build_call(
@@ -134,9 +165,11 @@ def _build_call(
     body: OpenAIBody,
     formatter: ResponseFormatter,
     prompts: list[list[int]],
+    *,
     max_tokens: int,
     num_top_logprobs: int | None,
     images: tuple[ImageReference, ...] = (),
+    grammar: GrammarState | None = None,
 ) -> OpenAICall:
     """Build the sample requests of a body. If `num_top_logprobs` is None, no logprobs are returned."""
     eos_ids = engine.core.model.eos_ids.union(() if renderer is None else renderer.stop_ids)
@@ -150,7 +183,9 @@ def _build_call(
         params = [replace(sampling, prompt_logprobs=True, prompt_top_logprobs=num_top_logprobs) for sampling in params]
     cache_salt = body.cache_salt or ""
     sample_requests = [
-        SampleRequest(prompt, sampling, cache_salt, body.priority, images) for prompt in prompts for sampling in params
+        SampleRequest(prompt, sampling, cache_salt, body.priority, images, grammar and grammar.fork())
+        for prompt in prompts
+        for sampling in params
     ]
     samples = [
         StreamedSample(request.prompt_token_ids, IncrementalDetokenizer(formatter.decode, body.stop_strings))

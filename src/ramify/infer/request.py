@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ramify.infer.block import Block
+    from ramify.infer.grammar import GrammarState
     from ramify.infer.images import EngineImage
 
 MIN_TEMPERATURE = 1e-6
@@ -115,6 +116,7 @@ class EngineRequest:
     deadline: float | None = None  # monotonic
     images: "tuple[EngineImage, ...]" = ()
     prompt_positions: "np.ndarray | None" = None  # [3, prompt tokens]; None if a position is the index of a token
+    grammar: "GrammarState | None" = None  # which tokens may be sampled
     arrival_index: int = field(default_factory=lambda: next(_arrival_counter))
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt and sampled
@@ -139,14 +141,15 @@ class EngineRequest:
     error: RamifyError | None = None
     seed: int = 0
     is_plain: bool = False
-    is_greedy: bool = False
+    is_sampled_on_device: bool = False  # whether the kernels for CUDA can sample its tokens
     created_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         params = self.sampling_params
         self.token_ids = list(self.prompt_token_ids)
         self.seed = random.getrandbits(64) if params.seed is None else params.seed & (1 << 64) - 1
-        self.is_plain, self.is_greedy = params.is_plain, params.is_greedy
+        self.is_plain = params.is_plain and self.grammar is None
+        self.is_sampled_on_device = params.is_plain or params.is_greedy
         if params.prompt_logprobs:
             num_skipped = min(max(1, params.logprobs_start), len(self.prompt_token_ids))
             self.prompt_logprobs, self.prompt_top_logprobs = [None] * num_skipped, [[] for _ in range(num_skipped)]
@@ -207,11 +210,6 @@ class EngineRequest:
     def has_all_tokens(self) -> bool:
         """Whether the last token that it may have is sampled or being sampled."""
         return len(self.token_ids) - len(self.prompt_token_ids) >= self.max_tokens
-
-    @property
-    def is_sampled_on_device(self) -> bool:
-        """Whether the kernels for CUDA can sample its tokens."""
-        return self.is_plain or self.is_greedy
 
     def is_expecting(self, index: int) -> bool:
         """Return whether the token with this index is being sampled."""

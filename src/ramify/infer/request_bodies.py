@@ -10,10 +10,13 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
+from ramify.dialects.structured_output import parse_response_format
 from ramify.errors import RequestInvalid
+from ramify.infer.grammar import build_grammar
 from ramify.infer.request import SamplingParams
+from ramify.render.reply_grammar import build_json_rule
 
-CONSTRAINT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -33,18 +36,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Known, and rejected unless they are off.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     best_of: int | None = None
-    response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
     echo: bool = False
     suffix: str | None = None
 
@@ -83,16 +85,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             prompt_logprobs=self.prompt_logprobs is not None,
         )
 
+    def build_grammar(self) -> str | None:
+        """Return the grammar that the reply must follow; None if there is none. Raises RequestInvalid."""
+        return None if self.structured_outputs is None else build_grammar(self.structured_outputs)
+
     def _reject_unsupported(self) -> None:
         off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "best_of": 1}
         for name, neutral in off.items():
             if getattr(self, name) not in (None, neutral):
                 raise RequestInvalid(f"{name}: only {neutral} is supported, got {getattr(self, name)}")
-        if self.response_format not in (None, {"type": "text"}):
-            raise RequestInvalid("response_format: only text is supported")
-        for name in CONSTRAINT_FIELDS:
+        for name in GUIDED_FIELDS:
             if getattr(self, name) is not None:
-                raise RequestInvalid(f"{name}: constrained decoding is not supported; leave it out, or use vLLM")
+                raise RequestInvalid(f"{name}: not supported; send response_format or structured_outputs")
         if self.suffix or (self.echo and not self.can_echo):
             raise RequestInvalid(f"{'suffix' if self.suffix else 'echo'}: not supported here")
         self._check_prompt_logprobs()
@@ -150,6 +154,7 @@ class OpenAIBody(SamplingFields, kw_only=True):
     """The fields that both OpenAI endpoints have in common."""
 
     model: str | None = None
+    response_format: dict[str, Any] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -174,6 +179,13 @@ class CompletionBody(OpenAIBody, kw_only=True):
     can_echo: ClassVar[bool] = True
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+
+    def build_grammar(self) -> str | None:
+        """Return the grammar of `structured_outputs` or `response_format`. Raises RequestInvalid."""
+        schema, is_strict = parse_response_format(self.response_format, "response_format")
+        if schema is None:
+            return super().build_grammar()
+        return f"start: {build_json_rule(schema, is_strict=is_strict)}"
 
 
 class ChatImageUrl(TypedDict):
@@ -233,7 +245,8 @@ class ChatBody(OpenAIBody, kw_only=True):
 
     messages: list[ChatMessage]
     tools: list[ChatTool] | None = None
-    tool_choice: Any = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

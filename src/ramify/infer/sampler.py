@@ -6,16 +6,19 @@ holds the number. The sum runs in two stages, first over chunks of the vocabular
 full cumulative sum over every row would cost more than the softmax.
 
 A logprob is `log softmax(logits / T)` over the whole vocabulary (T = 1 for greedy), with `logit_bias` applied and
-before top-p, top-k and min-p, which only limit what may be sampled.
+before top-p, top-k and min-p, which only limit what may be sampled. With a grammar it is taken over the tokens that the
+grammar allows.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.infer.grammar import mask_logits
 from ramify.infer.request import EngineRequest, SamplingParams, TopLogprobs
 
 DrawFn = Callable[[Tensor, list[float], list[int], list[int]], tuple[list[int], list[float]]]
@@ -98,7 +101,7 @@ def compute_top_logprobs(logits: Tensor, num_top: int) -> TopLogprobs:
 
 
 def _scale_logits(logits: Tensor, requests: Sequence[EngineRequest]) -> Tensor:
-    """Return the biased logits over the temperature, in float32, as a copy."""
+    """Return the biased logits over the temperature, in float32, as a copy; -inf for tokens that a grammar excludes."""
     scores = logits.to(torch.float32, copy=True)
     biases = [
         (row, token, bias) for row, request in enumerate(requests) for token, bias in request.sampling_params.logit_bias
@@ -109,6 +112,9 @@ def _scale_logits(logits: Tensor, requests: Sequence[EngineRequest]) -> Tensor:
     temperatures = [request.sampling_params.temperature or 1.0 for request in requests]
     if any(temperature != 1.0 for temperature in temperatures):
         scores.div_(torch.tensor(temperatures, device=scores.device).unsqueeze(-1))
+    grammars = [(row, request.grammar) for row, request in enumerate(requests) if request.grammar is not None]
+    if grammars:
+        mask_logits(scores, grammars)
     return scores
 
 
@@ -127,7 +133,8 @@ def _sample_inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     chunk = _search_cumulative(chunk_cumsum, target)
     below = chunk_cumsum.gather(-1, chunk) - chunk_sums.gather(-1, chunk)
     chunk_weights = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, -1, VOCAB_CHUNK)).squeeze(1)
-    token = _search_cumulative(chunk_weights.cumsum(-1, dtype=torch.float64), target - below)
+    remaining = (target - below).clamp_(min=0)  # rounding must not select a token of weight 0
+    token = _search_cumulative(chunk_weights.cumsum(-1, dtype=torch.float64), remaining)
     return (chunk * VOCAB_CHUNK + token).squeeze(-1)
 
 
@@ -165,4 +172,5 @@ def _record_top_logprobs(scores: Tensor, normalizer: Tensor, requests: Sequence[
     for count, rows in rows_by_count.items():  # among equal logprobs, `topk` of another count selects other tokens
         values, tokens = (scores[rows] - normalizer[rows]).topk(count)
         for row, row_tokens, row_values in zip(rows, tokens.tolist(), values.tolist()):
-            requests[row].top_logprobs.append(list(zip(row_tokens, row_values)))
+            pairs = zip(row_tokens, row_values)  # fewer than `count` if a grammar excludes all others
+            requests[row].top_logprobs.append([(token, value) for token, value in pairs if value > -inf])

@@ -26,6 +26,7 @@ from ramify.infer import control_api
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate, upload_image
+from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.streaming import build_error_body, get_status
 from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
@@ -41,11 +42,12 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, timeout: float = 3600.0) -> Starlette:
     """Build the application for a started engine."""
     text_arguments: dict[str, Any] = {"engine": engine, "renderer": renderer}
+    sample_arguments: dict[str, Any] = {"compiler": _build_compiler(engine, renderer), "timeout": timeout}
     model_arguments: dict[str, Any] = {"engine": engine, "name": name, "created": int(time.time())}
     post_routes: dict[str, Handler] = {
-        "/inference/v1/generate": partial(generate, engine=engine, timeout=timeout),
-        "/v1/completions": partial(create_completion, **text_arguments, timeout=timeout),
-        "/v1/chat/completions": partial(create_chat_completion, **text_arguments, timeout=timeout),
+        "/inference/v1/generate": partial(generate, engine=engine, **sample_arguments),
+        "/v1/completions": partial(create_completion, **text_arguments, **sample_arguments),
+        "/v1/chat/completions": partial(create_chat_completion, **text_arguments, **sample_arguments),
         "/tokenize": partial(tokenize, **text_arguments),
         "/detokenize": partial(detokenize, renderer=renderer),
         "/pause": partial(control_api.pause, engine=engine),
@@ -70,6 +72,16 @@ def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, ti
         Exception: _handle_unexpected,
     }
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _build_compiler(engine: Engine, renderer: Renderer | None) -> GrammarCompiler | None:
+    """Return the compiler of grammars; None if the server has no tokenizer."""
+    if renderer is None:
+        return None
+    model = engine.core.model
+    return GrammarCompiler(
+        renderer.tokenizer, vocab_size=model.shape.vocab_size, stop_ids={*model.eos_ids, *renderer.stop_ids}
+    )
 
 
 async def _handle_ramify_error(_: HttpRequest, error: RamifyError) -> Response:

@@ -16,10 +16,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
-from ramify.errors import ContextOverflow, ImageMissing, RamifyError
+from ramify.errors import ContextOverflow, ImageMissing, RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.grammar import GrammarCompiler, GrammarState
 from ramify.infer.images import ImageReference
 from ramify.infer.request import RequestOutput, SamplingParams
+from ramify.infer.request_bodies import SamplingFields
 
 T = TypeVar("T")
 
@@ -33,6 +35,20 @@ class SampleRequest:
     cache_salt: str = ""
     priority: int = 0
     images: tuple[ImageReference, ...] = ()
+    grammar: GrammarState | None = None
+
+
+async def compile_grammar(
+    body: SamplingFields, grammar: str | None, compiler: GrammarCompiler | None
+) -> GrammarState | None:
+    """Return the initial state of a body's grammar; None without one. Raises RequestInvalid."""
+    if grammar is None:
+        return None
+    if compiler is None:
+        raise RequestInvalid("structured output: this server has no tokenizer for its model")
+    if body.ignore_eos:
+        raise RequestInvalid("ignore_eos: a reply with a grammar must be able to end; leave it out")
+    return await compiler.compile(grammar)
 
 
 def submit_all(
@@ -50,6 +66,7 @@ def submit_all(
                 timeout=timeout,
                 incremental=incremental,
                 images=sample.images,
+                grammar=sample.grammar,
             )
             streams.append(stream)
     except BaseException:

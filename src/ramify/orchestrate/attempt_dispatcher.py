@@ -14,13 +14,13 @@ from ramify.errors import EnvironmentChanged, Failure, ModelUnsupported, RamifyE
 from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
-from ramify.orchestrate.group_tracker import GroupProgress, list_errors_before_reply, list_system_failures
+from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import build_rollout_id
 from ramify.seeds import derive_seed
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord
-from ramify.store.summary import REVISION_KEY, summarize_rollout
+from ramify.store.summary import REVISION_KEY, find_agent_failure, summarize_rollout
 from ramify.trace import Trace
 
 
@@ -136,7 +136,7 @@ class AttemptDispatcher:
             progress = await asyncio.shield(core.record_failure(group.number, attempt, failure))
         else:
             self._call_outcomes[key] = "returned by its env server"
-            for failure in list_system_failures(traces) or list_errors_before_reply(traces)[:1]:
+            for failure in list_system_failures(traces) or filter(None, [find_agent_failure(traces)]):
                 self._on_failure(group.source, failure)
             summary = self._build_summary(group, traces)
             recording = core.record_attempt(group.number, attempt, traces, summary, result.encoded_episode)

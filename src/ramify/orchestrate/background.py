@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ramify.async_calls import call_storage
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
+from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, encode_snapshot, save_snapshot
 from ramify.orchestrate.status import build_status, list_waits
@@ -20,13 +21,13 @@ from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.store.group_state import GroupState
 from ramify.store.head_replication import STORAGE_TIMEOUT
 from ramify.store.ledger import BatchRecord, Ledger
-from ramify.store.summary import get_error_before_reply
+from ramify.store.summary import get_agent_failure, get_error_before_reply
 from ramify.trace import Trace
 
 POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress
 SNAPSHOT_INTERVAL = 2.0  # seconds between snapshots
 MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: reading all of a long run takes a second
-MAX_FRUITLESS_ATTEMPTS = 64  # attempts that may fail in environment code or before a reply until the first succeeds
+MAX_FRUITLESS_ATTEMPTS = 64  # attempts of broken environment code or agents that may fail until the first succeeds
 
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
@@ -74,7 +75,7 @@ async def record_utilization(run: RunContext) -> None:
 async def watch_for_stalls(run: RunContext) -> None:
     """Raise RunStalled, with a list of all waits, after `stall_timeout` seconds without progress.
 
-    Raise the last failure, much earlier, if every attempt fails in environment code or before its first reply.
+    Raise the last failure, much earlier, if every attempt fails in environment code, or its agent seems to be broken.
     """
     timeout = run.config.orchestrator.stall_timeout
     while True:
@@ -125,13 +126,20 @@ async def watch_patience(run: RunContext) -> None:
 
 
 def _check_fruitless_attempts(run: RunContext) -> None:
-    """Raise the last failure of a source of which MAX_FRUITLESS_ATTEMPTS attempts failed and none succeeded."""
+    """Raise the last failure of a source of which MAX_FRUITLESS_ATTEMPTS attempts failed and none succeeded.
+
+    A source of which a group can be trained on is not broken: its agents may exit with an error if they fail.
+    """
     for source, (count, failure) in list(run.progress.fruitless_attempts.items()):
         if count < MAX_FRUITLESS_ATTEMPTS or source not in run.dispatcher.sources:
             continue
-        if all(get_error_before_reply(rollout.summary) for rollout in run.store.iter_rollouts(source=source)):
+        rollouts = run.store.iter_rollouts(source=source)
+        if not has_trainable_group(run.ledger, source) and all(get_agent_failure(row.summary) for row in rollouts):
             is_fault, first_line = failure.name == EnvironmentFault.name, failure.message.partition("\n")[0]
-            end = "failed in environment code" if is_fault else "ended before the first reply"
+            rollouts = run.store.iter_rollouts(source=source)
+            has_replies = not all(get_error_before_reply(row.summary) for row in rollouts)
+            agent_end = "were refused, or exited with an error" if has_replies else "ended before the first reply"
+            end = "failed in environment code" if is_fault else agent_end
             text = failure.message if is_fault else first_line
             message = f"{source}: all {count} attempts {end}; last error: {text}"
             raise Failure(failure.name, message, failure.blame, failure.retryable).to_exception()

@@ -113,9 +113,3 @@ class GroupTracker:
 def list_system_failures(traces: Sequence[Trace]) -> list[Failure]:
     """Return the failures of an episode that are not the policy's."""
     return [error for trace in traces for error in trace.errors if error.blame == "system"]
-
-
-def list_errors_before_reply(traces: Sequence[Trace]) -> list[Failure]:
-    """Return the errors of an episode that ended before the policy replied; none of them can be the policy's fault."""
-    errors = [error for trace in traces for error in trace.errors]
-    return [] if not errors or any(trace.num_turns for trace in traces) else errors

@@ -13,6 +13,7 @@ from ramify.store.ledger import Ledger
 
 REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
+TRAINABLE_STATES = (GroupState.SCORED, GroupState.BATCHED, GroupState.TRAINED)
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
 
 EQUAL_REWARDS_ADVICE = (
@@ -63,13 +64,19 @@ class PatienceCounter:
             self.exceeded.clear()
 
 
+def has_trainable_group(ledger: Ledger, source: str) -> bool:
+    """Return whether a group of the source was trained on, or can be."""
+    query = "SELECT 1 FROM groups WHERE source = ? AND state IN (?, ?, ?) LIMIT 1"
+    return bool(ledger.store.select(query, (source, *(state.value for state in TRAINABLE_STATES))))
+
+
 def _count_dropped(ledger: Ledger) -> int:
     """Return how many groups were dropped after the last trainable one, in the order of issue."""
     first_unreported: int = ledger.load_states(REPORTED_KEY).get("", 0)
     last_trainable = "SELECT max(number) FROM groups WHERE state IN (?, ?, ?)"
     query = f"""SELECT count(*) FROM groups WHERE state = ? AND reason NOT IN (?, ?)
         AND number >= ? AND number > coalesce(({last_trainable}), -1)"""
-    trainable = (GroupState.SCORED.value, GroupState.BATCHED.value, GroupState.TRAINED.value)
+    trainable = [state.value for state in TRAINABLE_STATES]
     uncounted = [reason.value for reason in UNCOUNTED_REASONS]
     return ledger.store.select(query, (GroupState.DROPPED.value, *uncounted, first_unreported, *trainable))[0][0]
 

@@ -44,7 +44,7 @@ class RunProgress:
         last_progress_time: monotonic time of the last progress; the watchdog compares it with `stall_timeout`.
         recent_failures: the last failures, as the run log has them.
         failure_counts: number of failures by name.
-        fruitless_attempts: by source, how many attempts failed in environment code or before the first reply, and the
+        fruitless_attempts: by source, how many attempts failed in environment code or because of their agent, and the
             last failure.
         reward_history: mean reward of every step.
         evals: step and value of each eval metric.
@@ -61,6 +61,7 @@ class RunProgress:
         self._logged_faults: set[str] = set()
         self.fruitless_attempts: dict[str, tuple[int, Failure]] = {}
         self.reward_history = [metric.value for metric in run_log.metrics("reward/all/mean")]
+        self._next_step = len(self.reward_history)  # the first step without a batch
         self._last_trainable_counts: tuple[int, int] | None = None
         self.evals: dict[str, dict[str, float]] = {}
         self.latest_metrics: dict[str, float] = {}
@@ -134,6 +135,8 @@ class RunProgress:
         values["rollouts_per_s"], values["tokens_per_s"] = self.get_throughput()
         values["rollouts"] = totals.num_rollouts / max(1, len(staleness_by_step))
         values["time/unix"] = time.time()
+        values |= {f"failures/{name}": float(count) for name, count in self.failure_counts.items()}
+        self._next_step = max(staleness_by_step, default=-1) + 1
         for step, staleness in staleness_by_step.items():
             metrics = dict(values)
             if staleness:
@@ -152,8 +155,7 @@ class RunProgress:
         return num_rollouts / span, num_tokens / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
-        """Record a failure of the system, or of the policy before its first reply; `origin` is a source, or what else
-        failed.
+        """Record a failure of the system or of an agent; `origin` is a source, or what else failed.
 
         The first few failures of environment code and of the policy are also printed, each message once.
         """
@@ -168,3 +170,5 @@ class RunProgress:
         event = {"time": time.time(), "where": origin, "name": failure.name, "message": failure.message}
         self.recent_failures.append(event)
         self._run_log.log_event("failure", **event)
+        name = f"failures/{failure.name}"
+        self._run_log.log_metrics(self._next_step, {name: float(self.failure_counts[failure.name])})

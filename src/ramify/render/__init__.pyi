@@ -5,6 +5,7 @@ from .base import ParseProblemKind as ParseProblemKind
 from .base import PrefixBreak as PrefixBreak
 from .base import RenderedPrompt as RenderedPrompt
 from .base import Renderer as Renderer
+from .base import ReplyConstraint as ReplyConstraint
 from .base import TokenHistory as TokenHistory
 from .base import ToolSchema as ToolSchema
 from .config import FamilyRendererConfig as FamilyRendererConfig

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.bounded_cache import BoundedCache
+from ramify.errors import RequestInvalid
 from ramify.images import ImageCache
 from ramify.render.outline import ConversationOutline
 from ramify.render.prompt_images import PromptImage
@@ -34,6 +35,19 @@ NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
 
 ToolSchema = Mapping[str, Any]
 """A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyConstraint:
+    """What a client requires of a reply: JSON of a schema, calls of some tools, or, if it allows both, either."""
+
+    json_schema: Mapping[str, Any] | None = None
+    """The schema of a reply that is JSON; None if the reply must call a tool."""
+    is_strict: bool = False
+    """Whether a keyword of the schema that cannot be enforced is an error."""
+    tool_names: tuple[str, ...] = ()
+    """The tools that may be called."""
+    allows_parallel_calls: bool = True
 
 
 class BreakReason(StrEnum):
@@ -320,6 +334,10 @@ class Renderer(ABC):
     @abstractmethod
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         """Parse the ids sampled after `prompt` into a message."""
+
+    def build_grammar(self, prompt: RenderedPrompt, constraint: ReplyConstraint) -> str:
+        """Return the grammar of the replies to `prompt` that satisfy `constraint`, as text. Raises RequestInvalid."""
+        raise RequestInvalid("response_format and tool_choice need the renderer `template`; set renderer.type")
 
     @abstractmethod
     def _render_uncached(

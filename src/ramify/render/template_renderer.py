@@ -22,12 +22,14 @@ from ramify.render.base import (
     PrefixBreak,
     RenderedPrompt,
     Renderer,
+    ReplyConstraint,
     TokenHistory,
     ToolSchema,
 )
 from ramify.render.outline import FILLER_TEXT, ConversationOutline, MessageKind
 from ramify.render.prefix_check import PrefixChecker
 from ramify.render.prompt_images import ExpandedText, MarkerFreeTexts, PlacedImage, PromptImages, has_images
+from ramify.render.reply_grammar import ReplyGrammar
 from ramify.render.reply_parser import ReplyParser
 from ramify.render.sentinels import Sentinels
 from ramify.render.separators import END_OF_CONVERSATION, SeparatorFinder
@@ -35,7 +37,7 @@ from ramify.render.template import ChatTemplate
 from ramify.render.template_adapter import TemplateAdapter
 from ramify.render.text_layout import MessageExtent, TextLayoutBuilder
 from ramify.render.tokenizer import EncodedText, Tokenizer
-from ramify.render.tool_parsers import TOOL_PARSERS, detect_tool_format
+from ramify.render.tool_parsers import TOOL_PARSERS, detect_tool_format, get_call_syntax
 from ramify.trace import Media, Message, MessageSpan, PromptMedia
 
 
@@ -72,6 +74,10 @@ class TemplateRenderer(Renderer):
             self._adapter.reasoning_tags,
             TOOL_PARSERS[self.tool_format],
             self._reply_whitespace(),
+        )
+        tags = self._adapter.reasoning_tags
+        self._reply_grammar = ReplyGrammar(
+            tokenizer, tags if tags.stop in template else None, get_call_syntax(self.tool_format, template)
         )
 
     @cached_property
@@ -120,6 +126,10 @@ class TemplateRenderer(Renderer):
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         """Parse sampled tokens to a reply."""
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
+
+    def build_grammar(self, prompt: RenderedPrompt, constraint: ReplyConstraint) -> str:
+        """Return the grammar of the replies to `prompt` that satisfy `constraint`. Raises RequestInvalid."""
+        return self._reply_grammar.build(prompt, constraint)
 
     def _render_continuation(
         self, history: TokenHistory, messages: Sequence[Message], media: Mapping[str, Media]

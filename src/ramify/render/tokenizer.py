@@ -64,6 +64,14 @@ class Tokenizer:
         return {token.content: id for id, token in self.backend.get_added_tokens_decoder().items()}
 
     @cached_property
+    def tag_ids(self) -> Mapping[str, int]:
+        """The ids of the added tokens that a grammar takes for tags, not for text: special ones, and all like `<x>`."""
+        added = self.backend.get_added_tokens_decoder()
+        texts = {token.content: id for id, token in added.items()}
+        special = {token.content for token in added.values() if token.special}
+        return {text: id for text, id in texts.items() if text in special or (text[:1], text[-1:]) == ("<", ">")}
+
+    @cached_property
     def _anchor_token(self) -> str:
         """A special token without lstrip or rstrip. Text encoded after it is not treated as the start of a text."""
         added = self.backend.get_added_tokens_decoder().values()

@@ -1,15 +1,16 @@
 """Parsers of tool calls, one module per format.
 
 A parser splits the text of a reply into content, calls and problems. A malformed call is not dropped: its text stays in
-the content, where the model will see it again, and a `ParseProblem` says what is wrong. Templates write the calls.
+the content, where the model will see it again, and a `ParseProblem` says what is wrong. Templates write the calls. The
+`CallSyntax` of a format describes what its parser reads, for replies that must be calls (`render.reply_grammar`).
 """
 
 from ramify.render.template import ChatTemplate
 from ramify.render.tokenizer import Tokenizer
 from ramify.render.tool_parsers import hermes, llama3, mistral, qwen_coder
-from ramify.render.tool_parsers.base import ToolParser, ToolParseResult, parse_as_text
+from ramify.render.tool_parsers.base import CallSyntax, ToolParser, ToolParseResult, parse_as_text
 
-__all__ = ["TOOL_PARSERS", "ToolParseResult", "ToolParser", "detect_tool_format"]
+__all__ = ["TOOL_PARSERS", "CallSyntax", "ToolParseResult", "ToolParser", "detect_tool_format", "get_call_syntax"]
 
 TOOL_PARSERS: dict[str, ToolParser] = {
     "hermes": hermes.parse,
@@ -31,3 +32,15 @@ def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
     if "<|start_header_id|>" in template and "parameters" in template:
         return "llama-3"
     return next((tool_format for tag, tool_format in FORMATS_BY_TAG.items() if tag in tokenizer.added_tokens), "none")
+
+
+def get_call_syntax(tool_format: str, template: ChatTemplate) -> CallSyntax | None:
+    """Return how a format writes calls; None if the model does not call tools."""
+    mistral_syntax = mistral.NAMED_SYNTAX if mistral.ARGUMENTS_TAG in template else mistral.LIST_SYNTAX
+    syntaxes = {
+        "hermes": hermes.SYNTAX,
+        "qwen-coder": qwen_coder.SYNTAX,
+        "llama-3": llama3.SYNTAX,
+        "mistral": mistral_syntax,
+    }
+    return syntaxes.get(tool_format)

@@ -26,6 +26,26 @@ class RawToolCall(NamedTuple):
     id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a format writes calls, for the grammar of a reply that must be a call.
+
+    A call is `before_name`, the name, `before_arguments`, the arguments and `after_arguments`; `start` and `stop` stand
+    around all calls, and `separator` between two. A lone line break may be left out.
+    """
+
+    before_name: Sequence[str]
+    before_arguments: Sequence[str]
+    after_arguments: Sequence[str]
+    start: Sequence[str] = ()
+    separator: Sequence[str] = ("\n",)
+    stop: Sequence[str] = ()
+    has_quoted_name: bool = True
+    """Whether the name is a JSON string; otherwise it is plain text."""
+    parameter: tuple[str, str, str] | None = None
+    """The texts before the name, before the value and after the value of a parameter; None for JSON arguments."""
+
+
 class ToolParseError(Exception):
     """A call is malformed. Raised and caught only inside tool parsers."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ramify.render.base import ParseProblemKind, ToolSchema
 from ramify.render.tool_parsers.base import (
+    CallSyntax,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
@@ -17,6 +18,7 @@ from ramify.render.tool_parsers.base import (
 )
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
+SYNTAX = CallSyntax((CALL_START, "\n", '{"name": '), (', "arguments": ',), ("}", "\n", CALL_STOP))
 MAX_EXCESS_CHARS = 100  # of the text after a call, in an error message
 
 

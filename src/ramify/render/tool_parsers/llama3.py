@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ramify.render.base import ParseProblemKind, ToolSchema
 from ramify.render.tool_parsers.base import (
+    CallSyntax,
     RawJsonObject,
     RawToolCall,
     ToolParseError,
@@ -21,6 +22,7 @@ from ramify.render.tool_parsers.base import (
 )
 
 PYTHON_TAG = "<|python_tag|>"
+SYNTAX = CallSyntax(('{"name": ',), (', "parameters": ',), ("}",), separator=("; ",))
 CALL_START_RE = re.compile(r'\{\s*"(name|function)"\s*:|\{\s*"type"\s*:\s*"function"')
 
 

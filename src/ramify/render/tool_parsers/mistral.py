@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ramify.render.base import ParseProblemKind, ToolSchema
 from ramify.render.tool_parsers.base import (
+    CallSyntax,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
@@ -16,7 +17,11 @@ from ramify.render.tool_parsers.base import (
     skip_whitespace,
 )
 
-CALLS_TAG = "[TOOL_CALLS]"
+CALLS_TAG, ARGUMENTS_TAG = "[TOOL_CALLS]", "[ARGS]"
+LIST_SYNTAX = CallSyntax(
+    ('{"name": ',), (', "arguments": ',), ("}",), start=(CALLS_TAG, " ["), separator=(", ",), stop=("]",)
+)
+NAMED_SYNTAX = CallSyntax((CALLS_TAG,), (ARGUMENTS_TAG,), (), separator=(), has_quoted_name=False)
 NAMED_CALL_RE = re.compile(r"\s*([^\s\[\]{}]*?)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]+)\s*)?(?:\[ARGS\])\s*(?=\S)")
 
 
@@ -32,7 +37,7 @@ def _recover(text: str, start: int, error: ToolParseError) -> tuple[ToolParseErr
 
 def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
     position = skip_whitespace(text, start + len(CALLS_TAG))
-    if text.startswith("[", position) and not text.startswith("[ARGS]", position):
+    if text.startswith("[", position) and not text.startswith(ARGUMENTS_TAG, position):
         return _parse_list(text, position)
     match = NAMED_CALL_RE.match(text, position)
     if match is None:

@@ -12,11 +12,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ramify.render.base import ParseProblemKind, ToolSchema
-from ramify.render.tool_parsers.base import RawToolCall, ToolParseError, ToolParseResult, parse_tagged, skip_whitespace
+from ramify.render.tool_parsers.base import (
+    CallSyntax,
+    RawToolCall,
+    ToolParseError,
+    ToolParseResult,
+    parse_tagged,
+    skip_whitespace,
+)
 from ramify.render.tool_parsers.hermes import CALL_START, CALL_STOP, find_block_end
 
 FUNCTION_START, FUNCTION_STOP = "<function=", "</function>"
 PARAMETER_START, PARAMETER_STOP = "<parameter=", "</parameter>"
+SYNTAX = CallSyntax(
+    (CALL_START, "\n", FUNCTION_START),
+    (">\n",),
+    (FUNCTION_STOP, "\n", CALL_STOP),
+    has_quoted_name=False,
+    parameter=(PARAMETER_START, ">\n", f"\n{PARAMETER_STOP}\n"),
+)
 PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
 
