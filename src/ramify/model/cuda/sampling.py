@@ -46,7 +46,8 @@ def _sum_parts(
     largest = tl.max(scores, 0)
     index = row * PARTS + part
     tl.store(SUMS + 2 * index, largest)
-    tl.store(SUMS + 2 * index + 1, tl.sum(tl.exp(scores - largest), 0))
+    weights = tl.where(scores == -float("inf"), 0.0, tl.exp(scores - largest))  # a grammar may exclude the whole part
+    tl.store(SUMS + 2 * index + 1, tl.sum(weights, 0))
     tl.store(BEST + index, tl.min(tl.where(scores == largest, column, VOCAB), 0))
 
 
@@ -86,7 +87,7 @@ def _select_tokens(
     weights = tl.exp(scores - largest)
     within = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, column, 0), 0)
-    count = tl.sum((within.to(tl.float64) <= target - below).to(tl.int32), 0)
+    count = tl.sum((within.to(tl.float64) <= tl.maximum(target - below, 0.0)).to(tl.int32), 0)
     sampled = tl.minimum(chosen * BLOCK + count, last)
     best = tl.min(tl.where(part_max == largest, tl.load(BEST + index, mask=is_part, other=VOCAB), VOCAB), 0)
     token = tl.minimum(tl.where(temperature == 0, best, sampled), VOCAB - 1)
