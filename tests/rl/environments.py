@@ -11,7 +11,7 @@ from ramify.errors import AgentExit
 class Config(rf.TasksetConfig):
     gate: str = ""
     """A file. While it exists, every rollout waits; if it contains `broken`, every rollout fails; with `exit`, every
-    rollout ends as if the agent's program had exited."""
+    rollout ends as if the agent's program had exited before its first reply, with `quit`, as if it did so later."""
 
 
 class Plain(rf.Taskset):
@@ -28,8 +28,13 @@ class Plain(rf.Taskset):
             raise ValueError("there is no such thing")
         if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "exit":
             raise AgentExit(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
-        while self.config.gate and Path(self.config.gate).exists():
+        while self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() != "quit":
             await asyncio.sleep(0.1)
+
+    async def finalize(self, trace: rf.Trace) -> None:
+        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "quit":
+            trace.stop = "exit"
+            trace.info["program"] = {"exit_code": 3, "stderr": "Traceback:\nno such tool\n"}
 
     @rf.reward
     def replied(self, trace: rf.Trace) -> float:

@@ -259,6 +259,21 @@ def test_agent_that_always_exits_before_its_first_reply(stage, monkeypatch, caps
     assert re.search(f"^{line}$", capsys.readouterr().out, re.M)
 
 
+def test_agent_that_always_exits_after_its_first_reply(stage, monkeypatch, capsys):
+    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
+    stage.gate.write_text("quit")
+    problem = "the program exited with code 3 after a reply: no such tool"
+    with pytest.raises(AgentExit) as ended:
+        stage.run("quits", orchestrator={"stall_timeout": TEST_TIMEOUT})
+    pattern = rf"plain: all (\d+) attempts were refused, or exited with an error; last error: {problem}"
+    assert (count := re.fullmatch(pattern, ended.value.message))
+    assert f"plain: AgentExit: {problem}" in capsys.readouterr().out.splitlines()
+    assert main(["why", str(stage.home / "quits")]) == 0
+    assert re.search(rf"^\d+ of \d+ attempts ended as AgentExit in plain: {problem}$", capsys.readouterr().out, re.M)
+    with RunStore.open(stage.home / "quits", write=False) as store:
+        assert [point.value for point in RunLog(store).metrics("failures/AgentExit")] >= [float(count[1])]
+
+
 def test_single_errors_before_a_reply_do_not_end_the_run(stage, monkeypatch):
     monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 1)
     with pytest.raises(RunStalled):

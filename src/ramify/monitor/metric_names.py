@@ -17,6 +17,7 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
         "rollouts": "rollouts scored since the previous step",
         "trainable": "fraction of groups that can be trained on",
         "filter/<id>": "fraction of rollouts that match a filter, in either mode",
+        "failures/<name>": "failures of the system and of agents with this name, since the orchestrator started",
     },
     "Evals": {
         "eval/<source>/avg": "mean reward, clustered by task",
