@@ -1,5 +1,7 @@
 """The openai SDK and curl against `ramify serve -m tiny`, as a user starts it."""
 
+import gzip
+import itertools
 import json
 import os
 import re
@@ -12,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import openai
 import pytest
 
@@ -54,6 +58,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def messages_client(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", timeout=60, max_retries=0)
 
 
 def publish(directory: Path, version: PolicyVersion) -> None:
@@ -151,6 +160,81 @@ def test_too_long_prompt_is_rejected_with_both_lengths(client: openai.OpenAI):
         chat(client, messages=[{"role": "user", "content": "a" * 9000}])
 
 
+def test_unknown_model_is_404(client: openai.OpenAI, messages_client: Any):
+    with pytest.raises(openai.NotFoundError, match="tiny") as info:
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "a"}], max_tokens=1)
+    assert info.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.responses.create(model="other", input="a")
+    with pytest.raises(anthropic.NotFoundError, match="tiny"):
+        messages_client.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "a"}])
+
+
+def test_text_offsets_are_positions_in_the_text(client: openai.OpenAI):
+    options: Any = {"model": "tiny", "prompt": "abc", "max_tokens": 8, "seed": 3, "logprobs": 0}
+    (choice,) = client.completions.create(**options, echo=True).choices
+    assert choice.logprobs is not None and choice.logprobs.tokens and choice.logprobs.text_offset
+    ends = itertools.accumulate(map(len, choice.logprobs.tokens))
+    assert choice.logprobs.text_offset == [0, *ends][:-1]
+    streamed = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
+    whole = client.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert [offset for part in streamed if part for offset in part.text_offset or ()] == whole.text_offset
+
+
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [5]}, {"bad_words": ["a"]}, {"logits_processors": ["a"]}])
+def test_fields_that_forbid_tokens_are_refused_by_name(client: openai.OpenAI, fields: dict[str, Any]):
+    (name,) = fields
+    with pytest.raises(openai.BadRequestError, match=name):
+        chat(client, extra_body=fields)
+    with pytest.raises(openai.BadRequestError, match="use_beam_search"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body={"use_beam_search": True})
+
+
+def test_final_message_is_continued_on_request(client: openai.OpenAI, url: str):
+    messages = [{"role": "user", "content": "Reverse: abc"}, {"role": "assistant", "content": "cb"}]
+    options = {"messages": messages, "extra_body": {"continue_final_message": True, "return_token_ids": True}}
+    completion = chat(client, **options)
+    prompt = httpx.post(f"{url}/detokenize", json={"tokens": completion.choices[0].prompt_token_ids}).json()["prompt"]
+    assert prompt.endswith("cb") and not (completion.choices[0].message.content or "").startswith("cb")
+
+
+def test_compressed_bodies_are_read_up_to_a_limit(url: str):
+    body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 1}).encode()
+    headers = {"content-encoding": "gzip"}
+    reply = httpx.post(f"{url}/v1/completions", content=gzip.compress(body), headers=headers)
+    assert reply.status_code == 200 and reply.json()["choices"]
+    bomb = gzip.compress(bytes(130 * 2**20), compresslevel=1)
+    for content, encoding, reason in ((bomb, "gzip", "larger"), (body, "gzip", "gzip"), (body, "br", "gzip")):
+        reply = httpx.post(f"{url}/v1/completions", content=content, headers={"content-encoding": encoding}, timeout=60)
+        assert reply.status_code == 400 and reason in reply.json()["error"]["message"]
+
+
+def test_responses_api_keeps_state(client: openai.OpenAI):
+    first = client.responses.create(model="tiny", input="Reverse: abc", max_output_tokens=8)
+    assert first.output_text and client.responses.retrieve(first.id) == first
+    items: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "Again"}]
+    question: Any = {"role": "user", "content": "Reverse: abc"}
+    by_items = client.responses.create(model="tiny", input=[question, *items], max_output_tokens=8)
+    by_id = client.responses.create(
+        model="tiny", input="Again", previous_response_id=first.id, max_output_tokens=8, stream=True
+    )
+    completed: Any = list(by_id)[-1]
+    assert completed.type in ("response.completed", "response.incomplete")
+    assert completed.response.usage is not None and by_items.usage is not None
+    assert completed.response.usage.input_tokens == by_items.usage.input_tokens
+
+
+def test_messages_api(messages_client: Any):
+    options = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Reverse: abc"}]}
+    reply = messages_client.messages.create(**options)
+    assert reply.content[0].text and reply.usage.output_tokens <= 8
+    count = messages_client.messages.count_tokens(model="tiny", messages=options["messages"])
+    assert count.input_tokens == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+    with messages_client.messages.stream(**options) as stream:
+        assert stream.get_final_message().usage.output_tokens <= 8
+
+
 # -- the curl examples of the docs -------------------------------------------------------------------------------------
 
 
@@ -204,6 +288,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "/tokenize": check_tokens,
     "/metrics": check_metrics,
     "/v1/chat/completions": check_chat,
+    "/v1/messages": has_fields(type="message", role="assistant"),
+    "/v1/responses": has_fields(object="response", model="tiny"),
     "/inference/v1/generate": check_generation,
     "/pause?mode=keep": has_fields(status="paused"),
     "/resume": has_fields(status="ok"),

@@ -26,6 +26,7 @@ TEXT_SOURCES = ("text", "content")
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    404: "not_found_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

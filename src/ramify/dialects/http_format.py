@@ -11,6 +11,7 @@ from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
     ImageMissing,
+    ModelNotFound,
     ProcessReplaced,
     QueueFull,
     QuotaExceeded,
@@ -26,6 +27,7 @@ HTTP_STATUS: dict[type[RamifyError], int] = {
     SecretUnknown: 401,
     RequestInvalid: 400,
     TemplateRefused: 400,
+    ModelNotFound: 404,
     ImageMissing: 409,
     WeightsRefused: 409,
     ProcessReplaced: 409,
@@ -79,9 +81,11 @@ def get_http_status(error: RamifyError, *, retryable_status: int = 502) -> int:
 
 
 def get_error_code(error: RamifyError) -> str:
-    """Return the code by which agents recognize that they must shorten their history, or the error's name."""
+    """Return the code by which clients recognize an error, such as a history that is too long, or the error's name."""
     if isinstance(error, ContextOverflow):
         return "context_length_exceeded"
+    if isinstance(error, ModelNotFound):
+        return "model_not_found"
     return "budget_exceeded" if isinstance(error, BudgetExceeded) else error.name
 
 

@@ -129,6 +129,13 @@ class MessageParser:
         )
 
 
+def remove_prefill(message: Message, prefill: str) -> Message:
+    """Return a reply without the beginning that the client has written."""
+    if not prefill or not message.text.startswith(prefill):
+        return message
+    return replace(message, content=message.text.removeprefix(prefill))
+
+
 def _check_tool_call_names(message: Message) -> None:
     """Raise RequestInvalid for ids and names that are not strings: they can be neither rendered nor stored."""
     names: list[Any] = [name for call in message.tool_calls for name in (call.id, call.name)]

@@ -193,11 +193,12 @@ async def _parse_http_request(
     request = replace(
         parsed.request,
         model=parsed.request.model or session.policy.name,
-        parent_node=None if parsed.previous_call_id is None else session.get_node(parsed.previous_call_id),
         idempotency_key=http.headers.get("idempotency-key"),
         retry_count=int(retry_header) if retry_header.isdecimal() else 0,
         is_remote=True,
     )
+    if parsed.previous_call_id is not None:
+        request = session.continue_reply(request, parsed.previous_call_id)
     return replace(parsed, request=request)
 
 

@@ -24,6 +24,7 @@ from ramify.errors import RamifyError, SecretUnknown
 from ramify.gateway.http_handlers import (
     ConversationHandler,
     ReplyHandler,
+    SessionLookup,
     TokenCountHandler,
     retrieve_conversation,
     retrieve_response,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ramify.env import Endpoint
 
 NOT_FOUND = "not_found_error"
+PREFIXES = ("/v1", "/v1/v1")  # Anthropic's client appends /v1 to its base URL, OpenAI's does not
 
 
 class Gateway(AsyncService):
@@ -89,27 +91,8 @@ class Gateway(AsyncService):
         return self._sessions[secret]
 
     def _build_app(self) -> Starlette:
-        chat, responses, messages = ChatCompletionsDialect(), ResponsesDialect(), MessagesDialect()
-        post_handlers: dict[str, Any] = {
-            "/chat/completions": ReplyHandler(self.get_session, chat, self._keepalive_interval),
-            "/chat/completions/input_tokens": TokenCountHandler(self.get_session, chat),
-            "/responses": ReplyHandler(self.get_session, responses, self._keepalive_interval),
-            "/responses/compact": ReplyHandler(self.get_session, CompactionDialect(), self._keepalive_interval),
-            "/conversations": ConversationHandler(self.get_session, ConversationDialect()),
-            "/responses/input_tokens": TokenCountHandler(self.get_session, responses),
-            "/messages": ReplyHandler(self.get_session, messages, self._keepalive_interval),
-            "/messages/count_tokens": TokenCountHandler(self.get_session, messages),
-        }
-        # Anthropic's client appends /v1 to its base URL, OpenAI's does not.
-        prefixes = ("/v1", "/v1/v1")
-        routes = [
-            Route(prefix + path, handler, methods=["POST"])
-            for prefix in prefixes
-            for path, handler in post_handlers.items()
-        ]
-        for prefix in prefixes:
-            routes.append(Route(f"{prefix}/responses/{{id}}", partial(retrieve_response, self.get_session)))
-            routes.append(Route(f"{prefix}/conversations/{{id}}", partial(retrieve_conversation, self.get_session)))
+        routes = build_dialect_routes(self.get_session, self._keepalive_interval)
+        for prefix in PREFIXES:
             routes.append(Route(f"{prefix}/models", self._handle_list_models))
             routes.append(Route(f"{prefix}/models/{{name:path}}", self._handle_get_model))
         routes.append(Route("/health", _handle_health))
@@ -135,6 +118,30 @@ class Gateway(AsyncService):
             self.get_session(http).record_refusal(http.url.path, error.status_code, NOT_FOUND, message)
         error_body = {"type": NOT_FOUND, "message": message, "code": "not_found"}
         return JSONResponse({"type": "error", "error": error_body}, error.status_code)
+
+
+def build_dialect_routes(get_session: SessionLookup, keepalive_interval: float) -> list[Route]:
+    """Return the routes of all dialects; `get_session` returns the session that a request is for."""
+    chat, responses, messages = ChatCompletionsDialect(), ResponsesDialect(), MessagesDialect()
+    post_handlers: dict[str, Any] = {
+        "/chat/completions": ReplyHandler(get_session, chat, keepalive_interval),
+        "/chat/completions/input_tokens": TokenCountHandler(get_session, chat),
+        "/responses": ReplyHandler(get_session, responses, keepalive_interval),
+        "/responses/compact": ReplyHandler(get_session, CompactionDialect(), keepalive_interval),
+        "/responses/input_tokens": TokenCountHandler(get_session, responses),
+        "/conversations": ConversationHandler(get_session, ConversationDialect()),
+        "/messages": ReplyHandler(get_session, messages, keepalive_interval),
+        "/messages/count_tokens": TokenCountHandler(get_session, messages),
+    }
+    get_handlers: dict[str, Any] = {
+        "/responses/{id}": partial(retrieve_response, get_session),
+        "/conversations/{id}": partial(retrieve_conversation, get_session),
+    }
+    routes: list[Route] = []
+    for prefix in PREFIXES:
+        routes += [Route(prefix + path, handler, methods=["POST"]) for path, handler in post_handlers.items()]
+        routes += [Route(prefix + path, handler, methods=["GET"]) for path, handler in get_handlers.items()]
+    return routes
 
 
 def _model_card(name: str, session: RolloutSession) -> dict[str, Any]:

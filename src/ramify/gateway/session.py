@@ -11,17 +11,18 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ramify.async_calls import fail_after, retry
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
+from ramify.dialects.message_parser import remove_prefill
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
 from ramify.dialects.response_store import ResponseStore
 from ramify.errors import (
     EnvironmentFault,
     ImageInvalid,
+    ModelNotFound,
     ProviderError,
     RequestInvalid,
     TemplateRefused,
@@ -57,7 +58,8 @@ ABANDON_AFTER = 5.0  # seconds a call runs on after its client disconnected; SDK
 class RolloutSession:
     """The model calls of one rollout.
 
-    `models` are other policies by the model name that a client requests; every other name selects `policy`.
+    `models` are other policies by the model name that a client requests; every other name selects `policy` or, if
+    `serves_any_model` is False, raises ModelNotFound. By default `response_store` is the session's own.
     `call_timeout` is the maximum time of one call in seconds, including retries and waiting. `secret` is the API key
     with which clients of the gateway select this session.
     """
@@ -70,6 +72,8 @@ class RolloutSession:
         sampling: SamplingConfig,
         limits: RolloutLimits,
         models: Mapping[str, Policy] | None = None,
+        serves_any_model: bool = True,
+        response_store: ResponseStore | None = None,
         is_training: bool = False,
         seed: int | None = None,
         call_timeout: float = 600.0,
@@ -82,7 +86,7 @@ class RolloutSession:
             if not policy.trainable:
                 raise TokensRequired(f"{policy.name} returns no token ids and logprobs, so it cannot be trained on")
         self.trace, self.policy, self.sampling = trace, policy, sampling
-        self.models = dict(models or {})
+        self.models, self._serves_any_model = dict(models or {}), serves_any_model
         self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries
         self.seed = sampling.seed if seed is None else seed
         self.secret = secrets.token_urlsafe(32)
@@ -99,7 +103,7 @@ class RolloutSession:
         self._budget = RolloutBudget(limits)
         self._recorder = TraceRecorder(trace)
         self._call_ids = CallIdRegistry()
-        self.response_store = ResponseStore()
+        self.response_store = ResponseStore() if response_store is None else response_store
         """The replies and conversations to which requests of the Responses API may refer."""
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
         self._reply_by_node: dict[int, TrieNode] = {}
@@ -193,11 +197,19 @@ class RolloutSession:
         """
         check_num_chars(num_values, map(self._get_max_path_tokens, (self.policy, *self.models.values())))
 
-    def get_node(self, call_id: str) -> int:
-        """Return the node of an earlier reply by the id of its call."""
-        if call_id not in self._node_by_call:
+    def continue_reply(self, request: ModelRequest, call_id: str) -> ModelRequest:
+        """Return a request whose messages follow an earlier reply, given by the id of its call.
+
+        Raises RequestInvalid if neither the session nor its store has the reply.
+        """
+        if call_id in self._node_by_call:
+            return replace(request, parent_node=self._node_by_call[call_id])
+        stored = self.response_store.find_reply(call_id)
+        if stored is None or not stored.parsed.request.messages:
             raise RequestInvalid(f"this session has no reply {call_id!r}")
-        return self._node_by_call[call_id]
+        earlier, reply = stored.parsed.request, stored.reply.message
+        messages = (*earlier.messages, reply, *request.messages)
+        return replace(request, messages=messages, media={**earlier.media, **request.media})
 
     def record_refusal(self, path: str, status: int, name: str, message: str) -> None:
         """Record in the trace that a request was refused. Equal refusals are counted."""
@@ -271,12 +283,17 @@ class RolloutSession:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
+    def _get_policy(self, model: str) -> Policy:
+        if not self._serves_any_model and model not in (*self.models, self.policy.name):
+            raise ModelNotFound(f"model: expected {self.policy.name}, found {model!r:.200}; /v1/models lists it")
+        return self.models.get(model, self.policy)
+
     def _resolve_policy_input(self, request: ModelRequest) -> tuple[Policy, Sequence[Message], Mapping[str, Media]]:
         """Return the policy of a request, its messages in the form that the policy accepts, and their media.
 
         Media of the request that these messages do not contain are left out.
         """
-        policy = self.models.get(request.model, self.policy)
+        policy = self._get_policy(request.model)
         available = {**self._media, **request.media} if request.media else self._media
         messages = policy.adapt(request.messages, available, starts_conversation=request.parent_node is None)
         hashes = {part.hash for part in find_image_parts(messages)} if request.media else set[str]()
@@ -287,7 +304,7 @@ class RolloutSession:
 
         New messages are inserted, and the request's media are stored. Raises RequestInvalid or ContextOverflow.
         """
-        policy = self.models.get(request.model, self.policy)
+        policy = self._get_policy(request.model)
         check_num_chars(count_chars(request), [self._get_max_path_tokens(policy)])
         _, messages, media = self._resolve_policy_input(request)
         trie = self._trie_by_policy.get(id(policy))
@@ -444,7 +461,7 @@ class RolloutSession:
         )
         self._node_by_call[call.id] = recorded.node
         reply = ModelReply(
-            _remove_prefill(sampled.message, prepared.prefill),
+            remove_prefill(sampled.message, prepared.prefill),
             _finish_reason(sampled),
             sampled.usage,
             recorded.node,
@@ -476,13 +493,6 @@ def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
         raise ProviderError(
             f"{policy.name} gave logprob {logprobs[index]:g} for token {index} of its sample: not finite"
         )
-
-
-def _remove_prefill(message: Message, prefill: str) -> Message:
-    """Return a reply without the beginning that the client has written."""
-    if not prefill or not message.text.startswith(prefill):
-        return message
-    return msgspec.structs.replace(message, content=message.text.removeprefix(prefill))
 
 
 def _finish_reason(sampled: SampledReply) -> ReplyFinishReason:

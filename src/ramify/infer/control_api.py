@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ramify import __version__
 from ramify.dialects.http_format import decode_body
-from ramify.errors import RequestInvalid
+from ramify.errors import ModelNotFound, RequestInvalid
 from ramify.infer.engine import Engine
 from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody
 
@@ -31,6 +31,12 @@ async def show_model(http: HttpRequest, engine: Engine, *, name: str, created: i
     if http.path_params["name"] != name:
         raise HTTPException(404, f"this server has one model, {name}")
     return JSONResponse(_format_model_card(engine, name, created))
+
+
+def check_model_name(requested: str | None, name: str) -> None:
+    """Raise ModelNotFound if a request is for another model than the one of the server."""
+    if requested and requested not in (name, Path(name).name):
+        raise ModelNotFound(f"model: expected {name}, found {requested!r:.200}; /v1/models lists it")
 
 
 def _format_model_card(engine: Engine, name: str, created: int) -> dict[str, Any]:

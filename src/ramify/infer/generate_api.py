@@ -38,27 +38,8 @@ async def generate(http: HttpRequest, engine: Engine, *, compiler: GrammarCompil
     """Respond to one request."""
     body = decode_body(await http.body(), GenerateBody)
     params = body.sampling_params
-    if params.stop_strings:
-        raise RequestInvalid("stop: this endpoint has no tokenizer; give stop_token_ids")
-    grammar = await compile_grammar(params, params.build_grammar(), compiler)
-    max_tokens = 16 if params.max_tokens is None else params.max_tokens
-    num_top_logprobs = 0 if params.logprobs in (None, 1) else params.logprobs
-    sample_requests = [
-        SampleRequest(
-            body.token_ids,
-            params.to_sampling_params(
-                eos_ids=engine.core.model.eos_ids,
-                max_tokens=max_tokens,
-                top_logprobs=num_top_logprobs,
-                sample_index=sample_index,
-            ),
-            body.cache_salt or "",
-            body.priority,
-            tuple(ImageReference(image.hash, image.start, image.stop) for image in body.images),
-            grammar and grammar.fork(),
-        )
-        for sample_index in range(params.num_samples)
-    ]
+    images = tuple(ImageReference(image.hash, image.start, image.stop) for image in body.images)
+    sample_requests = await build_sample_requests(body, engine, images, compiler)
     # uuid4 makes a system call, which would release the GIL
     request_id = body.request_id or f"generate-{random.getrandbits(64):016x}"
     streams = submit_all(engine, sample_requests, timeout=timeout, incremental=body.stream)
@@ -77,6 +58,34 @@ async def generate(http: HttpRequest, engine: Engine, *, compiler: GrammarCompil
     num_sampled = sum(len(result.token_ids) for result in results)
     response["usage"] = format_usage(Usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens))
     return json_response(response)
+
+
+async def build_sample_requests(
+    body: GenerateBody, engine: Engine, images: tuple[ImageReference, ...], compiler: GrammarCompiler | None
+) -> list[SampleRequest]:
+    """Return the samples that a body asks for, of a prompt with these images. Raises RequestInvalid."""
+    params = body.sampling_params
+    if params.stop_strings:
+        raise RequestInvalid("stop: this endpoint has no tokenizer; give stop_token_ids")
+    grammar = await compile_grammar(params, params.build_grammar(), compiler)
+    max_tokens = 16 if params.max_tokens is None else params.max_tokens
+    num_top_logprobs = 0 if params.logprobs in (None, 1) else params.logprobs
+    return [
+        SampleRequest(
+            body.token_ids,
+            params.to_sampling_params(
+                eos_ids=engine.core.model.eos_ids,
+                max_tokens=max_tokens,
+                top_logprobs=num_top_logprobs,
+                sample_index=sample_index,
+            ),
+            body.cache_salt or "",
+            body.priority,
+            images,
+            grammar and grammar.fork(),
+        )
+        for sample_index in range(params.num_samples)
+    ]
 
 
 async def upload_image(http: HttpRequest, engine: Engine) -> Response:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ramify.dialects.chat_format import format_envelope, format_usage
+from ramify.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
 from ramify.dialects.http_format import decode_body
 from ramify.dialects.structured_output import parse_constraint
 from ramify.errors import RequestInvalid
+from ramify.infer.control_api import check_model_name
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
@@ -88,20 +90,33 @@ class OpenAICall:
         sample = self.samples[index]
         is_first = len(sample.token_ids) == len(output.token_ids)
         delta = self.formatter.format_delta(sample, new_text, is_first=is_first)
-        return {"index": index, **delta, **self._token_fields(output, output.token_ids)}
+        token_fields = self._token_fields(output, output.token_ids, sample.num_shown_chars)
+        sample.num_shown_chars += sum(map(len, (token_fields["logprobs"] or {}).get("tokens", ())))
+        return {"index": index, **delta, **token_fields}
 
-    def _token_fields(self, shown: ShownTokens | RequestOutput, token_ids: list[int]) -> dict[str, Any]:
+    def _token_fields(
+        self, shown: ShownTokens | RequestOutput, token_ids: list[int], start_char: int = 0
+    ) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": None}
         if self.with_logprobs:
-            fields["logprobs"] = self.formatter.format_logprobs(shown.token_ids, shown.logprobs, shown.top_logprobs)
+            fields["logprobs"] = self.formatter.format_logprobs(
+                shown.token_ids, shown.logprobs, shown.top_logprobs, start_char
+            )
         return {**fields, "token_ids": token_ids} if self.body.return_token_ids else fields
 
 
 async def create_completion(
-    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, compiler: GrammarCompiler | None, timeout: float
+    http: HttpRequest,
+    engine: Engine,
+    renderer: Renderer | None,
+    *,
+    name: str,
+    compiler: GrammarCompiler | None,
+    timeout: float,
 ) -> Response:
     """Continue text or token ids."""
     body = decode_body(await http.body(), CompletionBody)
+    check_model_name(body.model, name)
     grammar = await compile_grammar(body, body.build_grammar(), compiler)
     prompts = await encode_prompts(body.prompt, engine, renderer)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
@@ -121,20 +136,32 @@ async def create_completion(
 
 
 async def create_chat_completion(
-    http: HttpRequest, engine: Engine, renderer: Renderer | None, *, compiler: GrammarCompiler | None, timeout: float
+    http: HttpRequest,
+    engine: Engine,
+    renderer: Renderer | None,
+    *,
+    name: str,
+    compiler: GrammarCompiler | None,
+    timeout: float,
 ) -> Response:
     """Generate the next assistant turn of a conversation."""
     body = decode_body(await http.body(), ChatBody)
+    check_model_name(body.model, name)
     renderer = require_renderer(renderer)
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = await render_chat(body.messages, tools, engine, renderer)
+    parser = parse_messages(body.messages)
+    if continues_final_message(msgspec.structs.asdict(body)):
+        parser.split_off_prefill()
+    prompt = await render_chat(parser, tools, engine, renderer)
     grammar = await compile_grammar(body, _build_chat_grammar(body, prompt, renderer), compiler)
+    if grammar is not None and parser.prefill:
+        raise RequestInvalid("continue_final_message: not possible with response_format, or a required tool_choice")
     prompt_ids = prompt.token_ids.tolist()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools))
+    formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools), prefill=parser.prefill)
     images = await load_images(prompt, renderer)
     call = _build_call(
         engine,

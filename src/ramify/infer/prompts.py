@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ramify.dialects.chat_format import parse_messages, parse_tool
+from ramify.dialects.chat_format import parse_tool
+from ramify.dialects.message_parser import MessageParser
 from ramify.errors import RequestInvalid, TemplateRefused
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import context_overflow_error
 from ramify.infer.images import ImageReference
-from ramify.infer.request_bodies import ChatMessage, ChatTool
+from ramify.infer.request_bodies import ChatTool
 from ramify.render import RenderedPrompt, Renderer
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.render.prompt_images import check_image_count, find_image_parts
@@ -22,29 +23,32 @@ def require_renderer(renderer: Renderer | None) -> Renderer:
 
 
 async def render_chat(
-    messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
+    parser: MessageParser, tools: Sequence[ChatTool] | None, engine: Engine, renderer: Renderer
 ) -> RenderedPrompt:
-    """Return the prompt for the next assistant turn.
+    """Return the prompt for the next assistant turn, or for the rest of it after the prefill of `parser`.
 
     Raises RequestInvalid, ContextOverflow or ImageInvalid.
     """
-    if not messages:
-        raise RequestInvalid("messages: at least one is needed")
-    parser = parse_messages(messages)
     parsed, media = parser.messages, parser.media
+    if not parsed:
+        raise RequestInvalid("messages: at least one is needed")
     schemas = [schema for tool in tools or () if (schema := parse_tool(tool)) is not None]
     characters = sum(len(message.text.strip()) for message in parsed)  # many templates trim the space around a text
+    characters += len(parser.prefill)
     _check_length(characters, engine, renderer)
     check_image_count(len(find_image_parts(parsed)))
     if renderer.image_cache is not None:  # otherwise the renderer refuses images
         for image in media.values():
             await renderer.image_cache.process_async(image)  # in a thread; rendering needs the size of the result
     try:
-        return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas, media=media)
+        prompt = await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, parsed, schemas, media=media)
     except TemplateRefused as error:
         raise RequestInvalid(f"messages: {error.message}") from error
     except RecursionError as error:
         raise RequestInvalid("messages or tools: nested too deeply for the chat template") from error
+    if not parser.prefill:
+        return prompt
+    return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.prefill, prompt, parser.prefill)
 
 
 async def load_images(prompt: RenderedPrompt, renderer: Renderer) -> tuple[ImageReference, ...]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
+from ramify.dialects.chat_format import UNSUPPORTED_FIELDS, check_supported
 from ramify.dialects.structured_output import parse_response_format
 from ramify.errors import RequestInvalid
 from ramify.infer.grammar import build_grammar
@@ -43,6 +44,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     best_of: int | None = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    use_beam_search: Any = None
+    functions: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -90,7 +96,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return None if self.structured_outputs is None else build_grammar(self.structured_outputs)
 
     def _reject_unsupported(self) -> None:
-        off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "best_of": 1}
+        check_supported({name: getattr(self, name) for name in UNSUPPORTED_FIELDS})
+        off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
         for name, neutral in off.items():
             if getattr(self, name) not in (None, neutral):
                 raise RequestInvalid(f"{name}: only {neutral} is supported, got {getattr(self, name)}")
@@ -224,6 +231,8 @@ class ChatMessage(TypedDict, total=False):
     reasoning_content: str | None
     tool_calls: list[ChatToolCall] | None
     tool_call_id: str | None
+    function_call: ChatFunctionCall | None
+    name: str | None
 
 
 class ChatFunction(TypedDict):
@@ -250,6 +259,8 @@ class ChatBody(OpenAIBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct):

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from ramify.dialects.chat_format import format_message
+from ramify.dialects.message_parser import remove_prefill
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.request import RequestOutput, TopLogprobs
 from ramify.render import RenderedPrompt, Renderer
@@ -43,6 +45,8 @@ class StreamedSample:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: TopLogprobs = field(default_factory=list)
     finish_reason: str | None = None
+    num_shown_chars: int = 0
+    """Characters of the tokens whose logprobs a stream has shown."""
 
     def append(self, output: RequestOutput) -> str:
         """Add an output; return the text that is certain to follow. A stop string ends the sample."""
@@ -82,9 +86,9 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def format_logprobs(
-        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
+        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs, start_char: int = 0
     ) -> dict[str, Any]:
-        """Return the `logprobs` field for some tokens."""
+        """Return the `logprobs` field for some tokens, which begin at a character of the text."""
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
         """Return the tokens of a finished sample that have logprobs in the answer."""
@@ -137,11 +141,13 @@ class CompletionFormatter(ResponseFormatter):
         return {"text": new_text, "finish_reason": sample.finish_reason}
 
     def format_logprobs(
-        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
+        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs, start_char: int = 0
     ) -> dict[str, Any]:
         """Return tokens and logprobs as parallel lists, as the completions API does."""
+        tokens = [self.decode([token_id]) for token_id in token_ids]
         return {
-            "tokens": [self.decode([token_id]) for token_id in token_ids],
+            "tokens": tokens,
+            "text_offset": list(accumulate(map(len, tokens), initial=start_char))[:-1],
             "token_logprobs": logprobs,
             "top_logprobs": [self._format_alternatives(*row) for row in zip(token_ids, logprobs, top_logprobs)],
         }
@@ -166,15 +172,17 @@ class ChatFormatter(ResponseFormatter):
     chunk_object_type: ClassVar[str] = "chat.completion.chunk"
     prompt_logprobs_in_choice: ClassVar[bool] = False
 
-    def __init__(self, renderer: Renderer, prompt: RenderedPrompt, *, has_tools: bool) -> None:
+    def __init__(self, renderer: Renderer, prompt: RenderedPrompt, *, has_tools: bool, prefill: str = "") -> None:
         super().__init__(make_decoder(renderer))
-        self.renderer, self.prompt, self.has_tools = renderer, prompt, has_tools
+        self.renderer, self.prompt, self.has_tools, self.prefill = renderer, prompt, has_tools, prefill
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         """Return the message of a sample, with its tool calls parsed."""
         message = Message("assistant", sample.detokenizer.text)
         if not sample.detokenizer.stopped:
-            message = self.renderer.parse(sample.token_ids, self.prompt).message
+            message = remove_prefill(
+                self.renderer.parse_after_prefill(sample.token_ids, self.prompt).message, self.prefill
+            )
         called_tools = message.tool_calls and sample.finish_reason == "stop"
         finish_reason = "tool_calls" if called_tools else sample.finish_reason
         return {"message": format_message(message), "finish_reason": finish_reason}
@@ -193,7 +201,7 @@ class ChatFormatter(ResponseFormatter):
         return {"delta": delta, "finish_reason": choice["finish_reason"]}
 
     def format_logprobs(
-        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
+        self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs, start_char: int = 0
     ) -> dict[str, Any]:
         """Return one entry per token, as the chat API does."""
         return {

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from ramify.async_calls import cancel_all
 from ramify.dialects.http_format import format_openai_error
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
-from ramify.infer import control_api
+from ramify.infer import control_api, dialect_api
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate, upload_image
@@ -46,8 +46,8 @@ def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, ti
     model_arguments: dict[str, Any] = {"engine": engine, "name": name, "created": int(time.time())}
     post_routes: dict[str, Handler] = {
         "/inference/v1/generate": partial(generate, engine=engine, **sample_arguments),
-        "/v1/completions": partial(create_completion, **text_arguments, **sample_arguments),
-        "/v1/chat/completions": partial(create_chat_completion, **text_arguments, **sample_arguments),
+        "/v1/completions": partial(create_completion, **text_arguments, name=name, **sample_arguments),
+        "/v1/chat/completions": partial(create_chat_completion, **text_arguments, name=name, **sample_arguments),
         "/tokenize": partial(tokenize, **text_arguments),
         "/detokenize": partial(detokenize, renderer=renderer),
         "/pause": partial(control_api.pause, engine=engine),
@@ -65,6 +65,8 @@ def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, ti
     routes = [Route(path, handler, methods=["POST"]) for path, handler in post_routes.items()]  # most used first
     routes.append(Route("/inference/v1/images/{hash}", partial(upload_image, engine=engine), methods=["PUT"]))
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get_routes.items()]
+    if renderer is not None:
+        routes += dialect_api.build_routes(engine, name=name, renderer=renderer, **sample_arguments)
     handlers: dict[Any, Any] = {
         RamifyError: _handle_ramify_error,
         ClientDisconnect: _handle_disconnect,

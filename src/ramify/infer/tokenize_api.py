@@ -6,6 +6,7 @@ No special tokens are added to a text, because `/v1/completions` adds none.
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ramify.dialects.chat_format import parse_messages
 from ramify.dialects.http_format import decode_body
 from ramify.errors import RequestInvalid
 from ramify.infer.engine import Engine
@@ -24,7 +25,7 @@ async def tokenize(http: HttpRequest, engine: Engine, renderer: Renderer | None)
     if body.add_special_tokens:
         raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
     if body.messages is not None:
-        ids = (await render_chat(body.messages, body.tools, engine, renderer)).token_ids.tolist()
+        ids = (await render_chat(parse_messages(body.messages), body.tools, engine, renderer)).token_ids.tolist()
     elif body.prompt is not None:
         ids = await encode_text(body.prompt, engine, renderer)
     else:

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ramify.errors import DeadlineExceeded
+from ramify.wire.compressed_bodies import CompressedBodies
 from ramify.wire.lifecycle import AsyncService
 from ramify.wire.listener import open_listener, to_bind_error
 
@@ -29,7 +30,7 @@ class HttpServer(AsyncService):
     def __init__(self, app: ASGIApp, host: str, port: int = 0, *, name: str, shutdown_timeout: float = 2.0) -> None:
         self.host, self.port, self.name, self.shutdown_timeout = host, port, name, shutdown_timeout
         settings = uvicorn.Config(
-            app,
+            CompressedBodies(app),
             log_config=None,  # the process configures logging
             log_level="warning",
             access_log=False,
