@@ -17,6 +17,7 @@ from tests.gateway.scenario import Scenario
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PATHS = ["/chat/completions", "/responses", "/messages", "/messages/count_tokens", "/responses/input_tokens"]
+CONTEXT_LINE = "This model's maximum context length is 20 tokens"  # by which agents recognize an overflow
 
 
 def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(run_scenario):
@@ -112,9 +113,17 @@ def test_an_exhausted_budget_is_400_and_not_retried_by_sdks(run_scenario):
 
 def test_a_context_overflow_has_the_error_code_that_agents_expect(run_scenario):
     async def check(scenario: Scenario) -> None:
-        with pytest.raises(openai.BadRequestError) as error:
-            await scenario.chat("x" * 100)
-        assert error.value.code == "context_length_exceeded" and error.value.type == "ContextOverflow"
+        for length in (100, 100_000):  # the second is refused before it is rendered
+            text = "x " * length
+            with pytest.raises(openai.BadRequestError) as error:
+                await scenario.chat(text)
+            assert error.value.code == "context_length_exceeded" and error.value.type == "ContextOverflow"
+            assert CONTEXT_LINE in error.value.message
+            with pytest.raises(openai.BadRequestError, match=CONTEXT_LINE):
+                await scenario.openai().responses.create(model="x", input=text)
+            messages = [{"role": "user", "content": text}]
+            with pytest.raises(anthropic.BadRequestError, match=CONTEXT_LINE):
+                await scenario.anthropic().messages.create(model="x", messages=messages, max_tokens=5)
 
     run_scenario([], check, limits=RolloutLimits(seq_len=20))
 

@@ -51,7 +51,8 @@ def test_a_sample_is_one_branch_that_shows_images_by_a_label():
     question = ("user", f"What is this? {LABEL}")
     assert first.messages == (question, ("assistant", '[tool call] zoom({"by": 2})'))
     assert second.messages == (question, ("assistant", "[reasoning] green a tree"))
-    assert second.row[:6] == ("look", "trees-1", "r1", 1, 0.5, 0.25)
+    assert second.row[:2] == ("look", "trees-1") and second.row[3:7] == ("r1", 1, 0.5, 0.25)
+    assert json.loads(second.task_data) == {"key": "trees-1", "prompt": LABEL}
 
 
 def test_the_label_of_an_image_in_a_stored_trace_comes_from_its_file(tmp_path):
@@ -75,8 +76,9 @@ def test_the_offline_file_of_wandb_has_samples_with_tasks_and_no_base64(tmp_path
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     (table_file,) = (path for path in files if path.name.endswith(".table.json"))
     table = json.loads(table_file.read_text())
-    assert table["columns"] == ["source", "task", "rollout", "branch", "reward", "advantage", "messages"]
-    assert [row[:4] for row in table["data"]] == [["look", "trees-1", "r1", 0], ["look", "trees-1", "r1", 1]]
+    assert table["columns"] == ["source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages"]
+    assert [row[:2] + row[3:5] for row in table["data"]] == [["look", "trees-1", "r1", 0], ["look", "trees-1", "r1", 1]]
+    assert [json.loads(row[2])["key"] for row in table["data"]] == ["trees-1", "trees-1"]
     assert all(LABEL in row[-1] for row in table["data"])
     deadline = time.monotonic() + 30.0  # wandb's own process writes the history after `finish`
     while not (rows := [row for row in read_history(tmp_path / "run") if "samples" in str(row)]):

@@ -1,13 +1,14 @@
 """Rollouts as people read them: one row for each branch of the trace, with its messages in order."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ramify.env.task import compute_content_digest
-from ramify.images import ImageStore, format_content, label_images
+from ramify.images import ImageStore, elide_data_urls, format_content, label_images
 from ramify.trace import Message, Trace
 
-COLUMNS = ("source", "task", "rollout", "branch", "reward", "advantage", "messages")
+COLUMNS = ("source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class RolloutSample:
     source: str
     task: str
     """The identity of the task."""
+    task_data: str
+    """The task itself, as JSON; images are labels."""
     rollout: str
     """The id of the rollout."""
     branch: int
@@ -26,9 +29,10 @@ class RolloutSample:
     """(role, text) in order."""
 
     @property
-    def row(self) -> tuple[str, str, str, int, float | None, float | None, str]:
+    def row(self) -> tuple[str, str, str, str, int, float | None, float | None, str]:
         """The values of COLUMNS."""
-        return (self.source, self.task, self.rollout, self.branch, self.reward, self.advantage, self.text)
+        scores = (self.reward, self.advantage)
+        return (self.source, self.task, self.task_data, self.rollout, self.branch, *scores, self.text)
 
     @property
     def text(self) -> str:
@@ -42,10 +46,12 @@ def build_samples(
     """Return one sample for each branch of a rollout; `images` is the image store of its run."""
     image_labels = label_images(trace, images)
     task = str(trace.task.get("key") or compute_content_digest(trace.task)) if trace.task else ""
+    task_data = json.dumps(elide_data_urls(trace.task), ensure_ascii=False, default=str)
     return [
         RolloutSample(
             source=source,
             task=task,
+            task_data=task_data,
             rollout=trace.id,
             branch=index,
             reward=trace.reward,
