@@ -121,7 +121,7 @@ def test_a_context_overflow_has_the_error_code_that_agents_expect(run_scenario):
             assert CONTEXT_LINE in error.value.message
             with pytest.raises(openai.BadRequestError, match=CONTEXT_LINE):
                 await scenario.openai().responses.create(model="x", input=text)
-            messages = [{"role": "user", "content": text}]
+            messages: Any = [{"role": "user", "content": text}]
             with pytest.raises(anthropic.BadRequestError, match=CONTEXT_LINE):
                 await scenario.anthropic().messages.create(model="x", messages=messages, max_tokens=5)
 

@@ -25,8 +25,9 @@ LIBRARIES = Path(__file__).parent / "libraries"
 
 
 def config(tmp_path, *sinks) -> RunConfig:
+    monitor = {"sinks": [{"type": sink} for sink in sinks]}
     train = [{"taskset": {"id": "reverse-text"}}]
-    return RunConfig(name="run", output=tmp_path, train=train, monitor={"sinks": [{"type": sink} for sink in sinks]})
+    return RunConfig.model_validate({"name": "run", "output": tmp_path, "train": train, "monitor": monitor})
 
 
 def build_rollout() -> Trace:
