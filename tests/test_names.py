@@ -1,6 +1,6 @@
 """Checks of names that a user wrote."""
 
-from ramify.names import find_duplicates, find_similar, suggest
+from ramify.names import find_duplicates, find_similar, format_count, suggest
 
 
 def test_suggest_names_the_closest_or_says_what_is_known():
@@ -17,3 +17,9 @@ def test_find_similar_respects_the_cutoff():
 def test_find_duplicates_is_sorted():
     assert find_duplicates(["b", "a", "c", "b", "a"]) == ["a", "b"]
     assert find_duplicates(["a", "b"]) == []
+
+
+def test_counts_of_one_are_singular():
+    assert [format_count(number, "call") for number in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
+    assert [format_count(number, "branch") for number in (1, 3)] == ["1 branch", "3 branches"]
+    assert [format_count(number, "GPU") for number in (1.0, 0.5)] == ["1 GPU", "0.5 GPUs"]

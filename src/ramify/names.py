@@ -1,4 +1,4 @@
-"""Checks of names that a user wrote: the closest known name, and names that occur more than once."""
+"""Names and nouns in messages: the closest known name, names that occur more than once, and counts."""
 
 import difflib
 from collections import Counter
@@ -21,3 +21,9 @@ def suggest(name: str, known_names: Iterable[str], otherwise: str, template: str
 def find_duplicates(names: Iterable[str]) -> list[str]:
     """Return the names that occur more than once, sorted."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def format_count(number: float, noun: str) -> str:
+    """Return a number with its noun, such as `1 branch` and `2 branches`."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"

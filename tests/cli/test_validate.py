@@ -124,14 +124,11 @@ def test_one_failing_task_fails_the_command(tmp_path):
     result = ramify_command("validate", str(tmp_path / "mixed.py"))
     assert result.returncode == 1
     lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
-    assert lines["fine"].startswith("ok")
-    assert "gold 1" in lines["fine"]
+    assert "fine" not in lines and "silent" not in lines
     assert "1 of 2 gold replies" in lines["talks"]
     assert "the reward of the gold replies is 0" in lines["unpaid"]
     assert "EnvironmentFault: setup: KeyError: 'corpus'" in lines["raises"]
     assert "five is odd" in lines["refused"]
-    assert lines["silent"].startswith("partly")
-    assert "no gold, an empty reply 0" in lines["silent"]
     assert "Whether a right reply has a reward was not checked" in " ".join(result.stdout.split())
     assert "6 tasks, 1 valid, 1 checked in part, 4 failed" in result.stdout
 
@@ -144,7 +141,7 @@ def test_tasks_without_gold_are_checked_in_part(tmp_path, capsys):
     assert lines["raises"].startswith("failed")
     assert "EnvironmentFault: right: IndexError: list index out of range" in lines["raises"]
     assert "ungolden.py:20 in right: return float(trace.last_reply.split()[0] ==" in lines["raises"]
-    assert "partly  goes-on" in output
+    assert "goes-on" not in output
     assert "not checked: best, which compare the rollouts of a group" in output
     assert "2 tasks, 0 valid, 1 checked in part, 1 failed" in output
 
@@ -238,7 +235,7 @@ def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
     result = ramify_command("validate", str(tmp_path / "shop.py"))
     lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
     for name in ("plain", "together", "openai"):
-        assert lines[name].startswith("ok") and "gold 1" in lines[name], lines[name]
+        assert name not in lines
     output = " ".join(result.stdout.split())  # the table breaks lines
     assert "the script has 1 reply, but the conversation is not over" in output
     assert "gold[0]: unknown key 'tool_call'; did you mean 'tool_calls'?" in output
@@ -252,7 +249,7 @@ def test_images_that_a_rollout_would_refuse_fail_their_task(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "11 tasks, 1 valid, 0 checked in part, 10 failed" in output
     lines = {words[1]: line for line in output.splitlines() if len(words := line.split()) > 3}
-    assert lines["fine"].startswith("ok")
+    assert "fine" not in lines
     reasons = {
         "address": "https://example.com/cat.png",
         "svg": "format 'svg'",

@@ -63,14 +63,6 @@ def test_throughput_is_that_of_the_last_minute_whenever_it_is_asked(tmp_path, mo
         assert progress.get_throughput() == (0.0, 0.0)
 
 
-def test_counts_of_one_are_singular():
-    assert [status.format_count(number, "model call") for number in (0, 1, 2)] == [
-        "0 model calls",
-        "1 model call",
-        "2 model calls",
-    ]
-
-
 def test_metrics_that_are_not_finite_are_returned_as_text(tmp_path):
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         Ledger.open(store)

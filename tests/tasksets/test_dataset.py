@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,12 +23,12 @@ def write_jsonl(path: Path, rows=ROWS) -> str:
     return str(path)
 
 
-def make_dataset(path: object, **settings: object) -> Dataset:
+def make_dataset(path: object, **settings: Any) -> Dataset:
     return Dataset(DatasetConfig(path=str(path), **settings))
 
 
 def load_prompts(taskset: Dataset) -> list[str]:
-    return [task.prompt for task in taskset.load()]
+    return [str(task.prompt) for task in taskset.load()]
 
 
 def test_gsm8k_file_needs_no_code(tmp_path):
@@ -35,7 +36,7 @@ def test_gsm8k_file_needs_no_code(tmp_path):
     tasks = list(taskset.load())
     assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
     assert {task.system for task in tasks} == {BOXED_INSTRUCTIONS}
-    assert play(taskset, tasks[3], taskset.gold(tasks[3])).reward == 1.0
+    assert play(taskset, tasks[3], taskset.gold(tasks[3]) or "").reward == 1.0
     assert play(taskset, tasks[3], "\\boxed{6.0}").reward == 1.0
     assert play(taskset, tasks[3], "\\boxed{7}").reward == 0.0
     assert play(taskset, tasks[3], "6").reward == 0.0
@@ -96,7 +97,7 @@ def test_rows_are_split_by_their_prompt(tmp_path_factory, count, share):
     assert sorted(train + held) == sorted(row["prompt"] for row in rows)
 
 
-def test_messages_prompt_and_duplicate_rows(tmp_path):
+def test_messages_prompt_and_duplicate_rows(tmp_path, capsys):
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "?"},
@@ -105,6 +106,7 @@ def test_messages_prompt_and_duplicate_rows(tmp_path):
     rows = [{"prompt": messages, "answer": "x"}, {"prompt": messages, "answer": "x"}]
     (task,) = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), eval_share=0).load()
     assert task.prompt == tuple(messages)
+    assert "rows.jsonl: 1 of 2 rows repeat an earlier one, and are left out" in capsys.readouterr().err
 
 
 def test_parquet_files_and_saved_datasets_are_read(tmp_path):
@@ -212,7 +214,7 @@ def test_invalid_csv_or_json_file_is_refused_with_its_position(tmp_path, name, t
 def test_long_csv_field_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'a' * 200_000},b\n")
     (task,) = make_dataset(tmp_path / "rows.csv", eval_share=0).load()
-    assert len(task.prompt) == 200_000
+    assert task.prompt == "a" * 200_000
 
 
 def test_metadata_files_in_a_directory_are_not_read_as_rows(tmp_path):

@@ -26,8 +26,9 @@ def build_entries(seed: int = 0) -> Entries:
     sequence = np.repeat(np.arange(COUNT), rng.integers(1, 10, COUNT))[:COUNT]
     logprob[sequence % 3 == 0] = sampler[sequence % 3 == 0] + 1e-4  # calls within the narrow bounds of gspo
     columns = (logprob, sampler, rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0], COUNT), np.log(rng.uniform(0.02, 0.98, COUNT)))
-    tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
-    return Entries(tensors[0].requires_grad_(), *tensors[1:], torch.from_numpy(sequence), int(sequence.max()) + 1)
+    new, old, advantage, reference = (torch.tensor(column, dtype=torch.float64) for column in columns)
+    index, num_sequences = torch.from_numpy(sequence), int(sequence.max()) + 1
+    return Entries(new.requires_grad_(), old, advantage, reference, index, num_sequences)
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float, slope: float) -> tuple[float, float]:
@@ -190,11 +191,16 @@ def test_a_loss_is_loaded_by_name_or_import_path_and_its_options_are_checked(tmp
     expected = load_loss("ppo")(entries).loss
     assert torch.equal(load_loss("ramify.train.losses:ppo")(entries).loss, expected)
     assert not torch.equal(load_loss("ppo", {"high": 0.5})(entries).loss, expected)
+    code = "from ramify.train.losses import ppo\ndef mine(entries, *, high):\n    return ppo(entries, high=high)\n"
+    (tmp_path / "own.py").write_text(code)
+    assert torch.equal(load_loss(f"{tmp_path}/own.py:mine", {"high": 0.2})(entries).loss, expected)
     for id, options, message in [
         ("dpo", {}, "did you mean 'dppo'"),
         ("ppo", {"hight": 0.5}, "did you mean 'high'"),
         ("nowhere.loss", {}, "cannot be imported"),
-        ("folder/nowhere.py:loss", {}, "is a file; expected the import path of a function, such as nowhere.loss"),
+        ("folder/nowhere.py:loss", {}, "cannot be imported: FileNotFoundError"),
+        ("nowhere.py", {}, "is a file; expected one of its functions, such as nowhere.py:my_loss"),
+        ("grpo", {}, "it is an algorithm, .*: set train.0.algorithm.id; the losses are dppo, ppo"),
         ("broken_losses.loss", {}, "cannot be imported: RuntimeError: broken"),
         ("tests.train.models.VOCAB", {}, "is not a function"),
         (f"{__name__}.scaled", {}, "needs the option 'by'"),

@@ -98,7 +98,10 @@ def _run(argv: list[str], *, owns_process: bool = True) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        advice = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
+        from ramify.config import COMMAND_HINTS  # help does not load pydantic
+
+        similar = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
+        advice = COMMAND_HINTS.get(name, similar)
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     try:
         module = import_module(COMMANDS[name].module)

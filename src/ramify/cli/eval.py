@@ -13,6 +13,7 @@ from ramify.config import add_origins, dry_run, parse, pop_flags, read_top_level
 from ramify.display import choose_display
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.evals.config import EvalConfig
+from ramify.names import format_count
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.runtime.bwrap import describe_fallback
 
@@ -90,7 +91,8 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     missing_rollouts = asyncio.run(
         find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
     )
-    dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
+    rollouts = format_count(len(missing_rollouts), "rollout")
+    dry_run(config, path, [f"would run {rollouts} of {config.taskset.get('id')} into {path}"])
     return 0
 
 
@@ -162,7 +164,8 @@ def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep:
     if keep:
         print("\n".join(f"work directory {workdir}" for workdir in workdirs) or "no rollout used a work directory")
     if not result.num_run:
-        print(f"{result.path} is already finished ({len(result.rows)} rollouts); use --fresh to start over")
+        rollouts = format_count(len(result.rows), "rollout")
+        print(f"{result.path} is already finished ({rollouts}); use --fresh to start over")
     console.print(build_report(result.rows, pass_threshold=config.pass_threshold))
     print(f"traces in {result.path}; print one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")
 

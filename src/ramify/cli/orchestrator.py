@@ -10,6 +10,7 @@ from ramify.display import LogDisplay
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
 from ramify.monitor import check_sinks_installed
+from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
@@ -39,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
         with add_origins(RunConfig, args, argv):
             return _run_with_env_servers(config, dry=dry, accept=accept)
     if dry:
-        print(f"would orchestrate {config.path}: {config.max_steps} steps, {len(config.train)} train sources")
+        steps = format_count(config.max_steps, "step")
+        print(f"would orchestrate {config.path}: {steps}, {format_count(len(config.train), 'train source')}")
         return 0
     return _run_in_process(config, accept=accept)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ramify.cli.parser import CommandParser
+from ramify.names import format_count
 
 if TYPE_CHECKING:
     from ramify.evals.replay import RescoredRollout
@@ -29,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
         _format_reward(fmean(rewards) if (rewards := [reward for reward in column if reward is not None]) else None)
         for column in zip(*((rollout.old_reward, rollout.new_reward) for rollout in rollouts))
     )
-    table.add_row("mean", *means, f"{len(rollouts)} rollouts")
+    table.add_row("mean", *means, format_count(len(rollouts), "rollout"))
     make_console().print(table)
     return 1 if all(rollout.failure for rollout in rollouts) else 0
 

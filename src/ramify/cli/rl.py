@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from urllib.parse import quote
 
 from ramify.cli.parser import format_resume_command
-from ramify.cli.short_flags import expand_short_flags
+from ramify.cli.short_flags import expand_short_flags, pop_taskset_id
 from ramify.config import add_origins, dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
@@ -148,10 +148,10 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
     """Return the arguments with short flags, `--cluster NAME` and a leading taskset id replaced by their keys."""
-    rest = _expand_cluster_flag(expand_short_flags(args))
-    if not rest or rest[0].startswith(("-", "@")):
+    id, rest = pop_taskset_id(_expand_cluster_flag(expand_short_flags(args)))
+    if id is None:
         return rest
-    taskset = {"id": rest.pop(0)}
+    taskset = {"id": id}
     train, evals = [{"taskset": taskset}], [{"taskset": {**taskset, "split": "eval"}}]
     return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_apply_to_train_and_eval(rest)]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid, RamifyError
-from ramify.names import find_similar
+from ramify.names import find_similar, format_count
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
@@ -68,4 +68,4 @@ def _describe_progress(path: Path) -> str:
         ((rollouts,),) = store.select("SELECT count(*) FROM rollouts")
         steps = Ledger.open_readonly(store).progress().committed if Ledger.exists_in(store) else 0
     counts = {"step": steps, "rollout": rollouts}
-    return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    return " and ".join(format_count(count, name) for name, count in counts.items() if count)

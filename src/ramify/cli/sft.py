@@ -10,6 +10,7 @@ from ramify.cli.short_flags import expand_short_flags
 from ramify.config import dry_run, parse, pop_flags
 from ramify.display import choose_display
 from ramify.errors import StorageFull
+from ramify.names import format_count
 from ramify.train.sft.config import SftConfig
 
 COMMAND_FLAGS = ("--fresh", "--dry-run")
@@ -49,8 +50,8 @@ def run(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, only the first prints
         return 0
     if result.weights is None:
-        print(f"stopped after {result.steps} steps; resume with: {resume_command}", file=sys.stderr)
+        print(f"stopped after {format_count(result.steps, 'step')}; resume with: {resume_command}", file=sys.stderr)
         return 130
     outcome = "finished" if result.steps_run else f"{result.path} is already finished"
-    print(f"{outcome}: {result.steps} steps; the model is {result.weights}")
+    print(f"{outcome}: {format_count(result.steps, 'step')}; the model is {result.weights}")
     return 0

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from ramify.config import raise_config_invalid
+from ramify.config import find_file_hint, raise_config_invalid
 
 SERVER_FLAG = "-b"
 SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", SERVER_FLAG: "--inference"}
@@ -28,5 +28,15 @@ def expand_short_flags(args: Sequence[str], short_flags: Mapping[str, str] = SHO
 
 
 def expand_taskset_id(args: Sequence[str]) -> list[str]:
-    """Return the arguments with a leading taskset id written as `--taskset.id ID`."""
-    return ["--taskset.id", *args] if args and not args[0].startswith(("-", "@")) else list(args)
+    """Return the arguments with a leading taskset id written as `--taskset.id ID`. Raises ConfigInvalid."""
+    id, rest = pop_taskset_id(args)
+    return rest if id is None else ["--taskset.id", id, *rest]
+
+
+def pop_taskset_id(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return a leading taskset id, None if there is none, and the other arguments. Raises ConfigInvalid for a file."""
+    if not args or args[0].startswith(("-", "@")):
+        return None, list(args)
+    if hint := find_file_hint(args[0]):
+        raise_config_invalid([("", f"{args[0]!r} is not a taskset: {hint}")])
+    return args[0], list(args[1:])

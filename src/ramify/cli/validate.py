@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
 from ramify.config import Config, add_origins, parse
+from ramify.names import format_count
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout.config import TimeoutsConfig
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ramify.rollout import Environment, TaskValidation
 
 MAX_TASKS = 10_000  # default limit: a taskset may be infinite
+MAX_LISTED_FAILURES = 100
 SHORT_FLAGS = {"-n": "--num_tasks", "-c": "--concurrency"}
 USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]
 
@@ -30,8 +32,8 @@ USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key
   --taskset.KEY VALUE     a key of the taskset itself; likewise --runtime.KEY
 
 A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an empty reply, and
-the task is checked in part. Exit code 0 if no task failed, 1 if one did or there is no reward at all, 2 if the taskset
-cannot be loaded. All keys:
+the task is checked in part. The tasks that failed are printed, and a count. Exit code 0 if no task failed, 1 if one did
+or there is no reward at all, 2 if the taskset cannot be loaded. All keys:
 """
 
 
@@ -92,14 +94,15 @@ def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, ca
     from ramify.env.decorators import MISSING_REWARD_ADVICE
 
     console = PipeConsole(soft_wrap=True)
-    for line in _format_lines(results):
+    failures = [result for result in results if result.problem is not None]
+    for line in _format_failures(failures):
         console.print(line)
-    failed = sum(result.problem is not None for result in results)
+    failed = len(failures)
     valid = sum(result.has_gold and result.problem is None for result in results)
-    in_part = len(results) - failed - valid
+    in_part, num_tasks = len(results) - failed - valid, format_count(len(results), "task")
     if not env.has_rewards:
         console.print(f"{env.name} has no reward: no rollout can be scored, and rl refuses it; {MISSING_REWARD_ADVICE}")
-        console.print(f"{env.name}: {len(results)} tasks, {len(results) - failed} without a problem, {failed} failed")
+        console.print(f"{env.name}: {num_tasks}, {len(results) - failed} without a problem, {failed} failed")
         return
     if in_part:
         console.print(
@@ -113,26 +116,20 @@ def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, ca
         console.print(f"not checked: {names}, which compare the rollouts of a group")
     counts = f"{valid} valid, {in_part} checked in part, {failed} failed"
     capped_at = f" (first {MAX_TASKS} tasks; change with -n)" if capped else ""
-    console.print(f"{env.name}: {len(results)} tasks, {counts}{capped_at}")
+    console.print(f"{env.name}: {num_tasks}, {counts}{capped_at}")
 
 
-def _format_lines(results: Sequence["TaskValidation"]) -> Iterator["Text"]:
-    """Yield one line for each task, and the further lines of its problem below it."""
+def _format_failures(failures: Sequence["TaskValidation"]) -> Iterator["Text"]:
+    """Yield one line for each task that failed, and the further lines of its problem below it."""
     from rich.text import Text
 
-    rewards = [_format_reward(result) for result in results]
-    task_width = max((len(result.task) for result in results), default=0)
-    reward_width = max(map(len, rewards), default=0)
-    for result, reward in zip(results, rewards):
-        passed = ("ok", "green") if result.has_gold else ("partly", "yellow")
-        word, style = passed if result.problem is None else ("failed", "red")
+    task_width = max((len(result.task) for result in failures), default=0)
+    for result in failures[:MAX_LISTED_FAILURES]:
         first, *others = (result.problem or "").splitlines() or [""]
-        columns = f"  {result.task:<{task_width}}  {reward:<{reward_width}}  {result.seconds:.2f} s  {first}"
-        yield Text.assemble((f"{word:<6}", style), columns.rstrip())
+        yield Text.assemble(
+            ("failed", "red"), f"  {result.task:<{task_width}}  {result.seconds:.2f} s  {first}".rstrip()
+        )
         for line in others:
             yield Text(f"        {line}")
-
-
-def _format_reward(result: "TaskValidation") -> str:
-    reply = "gold" if result.has_gold else "no gold, an empty reply"
-    return "" if result.reward is None else f"{reply} {result.reward:.3g}"
+    if len(failures) > MAX_LISTED_FAILURES:
+        yield Text(f"and {len(failures) - MAX_LISTED_FAILURES} more failed", style="red")

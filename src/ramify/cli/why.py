@@ -16,6 +16,7 @@ import msgspec
 
 from ramify.cli.parser import CommandParser
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
+from ramify.names import format_count
 from ramify.processes.log import ProcessLog
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ def _print_ended_run(path: Path) -> None:
         dropped, state = ledger.describe_drops(), describe_end(store)
         num_tries = ledger.count_ended_tries()
     uncommitted = progress.acknowledged - progress.committed
-    print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} trained after the last checkpoint")
+    steps = format_count(progress.committed, "step")
+    print(f"{path} is {state}: {steps} committed, {uncommitted} trained after the last checkpoint")
     print("groups: " + (", ".join(f"{count} {name}" for name, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", soft_wrap=True)
@@ -303,9 +305,9 @@ def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
     from ramify.store.ledger import Ledger
 
     if not Ledger.exists_in(store):
-        return f"{len(store.rollouts())} rollouts", []
+        return format_count(len(store.rollouts()), "rollout"), []
     ledger = Ledger.open_readonly(store)
-    size = f"{len(ledger.groups())} groups, {ledger.progress().committed} steps"
+    size = f"{format_count(len(ledger.groups()), 'group')}, {format_count(ledger.progress().committed, 'step')}"
     return size, audit(ledger, finished=has_finished(store))
 
 

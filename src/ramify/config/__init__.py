@@ -7,6 +7,7 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values, raise_section_problems
 from ramify.config.component import parse_component, read_top_level_keys
 from ramify.config.dump import dry_run, dump_toml, write_toml
+from ramify.config.hints import COMMAND_HINTS, LOSS_HINTS, find_file_hint
 from ramify.config.origins import add_origins
 from ramify.config.parser import (
     parse,
@@ -19,12 +20,15 @@ from ramify.config.parser import (
 from ramify.config.renamed_keys import to_new_keys, to_old_keys
 
 __all__ = [
+    "COMMAND_HINTS",
+    "LOSS_HINTS",
     "Config",
     "RunName",
     "add_origins",
     "dry_run",
     "dump_toml",
     "expand_model_name",
+    "find_file_hint",
     "get_explicit_values",
     "parse",
     "parse_component",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from ramify.config.hints import find_file_hint
 from ramify.config.schema import child_options, element_options, is_container, is_list, is_list_type, is_model_type
 
 
@@ -60,9 +61,8 @@ def split_arguments(cls: type, args: Sequence[str]) -> list[Argument]:
                 remaining.pop(0)
             arguments.append(ArgumentProblem("", f"unknown flag {token}; --help lists the flags"))
         elif token == "--" or not token.startswith("--"):
-            arguments.append(
-                ArgumentProblem("", f"unexpected argument {token!r}: a file is '@ FILE', a flag '--key value'")
-            )
+            hint = find_file_hint(token) or "a file is '@ FILE', a flag '--key value'"
+            arguments.append(ArgumentProblem("", f"unexpected argument {token!r}: {hint}"))
         else:
             name, equals, value = token[2:].partition("=")
             path = tuple(name.split("."))

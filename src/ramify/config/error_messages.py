@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ramify.config.base import SectionProblems
+from ramify.config.hints import find_key_hint
 from ramify.config.layers import ConfigLayers
 from ramify.config.schema import (
     KeyPath,
@@ -64,6 +65,9 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 for rule_key, rules in _group_by_key(key, messages, layers).items():
                     add(rule_key, "; ".join(rules))
                 continue
+            case "list_type" if is_dict(details["input"]):
+                brackets = f"[[{format_key(key)}]]"
+                expectation, given[key] = f"expected a list of tables, each written as {brackets}", "one table"
             case "model_type" | "model_attributes_type" | "dict_type":
                 expectation, given[key] = "expected a table", _format_value(details["input"])
             case _:
@@ -158,6 +162,10 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
     places = {key: place for model in models for key, place in get_misplaced_keys(model).items()}
     if place := places.get(str(name)):
         return f"did you mean {dashes}{format_key((*section, place))}?"
+    if name == "config" and dashes:
+        return f"a file is given as '@ {table[name]}'"
+    if hint := find_key_hint(layers.cls, str(name)):
+        return f"did you mean {'' if ' = ' in hint else dashes}{hint}?"
     if similar := find_similar(str(name), valid_keys):
         return f"did you mean {dashes}{format_key((*section, similar))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}

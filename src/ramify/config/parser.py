@@ -16,6 +16,7 @@ from ramify.config.base import Config
 from ramify.config.error_messages import explain_errors
 from ramify.config.layers import ConfigLayers
 from ramify.errors import ConfigInvalid
+from ramify.names import format_count
 
 C = TypeVar("C", bound=Config)
 
@@ -107,7 +108,7 @@ def apply_each(apply: Callable[[Any], None], arguments: Sequence[Any]) -> list[A
 
 def raise_config_invalid(problems: Sequence[tuple[str, str]], *, cause: BaseException | None = None) -> NoReturn:
     """Raise ConfigInvalid with all problems, each a key (or "") and a description."""
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"
+    count = f"{format_count(len(problems), 'problem')} in the configuration:"
     lines = [f"  {key}: {text}" if key else f"  {text}" for key, text in problems]
     raise ConfigInvalid("\n".join([count, *lines])) from cause
 

@@ -227,7 +227,7 @@ def _is_defined_in(value: object, module: ModuleType, base: type) -> bool:
 def _import_module(config_key: str, module_path: str) -> ModuleType:
     try:
         if module_path.endswith(".py"):
-            return _load_module_from_file(Path(module_path))
+            return load_module_from_file(Path(module_path))
         return importlib.import_module(module_path)
     except (FileNotFoundError, IsADirectoryError):
         reason = "there is no such file"
@@ -243,7 +243,7 @@ def _import_module(config_key: str, module_path: str) -> ModuleType:
     return raise_config_invalid([(config_key, f"{module_path}: {reason}")])
 
 
-def _load_module_from_file(path: Path) -> ModuleType:
+def load_module_from_file(path: Path) -> ModuleType:
     """Load a file as a module, once per process and content: an edited file becomes another module."""
     path = path.expanduser().resolve(strict=True)
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()

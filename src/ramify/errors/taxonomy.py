@@ -239,6 +239,7 @@ class EnvironmentChanged(ConfigInvalid):
     """The code, configuration or tasks of an environment differ from those of the run's stored rollouts.
 
     The message lists what differs: restore it, start a new run with `--fresh`, or resume with `--accept-changes`.
+    `ramify replay RUN` scores the stored rollouts of an eval again with the new version.
     """
 
 

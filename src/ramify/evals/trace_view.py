@@ -12,6 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ramify.images import ImageStore, format_content, label_images
+from ramify.names import format_count
 from ramify.terminal import escape_controls
 from ramify.trace import Node, Trace
 
@@ -120,7 +121,8 @@ def _format_title(trace: Trace) -> Text:
     sampled = sum(node.sampled_span[1] - node.sampled_span[0] for node in trace.nodes)
     total = sum(len(node.token_ids) for node in trace.nodes)
     agent = f" {trace.agent}" if trace.agent else ""
-    counts = f"{len(trace.nodes)} messages, {len(trace.leaves)} branches, {total} tokens, {sampled} sampled"
+    numbers = {"message": len(trace.nodes), "branch": len(trace.leaves), "token": total}
+    counts = ", ".join([*(format_count(number, noun) for noun, number in numbers.items()), f"{sampled} sampled"])
     return Text.assemble((f"{trace.id}{agent}", "bold"), "  ", (counts, "dim"))
 
 

@@ -87,7 +87,7 @@ def format_finished(steps: int, config: RunConfig) -> str:
     """Describe the steps of a finished run."""
     if steps < config.max_steps:
         return f"{steps} of {config.max_steps} steps; the curriculum has no more tasks"
-    return f"all {config.max_steps} steps"
+    return f"all {config.max_steps} steps" if config.max_steps > 1 else "the only step"
 
 
 def _dump_curricula(config: RunConfig) -> dict[str, Any]:

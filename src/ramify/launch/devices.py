@@ -12,6 +12,7 @@ from typing import Literal
 from ramify.config import raise_config_invalid
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.machine import count_usable_cores
+from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.probe import run_probe
 
@@ -55,8 +56,7 @@ class DeviceAllocation:
         return {**cores, "CUDA_VISIBLE_DEVICES": ",".join(gpu.index for gpu in self.gpus)}
 
     def __str__(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return ", ".join([threads, *map(str, self.gpus)])
+        return ", ".join([format_count(self.threads, "thread"), *map(str, self.gpus)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,7 @@ def allocate_devices(
     num_needed = (1 + trainer_gpus) if is_split else trainer_gpus if trainer_on_gpu else int(engine_on_gpu)
     if len(gpus) < num_needed:
         if assumed_gpu_bytes is None or gpus:
-            plural = "s" if num_needed > 1 else ""
-            problem = f"the run needs {num_needed} GPU{plural}, found {len(gpus)}"
+            problem = f"the run needs {format_count(num_needed, 'GPU')}, found {len(gpus)}"
             raise_config_invalid([("launch.gpu_placement", problem)])
         gpus = assume_gpus(num_needed, assumed_gpu_bytes)
     threads = max(1, cores // 2 if inference != "none" else cores - 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ramify.errors import ClusterTooSmall
 from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode
+from ramify.names import format_count
 
 MAX_LISTED = 4  # processes in a line of an error
 
@@ -48,7 +49,7 @@ class ProcessDemand:
         """Return what one rank needs, as text."""
         sizes = {"memory": self.memory, "GPU memory per GPU": self.gpu_memory}
         counts = {"GPU": self.gpus, "core": self.cores}
-        amounts = [_format_count(number, noun) for noun, number in counts.items() if number]
+        amounts = [format_count(number, noun) for noun, number in counts.items() if number]
         return ", ".join([*amounts, *(f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size)])
 
 
@@ -180,11 +181,7 @@ def _describe_free(free_nodes: Sequence[FreeNode]) -> str:
 
 def format_room(gpus: float, cores: float) -> str:
     """Return numbers of GPUs and cores as text."""
-    return f"{_format_count(gpus, 'GPU')} and {_format_count(cores, 'core')}"
-
-
-def _format_count(number: float, noun: str) -> str:
-    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+    return f"{format_count(gpus, 'GPU')} and {format_count(cores, 'core')}"
 
 
 def list_by_node(placed: Mapping[str, Sequence[str]], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:

@@ -32,6 +32,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import link_newest_weights
 from ramify.launch.run_checks import check_run
+from ramify.names import format_count
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
@@ -111,7 +112,7 @@ class LaunchPlan:
 
 def describe_run(config: RunConfig) -> str:
     """Return the first line of a plan."""
-    return f"run {config.path}: {config.model.name}, {config.max_steps} steps"
+    return f"run {config.path}: {config.model.name}, {format_count(config.max_steps, 'step')}"
 
 
 def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | None = None) -> LaunchPlan:

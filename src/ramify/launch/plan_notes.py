@@ -6,6 +6,7 @@ from ramify.errors import ModelNotFound
 from ramify.launch.disk import estimate_disk
 from ramify.launch.run_checks import list_missing_models
 from ramify.model.resolve import may_be_path, read_max_positions, resolve_model_path
+from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig, uses_model
 from ramify.runtime.bwrap import describe_fallback
 
@@ -19,7 +20,7 @@ def describe_step_size(config: RunConfig) -> str:
     total_ratio = sum(source.ratio for source in config.train)
     mean_size = sum(source.ratio * config.get_group_size(source) for source in config.train) / total_ratio
     sizes = ", ".join(f"{source.source_name}: groups of {config.get_group_size(source)}" for source in config.train)
-    return f"step: {num_groups} groups, about {num_groups * mean_size:.0f} rollouts ({sizes})"
+    return f"step: {format_count(num_groups, 'group')}, about {num_groups * mean_size:.0f} rollouts ({sizes})"
 
 
 def list_start_notes(config: RunConfig) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ramify.async_calls import cancel_all
 from ramify.errors import RamifyError, RunStalled
+from ramify.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
@@ -131,7 +132,7 @@ class Orchestrator:
         await run.core.drop_open_groups()
         run.run_log.log_event("finished", step=num_steps)
         await trainer_service.notify_waiters()
-        print(f"finished: {num_steps} steps in {time.time() - run.started_at:.0f} s", flush=True)
+        print(f"finished: {format_count(num_steps, 'step')} in {time.time() - run.started_at:.0f} s", flush=True)
         return 0
 
     async def _run_final_evals(self) -> None:

@@ -5,6 +5,7 @@ import time
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ramify.names import format_count
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import OrchestratorState
 from ramify.wire.server_state import ServerState
@@ -67,11 +68,6 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
             if server.state is ServerState.DOWN:
                 add_wait(f"source {name}", f"its env server at {server.address}", server.reason, timeout=None)
     return waits
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 attempt` and `2 attempts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def build_status(run: RunContext) -> dict[str, Any]:

@@ -26,7 +26,8 @@ CHANGES_ACCEPTED_EVENT = "changes accepted"  # an event kind of the run log
 MAX_SHOWN_TASKS = 5  # changed tasks that a message lists
 RESUME_HINT = (
     "--fresh (in Python: fresh=True) moves the old run aside and starts a new one; --accept-changes "
-    "(accept_changes=True) keeps the stored rollouts, resumes with the new version and records the change"
+    "(accept_changes=True) keeps the stored rollouts, resumes with the new version and records the change; "
+    "`ramify replay RUN` scores the stored rollouts of an eval again with the new version"
 )
 
 

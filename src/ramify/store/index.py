@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ramify.errors import RamifyError, RunDamaged
 from ramify.files import fsync_path, write_atomically
+from ramify.names import format_count
 
 DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
 CHECKSUM_NAME = f"{DATABASE_NAME}.sha256"  # in the format of sha256sum
@@ -115,7 +116,7 @@ def describe_results(path: Path) -> str:
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
         "weight version": len({file.parent for file in path.glob(WEIGHTS_GLOB)}),
     }
-    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    return ", ".join(format_count(count, name) for name, count in counts.items() if count)
 
 
 def _recovery_hint(path: Path) -> str:

@@ -15,7 +15,9 @@ from typing import Any, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
+from ramify.env.plugin import load_module_from_file
 from ramify.errors import ConfigInvalid
+from ramify.names import format_count
 from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
 from ramify.tasksets.data_files import DataRow, read_rows
@@ -119,6 +121,7 @@ class Dataset(rf.Taskset):
     def _iter_tasks(self) -> Iterator[rf.Task]:
         config = self.config
         seen: set[str] = set()
+        num_repeated = row_number = 0
         for row_number, row in enumerate(read_rows(config.path, config.part), 1):
             prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
             _check_images(row, prompt, row_number)
@@ -129,9 +132,14 @@ class Dataset(rf.Taskset):
                 {"prompt": prompt, "system": self._get_system_prompt(row, row_number)}
                 | self._build_task_fields(row, row_number)
             )
-            if task.identity not in seen:
-                seen.add(task.identity)
-                yield task
+            if task.identity in seen:
+                num_repeated += 1
+                continue
+            seen.add(task.identity)
+            yield task
+        if num_repeated:
+            repeated = f"{num_repeated} of {format_count(row_number, 'row')} repeat an earlier one"
+            print(f"dataset: {config.path}: {repeated}, and are left out", file=sys.stderr)
 
     def _find_scorer(self) -> Scorer:
         name = self.config.reward
@@ -237,11 +245,10 @@ def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_nu
 def _load_scorer(name: str) -> Scorer:
     """Import the function named by `path.py:function`."""
     file, _, function = name.partition(":")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None or not Path(file).is_file():
-        raise ConfigInvalid(f"dataset: reward {name!r}: file {file} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = load_module_from_file(Path(file))
+    except OSError as error:
+        raise ConfigInvalid(f"dataset: reward {name!r}: file {file} does not exist") from error
     scorer = getattr(module, function, None)
     if not callable(scorer):
         raise ConfigInvalid(f"dataset: reward {name!r}: {file} has no function {function!r}")

@@ -54,7 +54,7 @@ class LossConfig(Config):
     """The loss of the `rl` component."""
 
     id: str = "dppo"
-    """dppo, ppo, cispo, gspo, icepop, tis, or the import path of a function, `package.module.function`."""
+    """dppo, ppo, cispo, gspo, icepop, tis, or a function: `package.module.function` or `file.py:function`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the loss, such as `{ high = 0.28 }`."""
 

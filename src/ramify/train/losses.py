@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ramify.config import LOSS_HINTS
+from ramify.env.plugin import load_module_from_file
 from ramify.errors import ConfigInvalid
 from ramify.names import suggest
 
@@ -163,7 +165,7 @@ LOSSES = {loss.__name__: loss for loss in (dppo, ppo, cispo, gspo, icepop, tis)}
 
 
 def load_loss(id: str, options: Mapping[str, Any] | None = None) -> LossFunction:
-    """Return a built-in loss, or one given by import path (`package.module.function`), with its options bound.
+    """Return a built-in loss, or one given as `package.module.function` or `file.py:function`, with its options bound.
 
     Raises ConfigInvalid if it does not exist or does not take these options.
     """
@@ -188,14 +190,17 @@ def _check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
 def _import_loss(id: str) -> Any:
     module, _, name = id.replace(":", ".").rpartition(".")
     if not module:
-        hint = suggest(id, LOSSES, f"use {', '.join(LOSSES)}, or an import path, package.module.function")
+        names = f"{', '.join(LOSSES)}, or your own function, package.module.function or file.py:function"
+        hint = LOSS_HINTS[id].replace("{}", names) if id in LOSS_HINTS else suggest(id, LOSSES, f"use {names}")
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
-    file, _, function_name = id.partition(":")
-    if file.endswith(".py"):
-        import_path = f"{Path(file).stem}.{function_name or 'FUNCTION'}"
-        raise ConfigInvalid(f"loss {id!r} is a file; expected the import path of a function, such as {import_path}")
+    file, _, file_function = id.partition(":")
+    if file.endswith(".py") and not file_function:
+        raise ConfigInvalid(f"loss {id!r} is a file; expected one of its functions, such as {file}:my_loss")
     try:
-        function = getattr(import_module(module), name)
+        if file.endswith(".py"):
+            function = getattr(load_module_from_file(Path(file)), file_function)
+        else:
+            function = getattr(import_module(module), name)
     except Exception as error:  # a foreign module may raise anything
         raise ConfigInvalid(f"loss {id!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):

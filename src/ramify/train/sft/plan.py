@@ -13,6 +13,7 @@ import numpy as np
 from ramify.errors import ConfigInvalid
 from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import resolve_model_path
+from ramify.names import format_count
 from ramify.render import Renderer, load_renderer
 from ramify.store import default_run_name
 from ramify.tasksets.data_files import read_rows
@@ -104,7 +105,7 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
     return [
         f"would train {config.model.name} from {plan.model_path} into {plan.path}",
         f"{len(plan.conversations)} training and {len(plan.validation)} validation conversations; "
-        f"{plan.count_total_steps(config)} steps with batch size {config.batch_size}",
+        f"{format_count(plan.count_total_steps(config), 'step')} with batch size {config.batch_size}",
         f"of {len(forests)} sampled: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
         f"{trained_share:.0%} trained, {truncated} truncated at {seq_len}",
         f"{batch_forest.num_tokens} tokens per batch; {ratio:.2f} times as many without prefix sharing",

@@ -22,6 +22,7 @@ from ramify.display import Display, choose_api_display
 from ramify.errors import RamifyError, StorageFull
 from ramify.interactive import AwaitableResult
 from ramify.model.resolve import fetch_model
+from ramify.names import format_count
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog, read_metrics_by_step
@@ -230,7 +231,7 @@ class _SftRun:
         if entries:
             loss = sum(self.ranks.all_gather(loss)) / entries
             self._write_metrics(self.steps_done, {"validation/loss": loss})
-            self.display.print_line(f"validation loss {loss:.4f} after {self.steps_done} steps")
+            self.display.print_line(f"validation loss {loss:.4f} after {format_count(self.steps_done, 'step')}")
 
     def _write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         if self.run_log is not None:
