@@ -163,7 +163,7 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
 
 def test_audit_reports_problems_or_none(run, capsys):
     assert main(["why", "run", "--audit"]) == 0
-    assert "1 groups, 0 steps: no problems" in capsys.readouterr().out
+    assert "1 group, 0 steps: no problems" in capsys.readouterr().out
     with RunStore.open(run) as store:
         store.submit_change(lambda connection: connection.execute("UPDATE groups SET reason = NULL")).result(10)
     assert main(["why", "run", "--audit"]) == 1
@@ -291,7 +291,7 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
         [sys.executable, "-c", HOLDS, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
     )
     try:
-        assert holder.stdout.readline() == "held\n"
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert main(["why", "run"]) == 0
         assert f"does not respond at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
         holder.send_signal(signal.SIGSTOP)
@@ -360,7 +360,7 @@ def test_why_reads_the_ledger_if_other_files_are_broken(run, capsys):
     (run / "run.json").write_text("[]")
     for args in (["why", "run"], ["why", "run", "--audit"], ["metrics", "run"]):
         assert main(args) == 0
-    assert "1 groups, 0 steps: no problems" in capsys.readouterr().out
+    assert "1 group, 0 steps: no problems" in capsys.readouterr().out
 
 
 def test_missing_run_is_exit_2(run, capsys):
