@@ -247,6 +247,17 @@ def test_json_schema_with_tools_allows_either(http):
     assert kinds <= {"stop", "tool_calls"}
 
 
+def test_structured_output_of_responses_and_messages(http):
+    text_format = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    body = {"input": "Reverse: abc", "max_output_tokens": 400, "text": {"format": text_format}}
+    (item,) = http.post("/v1/responses", json=body).json()["output"]
+    check_object(json.loads(item["content"][0]["text"]))
+    tool = {"name": "paint", "input_schema": SCHEMA}
+    body = {"messages": USER, "max_tokens": 400, "tools": [tool], "tool_choice": {"type": "any"}}
+    blocks = http.post("/v1/messages", json=body).json()["content"]
+    check_object(blocks[0]["input"])
+
+
 def test_structured_outputs_of_completions_and_of_token_ids(http):
     body = {"prompt": "Colour: ", "max_tokens": 300, "structured_outputs": {"json": SCHEMA}}
     for fields in (body, {**body, "structured_outputs": None, "response_format": json_schema(SCHEMA)}):

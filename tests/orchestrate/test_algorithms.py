@@ -178,3 +178,13 @@ def test_distillation_weights():
     sft = plugin.build_plugin("algorithm", {"id": "sft", "min_reward": 0.5}).annotate(traces)
     assert [(note.trace_id, note.rl, note.ce, note.needs_reference) for note in sft] == [("a", 0.0, 1.0, False)]
     assert {note.kl for note in plugin.build_plugin("algorithm", {"id": "grpo", "beta": 0.1}).annotate(traces)} == {0.1}
+
+
+def test_group_without_trainable_calls_is_dropped_with_their_reasons():
+    traces = group(1.0, 0.0, turns=2)
+    for trace in traces:
+        for node in trace.sampled_nodes:
+            trace.exclude_from_training(node, "structured output")
+            trace.exclude_from_training(node, "a second reason")
+    reason, detail = plugin.build_plugin("algorithm", {"id": "grpo"}).get_drop_reason(traces)
+    assert (reason.value, detail) == ("nothing_trainable", "4 calls are not trained (structured output)")

@@ -26,6 +26,8 @@ class ClientSampling:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    grammar: str | None = None
+    """The grammar that the tokens must follow, in the Lark syntax of llguidance."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""
@@ -38,6 +40,7 @@ class ClientSampling:
             "stop_token_ids": (list(self.stop_ids), bool(self.stop_ids)),
             "ignore_eos": (True, self.ignore_eos),
             "logit_bias": ({str(token_id): bias for token_id, bias in self.logit_bias.items()}, bool(self.logit_bias)),
+            "structured_outputs": ({"grammar": self.grammar}, self.grammar is not None),
         }
         return fields | {name: value for name, (value, has_effect) in optional.items() if has_effect}
 

@@ -36,7 +36,7 @@ class MessagesDialect(Dialect):
     """The dialect of Anthropic's Messages API."""
 
     keepalive = format_sse({"type": "ping"}, "ping")
-    own_fields = frozenset({"messages", "system", "stop_sequences"})
+    own_fields = frozenset({"messages", "system", "stop_sequences", "output_format", "output_config"})
 
     def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse the body of a request to the Messages API."""
@@ -56,7 +56,11 @@ class MessagesDialect(Dialect):
         if parser.ends_in_text_of_assistant:
             parser.split_off_prefill()
         field_names = {"stop": "stop_sequences", "max_tokens": "max_tokens"}
-        request = parser.build_request(body, body.get("tools"), _parse_tool, **field_names)
+        output_config: Mapping[str, Any] = body.get("output_config") or {}
+        response_format = ("output_format", body.get("output_format") or output_config.get("format"))
+        request = parser.build_request(
+            body, body.get("tools"), _parse_tool, response_format=response_format, **field_names
+        )
         return ParsedRequest(request, bool(body.get("stream")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:

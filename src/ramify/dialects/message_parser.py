@@ -17,6 +17,7 @@ from ramify.dialects.media import (
     read_image,
 )
 from ramify.dialects.model_call import ModelRequest
+from ramify.dialects.structured_output import parse_constraint
 from ramify.errors import ImageInvalid, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
@@ -109,23 +110,36 @@ class MessageParser:
         return MediaPart(media.hash)
 
     def build_request(
-        self, body: Mapping[str, Any], tools: Any, parse_tool: ToolEntryParser, **field_names: str
+        self,
+        body: Mapping[str, Any],
+        tools: Any,
+        parse_tool: ToolEntryParser,
+        *,
+        response_format: tuple[str, Any],
+        **field_names: str,
     ) -> ModelRequest:
-        """Build the request of a body whose messages were added; `tool_choice` may disable the tools.
+        """Build the request of a body whose messages were added; `tool_choice` may disable or require the tools.
 
-        `field_names` are the dialect's names of the sampling parameters `stop` and `max_tokens`.
+        `response_format` is the dialect's name of this field and its value; `field_names` are its names of the sampling
+        parameters `stop` and `max_tokens`. Raises RequestInvalid.
         """
         choice = body.get("tool_choice")
         choice_type = choice.get("type") if is_dict(choice) else choice
-        parsed_tools = map(parse_tool, () if choice_type == "none" else tools or ())
+        parsed = map(parse_tool, () if choice_type == "none" else tools or ())
+        parsed_tools = tuple(tool for tool in parsed if tool is not None)
+        format_field, format_value = response_format
+        constraint = parse_constraint(body, parsed_tools, response_format=format_value, format_field=format_field)
+        if constraint is not None and self.prefill:
+            raise RequestInvalid(f"{format_field} and tool_choice: not possible if the client begins the reply")
         fields = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")} | field_names
         return ModelRequest(
             messages=tuple(self.messages),
-            tools=tuple(tool for tool in parsed_tools if tool is not None),
+            tools=parsed_tools,
             model=str(body.get("model") or ""),
             sampling_overrides={name: body[key] for name, key in fields.items() if body.get(key) is not None},
             media=self.media,
             prefill=self.prefill,
+            constraint=constraint,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ramify.render import ParseProblem, ToolSchema
+from ramify.render import ParseProblem, ReplyConstraint, ToolSchema
 from ramify.trace import Media, Message, Usage
 
 ReplyFinishReason = Literal["stop", "length", "tool_calls"]
@@ -42,6 +42,8 @@ class ModelRequest:
     """Whether the request came over HTTP; False if the harness made it in this process."""
     prefill: str = ""
     """The beginning of the reply, which the client has written and the policy continues."""
+    constraint: ReplyConstraint | None = None
+    """What the client requires of the reply, if it is JSON or tool calls."""
     fork_reason: str = ""
     """Why the request leaves the recorded conversations, if the client says so; by default it is inferred."""
 

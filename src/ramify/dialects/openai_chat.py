@@ -26,7 +26,17 @@ class ChatCompletionsDialect(Dialect):
     """The dialect of OpenAI's Chat Completions API."""
 
     own_fields = frozenset(
-        {"messages", "n", "stop", "max_completion_tokens", "stream_options", *CONTINUE_FIELDS, *UNSUPPORTED_FIELDS}
+        {
+            "messages",
+            "n",
+            "stop",
+            "max_completion_tokens",
+            "stream_options",
+            "response_format",
+            "parallel_tool_calls",
+            *CONTINUE_FIELDS,
+            *UNSUPPORTED_FIELDS,
+        }
     )
 
     def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
@@ -39,7 +49,10 @@ class ChatCompletionsDialect(Dialect):
             raise RequestInvalid("n: expected 1; send the request again for another choice")
         has_new_limit = body.get("max_completion_tokens") is not None
         max_tokens = "max_completion_tokens" if has_new_limit else "max_tokens"
-        request = parser.build_request(body, body.get("tools"), parse_tool, stop="stop", max_tokens=max_tokens)
+        response_format = ("response_format", body.get("response_format"))
+        request = parser.build_request(
+            body, body.get("tools"), parse_tool, response_format=response_format, stop="stop", max_tokens=max_tokens
+        )
         options: Mapping[str, Any] = body.get("stream_options") or {}
         return ParsedRequest(request, bool(body.get("stream")), bool(options.get("include_usage")))
 

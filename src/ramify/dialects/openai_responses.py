@@ -44,6 +44,8 @@ class ResponsesDialect(Dialect):
             "max_output_tokens",
             "include",
             "store",
+            "text",
+            "parallel_tool_calls",
         }
     )
 
@@ -62,7 +64,10 @@ class ResponsesDialect(Dialect):
         items = body.get("input")
         parser.add_items([{"role": "user", "content": items}] if isinstance(items, str) else items or [])
         tools, namespaced_tools = _flatten_namespaces(body.get("tools") or ())
-        request = parser.build_request(body, tools, _parse_tool, stop="stop", max_tokens="max_output_tokens")
+        text_options: Mapping[str, Any] = body.get("text") or {}
+        response_format = ("text.format", text_options.get("format"))
+        field_names = {"stop": "stop", "max_tokens": "max_output_tokens"}
+        request = parser.build_request(body, tools, _parse_tool, response_format=response_format, **field_names)
         custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
         return ParsedRequest(
             request,

@@ -64,6 +64,20 @@ def parse_response_format(response_format: Any, field: str) -> tuple[Mapping[str
     return schema, nested.get("strict") is True
 
 
+def format_constraint(constraint: ReplyConstraint) -> dict[str, Any]:
+    """Return a constraint as fields of Chat Completions."""
+    fields: dict[str, Any] = {}
+    if not constraint.allows_parallel_calls:
+        fields["parallel_tool_calls"] = False
+    if constraint.json_schema is None:
+        named = {"type": "function", "function": {"name": constraint.tool_names[0]}}
+        return {**fields, "tool_choice": named if len(constraint.tool_names) == 1 else "required"}
+    if constraint.json_schema == ANY_OBJECT:
+        return {**fields, "response_format": {"type": "json_object"}}
+    schema = {"name": "reply", "schema": constraint.json_schema, "strict": constraint.is_strict}
+    return {**fields, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+
 def _parse_tool_choice(choice: Any) -> tuple[bool, str | None]:
     """Return whether a call is required, and the name of the tool if only one is allowed. Raises RequestInvalid."""
     choice_type = choice.get("type") if is_dict(choice) else choice

@@ -19,11 +19,21 @@ from ramify.client.generate_api import RequestImage
 from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.dialects.chat_format import format_message, parse_chat_completion
+from ramify.dialects.structured_output import format_constraint
 from ramify.errors import ModelUnsupported, ProviderError, RequestInvalid
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.image_description import describe_tool_images
 from ramify.gateway.stop_strings import find_stop
-from ramify.render import ParsedReply, ParseProblem, PrefixBreak, RenderedPrompt, Renderer, TokenHistory, ToolSchema
+from ramify.render import (
+    ParsedReply,
+    ParseProblem,
+    PrefixBreak,
+    RenderedPrompt,
+    Renderer,
+    ReplyConstraint,
+    TokenHistory,
+    ToolSchema,
+)
 from ramify.render.late_system import accepts_late_system, fold_late_system
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.render.outline import ConversationOutline
@@ -75,6 +85,8 @@ class PolicyRequest:
     """The reply ends at the token that completes one of them."""
     clock: StallClock | None = None
     """Measures how long the engine made no progress, if the policy can observe that."""
+    constraint: ReplyConstraint | None = None
+    """What the reply must be: JSON or tool calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,11 +251,13 @@ class TokenPolicy:
 
     async def sample(self, request: PolicyRequest) -> SampledReply:
         """Sample through the client and parse the reply."""
-        rendered = request.prompt.rendered
+        rendered, grammar = request.prompt.rendered, None
         assert rendered is not None
+        if request.constraint is not None:  # its schema may be long
+            grammar = await offload(True, self.renderer.build_grammar, rendered, request.constraint)
         completion = await self.client.generate(
             rendered.token_ids.tolist(),
-            replace(request.sampling, stop_ids=self.renderer.stop_ids),
+            replace(request.sampling, stop_ids=self.renderer.stop_ids, grammar=grammar),
             session=request.session,
             timeout=request.timeout,
             clock=request.clock,
@@ -369,6 +383,8 @@ class ChatPolicy(MessagePolicy):
             "max_tokens": sampling.max_tokens if sampling.max_tokens < NO_TOKEN_LIMIT else None,
         }
         body |= {name: value for name, value in optional.items() if value}
+        if request.constraint is not None:
+            body |= format_constraint(request.constraint)
         try:
             async with fail_after(request.timeout, f"a response of {self._http.base_url}"):
                 data = await send_request(self._http, "POST", "/chat/completions", body)

@@ -16,8 +16,10 @@ MAX_UNKNOWN_CHARS = 4 * 2**20  # of a conversation with a model whose length is 
 
 
 def count_chars(request: ModelRequest) -> int:
-    """Return the number of characters of a request that are rendered; tools count as they are encoded."""
+    """Return the number of characters of a request that are rendered; tools and schemas count as they are encoded."""
     num_chars = len(request.prefill) + (len(encode_canonical(request.tools)) if request.tools else 0)
+    if request.constraint is not None and request.constraint.json_schema is not None:
+        num_chars += len(encode_canonical(request.constraint.json_schema))
     for message in request.messages:
         num_chars += len(message.text) + len(message.reasoning or "")
         num_chars += sum(len(call.name) + len(call.arguments) for call in message.tool_calls)

@@ -11,6 +11,8 @@ from ramify.gateway.conversation_trie import TrieNode, fork_reason
 from ramify.gateway.policy import PreparedPrompt, SampledReply
 from ramify.trace import Media, MediaPart, ModelCall, Trace, TraceBuilder, Turn
 
+STRUCTURED_OUTPUT_REASON = "structured output: sampled only from the tokens that a grammar allows"
+
 
 class RecordedTurn(NamedTuple):
     """The reply's node, the numbers of tokens that are new in the trace, and the length of the whole path."""
@@ -82,6 +84,15 @@ class TraceRecorder:
             output_tokens,
             prepared.prompt_len + len(tokens.token_ids),
         )
+
+    def record_structured_output(self, node: int) -> None:
+        """Exclude a call from training whose tokens were sampled only from those that a grammar allows.
+
+        The trainer computes logprobs over the whole vocabulary, so a ratio of both would be wrong.
+        """
+        self.trace.exclude_from_training(node, STRUCTURED_OUTPUT_REASON)
+        metrics = self.trace.metrics
+        metrics["untrained/structured_output"] = metrics.get("untrained/structured_output", 0.0) + 1.0
 
     def _count_from_usage(self, node: int, sampled: SampledReply, position: TrieNode) -> RecordedTurn:
         """Count the tokens of a policy without tokens from its usage, and note that in the trace."""

@@ -8,7 +8,7 @@ recorded before the reply is returned.
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,8 @@ class RolloutSession:
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
-        options = [request.tools, request.sampling_overrides, request.prefill]
+        constraint = request.constraint and astuple(request.constraint)
+        options = [request.tools, request.sampling_overrides, request.prefill, constraint]
         fingerprint = (id(policy), id(position), encode_canonical(options))
         return self._deduplicator.join_or_start(
             request, fingerprint, lambda: self._start_call(request, policy, position)
@@ -375,7 +376,13 @@ class RolloutSession:
                     if grant.output_tokens < sampling.max_tokens:
                         sampling = replace(sampling, max_tokens=grant.output_tokens)
                     sample_request = PolicyRequest(
-                        prepared, sampling, self.trace.id, self.call_timeout, stop_strings, self.clock
+                        prepared,
+                        sampling,
+                        self.trace.id,
+                        self.call_timeout,
+                        stop_strings,
+                        self.clock,
+                        request.constraint,
                     )
                     sampled = await self._sample_with_retries(policy, sample_request)
                     self._num_calls += 1
@@ -392,6 +399,8 @@ class RolloutSession:
                     reply = self._record_reply(policy, position, prepared, sampled, call, grant, request.fork_reason)
                     if policy.trainable and policy is self.policy:
                         self._record_call(request, position, reply.node, by_agent=by_agent)
+                        if request.constraint is not None:
+                            self._recorder.record_structured_output(reply.node)
                     return reply
                 finally:
                     self._budget.release(grant)

@@ -98,7 +98,9 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
         return _flatten_paths(self.graph, self.leaves)
 
     def exclude_from_training(self, node: int, reason: str) -> None:
-        """Exclude a call from training, and add the reason to `info["untrained"]`."""
+        """Exclude a call from training, and add the reason to `info["untrained"]`; the first reason stays."""
+        if not self.nodes[node].is_trainable:
+            return
         self.graph.nodes.view["trainable"][node] = False
         self.info["untrained"] = [*self.info.get("untrained", []), {"node": node, "reason": reason}]
 

@@ -5,7 +5,7 @@ for algorithms that set more: other weights, per-token values, tokens the policy
 `annotate_with_state` is for algorithms that remember something of earlier groups.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -73,9 +73,11 @@ class Algorithm:
 
     def get_drop_reason(self, group: Sequence[Trace]) -> tuple[DropReason, str]:
         """Return why a group without annotations is dropped: the reason and its detail."""
-        has_samples = any(get_trainable_nodes(trace) for trace in group)
-        detail = "the algorithm annotated no token" if has_samples else "no sampled tokens"
-        return DropReason.NOTHING_TRAINABLE, detail
+        if any(get_trainable_nodes(trace) for trace in group):
+            return DropReason.NOTHING_TRAINABLE, "the algorithm annotated no token"
+        excluded = Counter(str(entry["reason"]) for trace in group for entry in trace.info.get("untrained", ()))
+        reasons = [f"{count} calls are not trained ({reason})" for reason, count in excluded.most_common()]
+        return DropReason.NOTHING_TRAINABLE, "; ".join(reasons) or "no sampled tokens"
 
 
 def group_by_agent(group: Sequence[Trace]) -> dict[str, tuple[list[Trace], FloatArray]]:
