@@ -10,11 +10,14 @@ Two runs of the same configuration: one undisturbed, one with a fault whenever a
   segment may be overlooked by the run itself, which has no use for the rollouts of steps that are trained; there
   `ramify why RUN --audit` must notice.
 
+Where there is a sandbox, a quarter of the groups come from an agent program in a sandbox, and sandboxes are killed and
+stopped too. No rollout may blame its agent for that.
+
 With `--swaps`, only the engine and the trainer are killed, each time while new weights are handed over. With
 `--device cuda` the two share a GPU. Torn weights would show in the trainer's logprobs, which differ from the engine's.
 
-At the end every damage must have been noticed, the audit must find nothing, and the held-out eval must be within 0.05
-of the undisturbed run.
+At the end every damage must have been noticed, the audit must find nothing, no rollout may have ended with `AgentExit`,
+and the held-out eval must be within 0.05 of the undisturbed run.
 """
 
 import contextlib
@@ -36,6 +39,8 @@ from _damage import SEGMENT, TARGETS, Damage, damage
 
 from ramify.errors import ProviderError
 from ramify.launch.run_queries import connect_if_running, read_metrics
+from ramify.runtime.bwrap import INIT_FILE, find_unsupported_reason
+from ramify.store import RunStore
 from ramify.train.checkpoint_manifest import list_saved_steps
 
 DEADLINE = 3600.0  # seconds for one run
@@ -44,12 +49,14 @@ STOP_SECONDS = (2.0, 15.0)  # for how long a process stands still
 APART = 0.05  # most by which the two evals may differ
 MISMATCH_FACTOR = 3.0  # most by which the mismatch of the disturbed run may be larger; torn weights give far more
 TREE = "the whole tree"
+SANDBOX = "sandbox"
 ROLES = {
     "env worker": "ramify.envserver",
     "env server": "ramify env-server",
     "engine": "ramify serve",
     "trainer": "ramify trainer",
     "orchestrator": "ramify orchestrator",
+    SANDBOX: INIT_FILE,  # bwrap, or the first program in the sandbox
 }
 SWAPPING = ("engine", "trainer")  # who takes part in a weight swap
 SWAP_SECONDS = 0.1  # within which a kill after a step falls into the handing over of its weights
@@ -88,7 +95,24 @@ interval = 1000
 max_turns = 1
 """
 
+AGENTS = f"""
+[[train]]
+name = "agents"
+taskset = {{ id = "reverse-text", num_tasks = 64 }}
+sampling = {{ max_tokens = 40 }}
+max_turns = 1
+ratio = 0.34
 
+[train.harness]
+id = "program"
+command = ["python3", "agent.py"]
+prompt = "stdin"
+copy_files = {{ "agent.py" = "{Path(__file__).parents[1] / "examples" / "reverse_text" / "agent.py"}" }}
+
+[train.runtime]
+id = "sandbox"
+limits = {{ memory_mb = "None", max_processes = "None" }}  # not every user may set these limits
+"""
 ON_A_GPU = """gpu_placement = "colocated"
 
 [inference]
@@ -111,11 +135,11 @@ def ramify(*words: str) -> list[str]:
 class Run:
     """`ramify rl` in a folder of its own; the same command is given again after the whole tree was killed."""
 
-    def __init__(self, home: Path, steps: int, placement: str = "") -> None:
+    def __init__(self, home: Path, steps: int, placement: str = "", agents: str = "") -> None:
         self.home, self.path = home, home / "outputs" / "run"
         self.log = home / "output.txt"
         home.mkdir()
-        (home / "rl.toml").write_text(CONFIG.format(steps=steps, placement=placement))
+        (home / "rl.toml").write_text(CONFIG.format(steps=steps, placement=placement) + agents)
         self.start()
 
     def start(self) -> None:
@@ -167,6 +191,11 @@ class Run:
     def read_metric(self, name: str) -> list[float]:
         return [metric.value for metric in read_metrics(self.path) if metric.name == name]
 
+    def count_errors(self, source: str) -> Counter[str]:
+        """Return how many rollouts of a source have each error."""
+        with RunStore.open(self.path, write=False) as store:
+            return Counter(name for record in store.rollouts(source=source) for name in record.summary["errors"])
+
     def audit(self) -> tuple[int, str]:
         command = ramify("why", str(self.path), "--audit")
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -189,6 +218,8 @@ class Faults:
     damages: int = 0
     during_swaps: bool = False
     """Whether only engine and trainer are killed, right after a step."""
+    roles: tuple[str, ...] = tuple(ROLES)
+    """Which processes there are."""
     done: Counter[str] = field(default_factory=Counter[str])
     overlooked: list[str] = field(default_factory=list[str])
     """Damages that nobody noticed."""
@@ -202,7 +233,7 @@ class Faults:
         if not kinds:
             return False
         kind = self.rng.choice(kinds)
-        victims = TARGETS if kind == "damage" else (*ROLES, TREE) if kind == "kill" else tuple(ROLES)
+        victims = TARGETS if kind == "damage" else (*self.roles, TREE) if kind == "kill" else self.roles
         victims = SWAPPING if self.during_swaps else victims
         bag = self._bags.setdefault(kind, [])
         if not bag:
@@ -345,24 +376,30 @@ def main() -> int:
         args.stops = args.damages = 0
     placement = (ON_A_GPU if args.device == "cuda" else "") + (OVER_MEMORY if args.swaps else "")
     total = args.kills + args.stops + args.damages
+    reason = "only engine and trainer are killed" if args.swaps else find_unsupported_reason()
+    if reason is not None:
+        print(f"no agents in sandboxes: {reason}")
+    agents, roles = (AGENTS, tuple(ROLES)) if reason is None else ("", tuple(role for role in ROLES if role != SANDBOX))
     with _folder(args.keep) as home:
         seconds: list[float] = []
         runs: dict[str, Run] = {}
-        disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages, args.swaps)
+        disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages, args.swaps, roles)
         for name, faults in (("disturbed", disturbed), ("undisturbed", Faults(random.Random(args.seed)))):
             begun = time.monotonic()
-            runs[name] = Run(home / name, 3 * total, placement)
+            runs[name] = Run(home / name, 3 * total, placement, agents)
             train(runs[name], faults)
             seconds.append(time.monotonic() - begun)
         print(", ".join(f"{count} x {fault}" for fault, count in sorted(disturbed.done.items())))
         code, report = runs["disturbed"].audit()
         print(report.strip())
         reference, value = runs["undisturbed"].final_eval(), runs["disturbed"].final_eval()
+        errors = runs["disturbed"].count_errors("agents")
         largest = [max(runs[name].read_metric("mismatch_kl")) for name in ("disturbed", "undisturbed")]
     rows = [
         Row("faults", disturbed.done.total(), None, "", total, at_least=True),
         Row("damages that nobody noticed", len(disturbed.overlooked), None, "", 0),
         Row("exit code of why --audit", code, None, "", 0),
+        Row("rollouts that blame their agent", errors["AgentExit"], None, "", 0),
         Row("final eval", value, reference, ""),
         Row("difference of the final evals", abs(value - reference), None, "", APART),
         Row("largest mismatch KL of a step", *largest, "", MISMATCH_FACTOR * largest[1]),
