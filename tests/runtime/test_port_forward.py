@@ -78,3 +78,37 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
         server.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_bytes_of_all_connections_beyond_the_limit_wait():
+    received = 0
+
+    async def count(reader, writer):
+        nonlocal received
+        while data := await reader.read(1 << 16):
+            received += len(data)
+        writer.close()
+
+    async def test(port):
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in connections:
+            writer.write(bytes(1 << 22))
+        while received < 1 << 20:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert received <= (1 << 20) + len(connections) * port_forward.CHUNK
+        for _, writer in connections:
+            writer.close()
+
+    async def run():
+        target = await asyncio.start_server(count, "127.0.0.1", 0)
+        listener = socket.create_server(("127.0.0.1", 0))
+        forward = PortForward(*target.sockets[0].getsockname(), bytes_per_second=1.0, burst_bytes=1 << 20)
+        await forward.start(listener)
+        try:
+            await test(listener.getsockname()[1])
+        finally:
+            await forward.close()
+            target.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
