@@ -43,13 +43,13 @@ REPLY = "The first train arrives ten minutes before the second. <answer>the firs
 
 
 @contextlib.contextmanager
-def start_engine() -> Iterator[str]:
+def start_engine(delay: float = ENGINE_DELAY, max_model_len: int = 1 << 20) -> Iterator[str]:
     """Start the delayed engine and yield its address."""
     renderer = load_renderer(resolve_model_path("tiny"))
     ids = [*renderer.tokenizer.encode(REPLY, continues_text=True).ids.tolist(), renderer.stop_ids[0]]
     command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
-    command += ["--stop", str(renderer.stop_ids[0]), "--late", str(ENGINE_DELAY)]
-    command += ["--card", json.dumps({"id": "tiny", "max_model_len": 1 << 20})]
+    command += ["--stop", str(renderer.stop_ids[0]), "--late", str(delay)]
+    command += ["--card", json.dumps({"id": "tiny", "max_model_len": max_model_len})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
