@@ -22,12 +22,14 @@ from ramify.launch.execution import RunResult
 from ramify.launch.liveness import get_process_state
 from ramify.launch.run_lock import lock_run
 from ramify.launch.supervisor import RunOutcome
+from ramify.model.manifest import Manifest
 from ramify.monitor.plot import smooth
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import MetricPoint, RunLog
+from ramify.trace.version import PolicyVersion
 from tests.launch.scripts import until
 from tests.launch.status_stub import STATUS, serve_status
 
@@ -61,9 +63,28 @@ def run(tmp_path, monkeypatch):
 def test_finished_run_prints_its_first_and_its_last_eval(run, monkeypatch, capsys):
     monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(run, RunOutcome.FINISHED, steps=2))
     assert main(["rl", "reverse-text", "-m", "tiny", "--max-steps", "2"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "eval/held-out: 0.000 at step 0 -> 0.500 at step 2\nfinished: all 2 steps"
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert (first, second) == (
+        "eval/held-out: 0.000 at step 0 -> 0.500 at step 2",
+        f"finished: all 2 steps in {run}",
     )
+    assert rest == ["next:", f"  ramify view {run}", f"  ramify plot {run} -o reward.png"]
+
+
+def test_finished_run_prints_where_its_model_is_and_what_to_do_with_it(run, monkeypatch, capsys):
+    weights = run / "weights" / "0-000002"
+    weights.mkdir(parents=True)
+    Manifest(PolicyVersion("tiny", 0, 2), {}).write(weights)
+    monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(run, RunOutcome.FINISHED, steps=2))
+    assert main(["rl", "reverse-text", "-m", "tiny", "--max-steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:6] == [
+        f"weights: {weights}",
+        "next:",
+        f"  ramify serve -m {weights}",
+        f"  ramify eval reverse-text -m {weights}",
+    ]
+    assert lines[6] == f"  ramify export {run} --model DIR"
 
 
 def test_stopped_run_without_a_checkpoint_does_not_claim_one(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`ramify export RUN`: export a run's traces (--to), or the adapter it trained (--adapter), for other tools."""
+"""`ramify export RUN`: export a run's traces (--to), its model (--model) or its adapter (--adapter) for other tools."""
 
 import argparse
 import sys
@@ -12,8 +12,15 @@ PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the run's traces to one file, or its adapter to a directory."""
-    options = _build_parser().parse_args(argv)
+    """Write the run's traces to one file, or its model or adapter to a directory."""
+    parser = _build_parser()
+    options = parser.parse_args(argv)
+    if options.step and options.model is None:
+        parser.error("--step chooses the model that is exported; give --model DIR too")
+    if options.model is not None:
+        if options.file is not None:
+            parser.error("-o is not used with --model, which names the directory")
+        return _export_model(options.run, options.model, options.step)
     if options.adapter:
         return _export_adapter(options.run, options.file)
     from ramify.cli.run_lookup import open_run_readonly  # loaded here, not for help
@@ -56,12 +63,34 @@ def _export_adapter(run: str, directory: Path | None) -> int:
     return 0
 
 
+def _export_model(run: str, directory: Path, step: str) -> int:
+    from ramify.cli.run_lookup import open_run_readonly
+    from ramify.store import wrap_storage_errors
+    from ramify.train.model_export import export_model  # loads torch
+
+    with open_run_readonly(run) as store, wrap_storage_errors(directory):
+        exported = export_model(store, directory, step)
+    merged = " (adapters merged; --adapter exports them alone)" if exported.is_merged else ""
+    print(f"model of step {exported.step}{merged} in {directory}; serve it with: ramify serve -m {directory}")
+    return 0
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = CommandParser("export")
     parser.add_run_argument()
     content = parser.add_mutually_exclusive_group(required=True)
     content.add_argument("--to", choices=("jsonl", "parquet"), help="export the traces in this format")
+    content.add_argument(
+        "--model", metavar="DIR", type=Path, help="export a model directory, which transformers and vLLM load"
+    )
     content.add_argument("--adapter", action="store_true", help="export the adapter of a LoRA run for peft")
+    parser.add_argument(
+        "--step",
+        metavar="N|best:METRIC",
+        default="",
+        help="step of --model: a number, or the one with the highest METRIC (lowest, if it is a loss) of those that "
+        "still have weights or a checkpoint (default: the last)",
+    )
     parser.add_argument(
         "-o", dest="file", metavar="PATH", type=Path, help="output path (default: export.FORMAT or adapter-STEP in RUN)"
     )

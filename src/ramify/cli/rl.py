@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from urllib.parse import quote
 
 from ramify.cli.parser import format_resume_command
@@ -133,17 +134,32 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
             steps = format_finished(result.steps, config)
             print(f"{result.path} is already finished ({steps}); use --fresh to start over")
         case RunOutcome.FINISHED:
-            plot_command = shlex.join(["ramify", "plot", str(result.path), "-o", "reward.png"])
-            steps = format_finished(result.steps, config)
             with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
                 for line in describe_evals(result.path):
                     print(line)
-            print(f"finished: {steps} in {result.path}; plot it with: {plot_command}")
+            print(f"finished: {format_finished(result.steps, config)} in {result.path}")
+            for line in _list_next_commands(config, result.path):
+                print(line)
         case RunOutcome.STOPPED:
             print(f"stopped; {describe_resume(result.path, resume_command)}", file=sys.stderr)
         case RunOutcome.INTERRUPTED:
             print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
     return result.outcome.value
+
+
+def _list_next_commands(config: RunConfig, path: Path) -> list[str]:
+    """Return where the trained model is, and the commands that use it."""
+    from ramify.launch.published_weights import find_newest_weights
+    from ramify.train.weights_directory import get_weights_directory
+
+    run, taskset = str(path), str(config.train[0].taskset["id"])
+    commands = [["view", run], ["plot", run, "-o", "reward.png"]]
+    weights = find_newest_weights(get_weights_directory(path, "disk", config.shared_path))
+    if weights is not None:
+        model = ["-m", str(weights)]
+        commands = [["serve", *model], ["eval", taskset, *model], ["export", run, "--model", "DIR"], *commands]
+    lines = [f"  {shlex.join(['ramify', *command])}" for command in commands]
+    return [*([f"weights: {weights}"] if weights is not None else []), "next:", *lines]
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:

@@ -5,29 +5,20 @@ checkpoint, renames its matrices for peft, and takes rank and alpha from the run
 """
 
 import re
-import tomllib
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
-
-from ramify.config import to_new_keys
 from ramify.errors import ConfigInvalid
 from ramify.files import create_directory
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.model.weights import write_safetensors
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from ramify.train.checkpoint import ignore_single_process_warning
 from ramify.train.checkpoint_manifest import find_committed_checkpoint, list_completed_steps, verify_checkpoint
-from ramify.train.checkpoint_metadata import MetadataReader
-from ramify.train.config import LoraConfig
 from ramify.train.lora import ADAPTER_NAME, build_peft_config
+from ramify.train.model_export import read_masters, read_run_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # the name peft looks for
-_MATRIX_KEY_PATTERN = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
+_MATRIX_NAME_PATTERN = re.compile(rf"(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
 
 
 def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
@@ -37,7 +28,9 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     damaged.
     """
     run = store.path
-    model_name, lora = _read_config(run / "config.toml")
+    model_name, trainer = read_run_config(run / "config.toml")
+    if not trainer.lora.enabled:
+        raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
     ledger = Ledger.open_readonly(store)
     step = ledger.progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
     if not step:
@@ -48,11 +41,16 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     if directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")
     verify_checkpoint(checkpoint)
-    tensors = _read_matrices(checkpoint)
+    matches = {_MATRIX_NAME_PATTERN.fullmatch(name): matrix for name, matrix in read_masters(checkpoint).items()}
+    tensors = {
+        f"base_model.model.{match['module']}.{match['side']}.weight": matrix
+        for match, matrix in matches.items()
+        if match
+    }
     with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
         peft_config = build_peft_config(
-            lora,
+            trainer.lora,
             sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors}),
             purpose="ramify export --adapter",
             inference_mode=True,
@@ -61,30 +59,3 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
         )
         peft_config.save_pretrained(str(partial_path))
     return step, directory
-
-
-def _read_config(path: Path) -> tuple[str, LoraConfig]:
-    """Read the name of the model and the settings of the adapter from a run's configuration."""
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-        name = str(table["model"]["name"])
-        lora = LoraConfig.model_validate(to_new_keys(LoraConfig, table["trainer"]["lora"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
-    if not lora.enabled:
-        raise ConfigInvalid(f"{path.parent} has no adapter: it was not trained with trainer.lora.enabled = true")
-    return name, lora
-
-
-def _read_matrices(checkpoint: Path) -> dict[str, Tensor]:
-    """Read the adapter's matrices under the names that peft gives them."""
-    reader = MetadataReader(checkpoint)
-    names: dict[str, str] = {}
-    state: dict[str, Any] = {}
-    for key, entry in reader.metadata.state_dict_metadata.items():
-        if match := _MATRIX_KEY_PATTERN.fullmatch(key):
-            names[key] = f"base_model.model.{match['module']}.{match['side']}.weight"
-            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    with ignore_single_process_warning():
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    return {names[key]: tensor for key, tensor in state.items()}

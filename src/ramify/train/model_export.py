@@ -1,0 +1,162 @@
+"""Export the model of a run after some step, as a directory that transformers and vLLM load.
+
+Few versions of the published weights are kept, so the model is copied from there if its step is among them, and built
+from the checkpoint of the step otherwise. The adapters of a LoRA run are merged into its base model in both cases.
+"""
+
+import json
+import shutil
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+from ramify.config import to_new_keys
+from ramify.errors import ConfigInvalid
+from ramify.fencing.token import FencingToken
+from ramify.files import create_directory
+from ramify.model.load import load_config, load_hf_model
+from ramify.model.manifest import MANIFEST_FILE, verify_weights
+from ramify.model.resolve import WEIGHTS_NAME_PATTERN, fetch_model
+from ramify.model.weights import get_untied_tensors, publish_weights
+from ramify.names import suggest
+from ramify.store import RunStore
+from ramify.store.ledger import Ledger
+from ramify.store.run_log import RunLog
+from ramify.trace.version import PolicyVersion
+from ramify.train.checkpoint import ignore_single_process_warning
+from ramify.train.checkpoint_manifest import (
+    CHECKPOINTS_DIR,
+    find_committed_checkpoint,
+    list_saved_steps,
+    verify_checkpoint,
+)
+from ramify.train.checkpoint_metadata import MetadataReader
+from ramify.train.config import TrainerConfig
+from ramify.train.lora import ADAPTER_NAME, BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
+from ramify.train.weights_directory import WEIGHTS_DIR
+
+MASTER_PREFIX = "model/model."  # of the keys of master weights in a checkpoint
+BEST_PREFIX = "best:"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """A model that was exported, and whether the adapters of a LoRA run were merged into it."""
+
+    step: int
+    directory: Path
+    is_merged: bool
+
+
+def export_model(store: RunStore, directory: Path, step: str = "") -> ExportedModel:
+    """Write the model after a step to `directory`.
+
+    `step` is a number, or `best:METRIC`; without it, the last step is exported. Raises ConfigInvalid if the directory
+    exists or there is no such step, CheckpointRefused or WeightsRefused if files are damaged.
+    """
+    run = store.path
+    if directory.exists():
+        raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory")
+    name, trainer = read_run_config(run / "config.toml")
+    ledger = Ledger.open_readonly(store)
+    published, checkpoint_steps = _find_published(run / WEIGHTS_DIR), list_saved_steps(run / CHECKPOINTS_DIR)
+    committed = ledger.progress().committed or max(checkpoint_steps, default=0)
+    available = sorted(number for number in {*published, *checkpoint_steps} if 0 < number <= committed)
+    if not available:
+        raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
+    chosen = _choose_step(step, available, store)
+    if chosen in published:
+        verify_weights(published[chosen])
+        with create_directory(directory) as partial_path:
+            shutil.copytree(published[chosen], partial_path, dirs_exist_ok=True)
+    else:
+        commit = ledger.get_commit(chosen)
+        checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, chosen, commit.directory if commit else "")
+        base_model = fetch_model(name)
+        dtype = _find_dtype(base_model, trainer, list(published.values()))
+        tensors = _build_tensors(checkpoint, base_model, trainer, dtype)
+        publish_weights(directory, tensors, PolicyVersion(run.name, 0, chosen), base_model=base_model)
+    return ExportedModel(chosen, directory, trainer.lora.enabled)
+
+
+def _choose_step(step: str, available: list[int], store: RunStore) -> int:
+    """Return the step that was asked for. Raises ConfigInvalid if it is not available."""
+    if not step:
+        return available[-1]
+    steps = f"steps of {store.path} with a model: {', '.join(map(str, available))} (checkpoint.keep_last)"
+    if not step.startswith(BEST_PREFIX):
+        if not step.isdecimal() or int(step) not in available:
+            raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")
+        return int(step)
+    metric, run_log = step.removeprefix(BEST_PREFIX), RunLog(store)
+    sign = -1 if metric.endswith("loss") else 1
+    values = {point.step: sign * point.value for point in run_log.metrics(metric)}
+    if not values:
+        known = sorted({point.name for point in run_log.metrics("eval/*") + run_log.metrics("reward/*")})
+        raise ConfigInvalid(
+            f"--step: the run has no metric {metric!r}; {suggest(metric, known, 'see `ramify metrics`')}"
+        )
+    measured = [number for number in available if number in values]
+    if not measured:
+        raise ConfigInvalid(f"--step: {metric} was not measured at any available step; {steps}")
+    return max(measured, key=lambda number: (values[number], number))
+
+
+def _find_published(directory: Path) -> dict[int, Path]:
+    """Return the published weights by step; of several for one step, those of the newest trainer."""
+    versions: list[tuple[FencingToken, int, Path]] = []
+    for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
+        if match := WEIGHTS_NAME_PATTERN.fullmatch(manifest.parent.name):
+            versions.append((FencingToken.parse(match[1]), int(match[2]), manifest.parent))
+    return {step: path for _, step, path in sorted(versions)}
+
+
+def read_run_config(path: Path) -> tuple[str, TrainerConfig]:
+    """Read the name of the model and the settings of the trainer from a run's configuration."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+        name = str(table["model"]["name"])
+        return name, TrainerConfig.model_validate(to_new_keys(TrainerConfig, table.get("trainer", {})))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
+
+
+def _find_dtype(base_model: Path, trainer: TrainerConfig, published: list[Path]) -> torch.dtype:
+    """Return the dtype in which the run publishes its weights."""
+    if trainer.dtype != "auto":
+        return getattr(torch, trainer.dtype)
+    config_dir = published[-1] if published else base_model
+    table = json.loads((config_dir / "config.json").read_text("utf-8"))
+    name = table.get("dtype") or table.get("torch_dtype") or "float32"
+    return getattr(torch, str(name))
+
+
+def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by their names in the base model, with adapters merged."""
+    verify_checkpoint(checkpoint)
+    masters = read_masters(checkpoint)
+    adapters = {name: tensor for name, tensor in masters.items() if is_adapter_weight(name)}
+    scaling = trainer.lora.alpha / trainer.lora.rank
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in get_untied_tensors(load_hf_model(base_model, load_config(base_model), dtype, None)).items():
+        stem, matrix = name.removesuffix(".weight"), masters.get(name, tensor.detach())
+        if f"{stem}.lora_A.{ADAPTER_NAME}.weight" in adapters:
+            matrix = merge_adapter(f"{stem}{BASE_LAYER_SUFFIX}.weight", matrix, adapters, scaling)
+        tensors[name] = matrix.to(dtype)
+    return tensors
+
+
+def read_masters(checkpoint: Path) -> dict[str, Tensor]:
+    """Read the trained weights of a checkpoint, without the state of the optimizer."""
+    reader, state = MetadataReader(checkpoint), dict[str, Any]()
+    for key, entry in reader.metadata.state_dict_metadata.items():
+        if key.startswith(MASTER_PREFIX):
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    with ignore_single_process_warning():
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return {key.removeprefix(MASTER_PREFIX): tensor for key, tensor in state.items()}

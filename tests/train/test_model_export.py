@@ -1,0 +1,93 @@
+"""`ramify export --model`: the model of any step that still has weights or a checkpoint, as transformers loads it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ramify.cli import main
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.run import SftResult, run_sft
+from tests.train.test_lora import write_model
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["full", "lora"])
+def finished(request, tmp_path_factory) -> SftResult:
+    """Two steps, with a checkpoint of each."""
+    home = tmp_path_factory.mktemp("export")
+    rows = [{"prompt": word, "completion": word[::-1]} for word in ("hello", "moin", "salut", "ciao")]
+    (home / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lora = {"lora": {"enabled": True, "rank": 4, "alpha": 8}} if request.param else {}
+    settings = {
+        "name": "run",
+        "output": home,
+        "model": {"name": str(write_model(home / "base"))},
+        "data": {"path": str(home / "data.jsonl")},
+        "batch_size": 2,
+        "seq_len": 64,
+        "checkpoint": {"interval": 1},
+        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, **lora},
+    }
+    return run_sft(SftConfig.model_validate(settings))
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_model_of_a_step_is_the_published_one(finished, tmp_path, capsys):
+    assert main(["export", str(finished.path), "--model", str(tmp_path / "last")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("model of step 2")
+    assert ("adapters merged" in out) == ("rank = 4" in (finished.path / "config.toml").read_text())
+    published = read_tensors(finished.weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in published.items())
+    assert (tmp_path / "last" / "tokenizer.json").exists()
+
+    moved = finished.weights.rename(tmp_path / "moved")  # from here on, the model is built from checkpoints
+    try:
+        assert main(["export", str(finished.path), "--model", str(tmp_path / "built"), "--step", "2"]) == 0
+        built = read_tensors(tmp_path / "built")
+        assert built.keys() == published.keys()
+        assert all((built[name] - value).abs().max() <= 1e-6 for name, value in published.items())
+        first_step = ["--model", str(tmp_path / "first"), "--step", "1"]
+        assert main(["export", str(finished.path), *first_step]) == 0
+        first = read_tensors(tmp_path / "first")
+        assert any(not torch.equal(first[name], value) for name, value in published.items())
+    finally:
+        shutil.move(moved, finished.weights)
+
+
+def test_best_step_is_that_of_a_metric(finished, tmp_path, capsys):
+    losses = {metric["step"]: metric["value"] for metric in _read_metrics(finished, capsys, "train/loss")}
+    assert main(["export", str(finished.path), "--model", str(tmp_path / "best"), "--step", "best:train/loss"]) == 0
+    best = min((step for step in losses if step in (1, 2)), key=lambda step: losses[step])
+    assert capsys.readouterr().out.startswith(f"model of step {best}")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--step", "7"], "--step: expected one of the available steps or best:METRIC, got '7'; steps of"),
+        (["--step", "best:train/los"], "the run has no metric 'train/los'"),
+        (["-o", "x"], "-o is not used with --model"),
+    ],
+)
+def test_steps_without_a_model_are_refused(finished, tmp_path, capsys, args, message):
+    try:
+        code = main(["export", str(finished.path), "--model", str(tmp_path / "none"), *args])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def _read_metrics(finished: SftResult, capsys, name: str) -> list[dict[str, float]]:
+    assert main(["metrics", str(finished.path), "--name", name, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
