@@ -3,8 +3,9 @@
     prepare -> start -> run, spawn, read, write, upload, download, expose ... -> stop
 
 A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
-it. A failure of the runtime itself raises `SandboxError`, which is retried. If a program ends or stops its own box, for
-example by killing every process in it, later calls raise `AgentExit`, which is the agent's fault.
+it. A failure of the runtime itself raises `SandboxError`, which is retried, also if something outside has killed the
+box. If a program ends its own box, for example by using too much memory, later calls raise `AgentExit`, which is the
+agent's fault.
 
 What a runtime enforces depends on its kind and on the machine. `capabilities` states it, and `check_task` refuses a
 configuration or a task that asks for more: a limit is enforced or refused, never ignored.

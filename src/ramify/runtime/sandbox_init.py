@@ -64,7 +64,7 @@ def main(control_fd: int, files_dir: str) -> None:
 
 def _refuse_access() -> None:
     """Refuse other processes access to the files and the memory of this one through /proc."""
-    import ctypes  # after the host was told that the sandbox is ready: this takes half of the time of a start
+    import ctypes  # after the host was told that the sandbox is ready: it takes some milliseconds
 
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot refuse access to this process")
