@@ -1,7 +1,5 @@
 """Precedence: defaults, then files from left to right, then flags; a flag can set every key that a file can."""
 
-import functools
-import inspect
 import subprocess
 import sys
 import tomllib
@@ -207,15 +205,37 @@ def test_parsing_does_not_change_the_defaults_of_the_class():
 # -- help and import --------------------------------------------------------------------------------------------------
 
 
-def test_help_lists_the_flags_and_exits_zero(capsys, monkeypatch):
-    monkeypatch.setattr(inspect, "getsource", functools.cache(inspect.getsource))  # reads the same classes many times
-    for flag in ("--help", "-h"):
-        with pytest.raises(SystemExit) as stop:
-            parse(Run, ["--max-steps", "3", flag], prog="ramify rl")
-        assert stop.value.code == 0
-        output = capsys.readouterr().out
-        assert "ramify rl" in output
-        assert "--trainer.optim.warmup-steps" in output
+@pytest.mark.parametrize(
+    ("args", "shown", "hidden"),
+    [
+        (
+            ["--max-steps", "3", "--help"],
+            ["ramify rl --help SECTION", "--max_steps INT", "  trainer"],
+            ["--trainer.optim.lr"],
+        ),
+        (["-h"], ["(required)"], []),
+        (
+            ["--help", "trainer"],
+            ["--trainer.optim.lr NUMBER            (0.0003)", "--trainer.compile"],
+            ["--max_steps"],
+        ),
+        (["--help", "train"], ["--train.0.sampling.temperature"], ["--eval.0"]),
+        (["--help", "pool"], ["pool with type = 'elastic':", "pool with type = 'static':"], []),
+        (["--help", "all"], ["--trainer.optim.warmup_steps", "--eval.0.sampling.temperature"], []),
+    ],
+)
+def test_help_prints_the_sections_or_the_keys_of_one_and_exits_zero(args, shown, hidden, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(Run, args, prog="ramify rl")
+    assert stop.value.code == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(text.split()) in output for text in shown)
+    assert not any(text in output for text in hidden)
+
+
+def test_help_for_an_unknown_section_suggests_another():
+    with pytest.raises(ConfigInvalid, match="there is no key 'trainr'; did you mean 'trainer'"):
+        parse(Run, ["--help", "trainr"])
 
 
 def test_a_config_refuses_unknown_keys_in_python():

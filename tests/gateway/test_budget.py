@@ -70,9 +70,7 @@ def test_a_path_is_limited_to_the_sequence_length_and_longer_prompts_overflow(li
         session, _ = make_session([LONG] * 3, limits=limits, max_model_len=50 if limit == "max_model_len" else None)
         reply = await session.generate(user_request("a"))
         assert reply.finish_reason == "length" and len(session.trace.branches[0]) == 50
-        with pytest.raises(
-            ContextOverflow, match=r"^This model's maximum context length is 50 tokens \("
-        ):
+        with pytest.raises(ContextOverflow, match=r"^This model's maximum context length is 50 tokens \("):
             await session.generate(user_request("b", parent_node=reply.node))
         await session.generate(user_request("another branch"))
 

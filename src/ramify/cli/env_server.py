@@ -25,7 +25,7 @@ USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b 
   -b URL     address of a running inference server, if the file names none
   --dry-run  print what would be served and where, then exit
 
-All keys:
+Keys:
 """
 
 

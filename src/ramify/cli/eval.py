@@ -36,7 +36,7 @@ USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS]
   --dry-run     check the configuration and exit
   --workers N   run the rollouts in N worker processes instead of this process
 
-Rerun the same command to resume the run. All keys:
+Rerun the same command to resume the run. Keys:
 """
 
 

@@ -23,7 +23,7 @@ USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [-
   --accept-changes  resume although an environment has changed; the change is recorded
 
 An env server is started for every source without an `address`, and ends with this command. The trainer connects to
-`orchestrator.address`. Rerun the same command to resume the run. All keys:
+`orchestrator.address`. Rerun the same command to resume the run. Keys:
 """
 
 

@@ -30,7 +30,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
 Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a second Ctrl-C stops
 at once. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
 
-All keys:
+Keys, first those that most runs set:
 """
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run", "--view")

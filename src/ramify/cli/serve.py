@@ -26,7 +26,7 @@ USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--serve
              part: model and engine, at `base_url` if it names one server; flags are always the keys below
   --dry-run  print what would be served and where, then exit
 
-All keys:
+Keys:
 """
 
 

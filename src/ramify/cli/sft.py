@@ -21,7 +21,7 @@ USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key v
   --fresh     start over; the old run directory is renamed
   --dry-run   check the configuration and the data, and exit
 
-Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-node N -m ramify sft ... All keys:
+Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-node N -m ramify sft ... Keys:
 """
 
 

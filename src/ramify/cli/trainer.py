@@ -25,7 +25,7 @@ USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT]
   --replay DIR --flat  the same, with each branch as a flat sequence (no prefix sharing)
   --dry-run            check the configuration and exit
 
-On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... All keys:
+On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys:
 """
 
 

@@ -33,7 +33,7 @@ USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key
 
 A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an empty reply, and
 the task is checked in part. The tasks that failed are printed, and a count. Exit code 0 if no task failed, 1 if one did
-or there is no reward at all, 2 if the taskset cannot be loaded. All keys:
+or there is no reward at all, 2 if the taskset cannot be loaded. Keys:
 """
 
 

@@ -55,6 +55,7 @@ class Config(BaseModel):
     - `misplaced_keys`: where keys of a plugin's table belong that users write in this section, for suggestions.
     - `switch`: the key with which a default turns the section off, such as `lora: Lora = Lora(enabled=False)`. As soon
       as a file or flag sets any part of the section, the default value of this key no longer applies.
+    - `common_keys`: the keys that people set, with which the help page of a command begins.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
@@ -63,6 +64,7 @@ class Config(BaseModel):
     renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
     switch: ClassVar[str | None] = None
+    common_keys: ClassVar[Sequence[str]] = ()
 
     @model_validator(mode="before")
     @classmethod

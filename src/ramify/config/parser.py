@@ -1,26 +1,21 @@
-"""Parse the arguments of a command into its configuration, or raise one error with all wrong keys and values.
+"""Parse the arguments of a command into its configuration, or raise one error with all wrong keys and values."""
 
-The library `pydantic_config` provides the help page only: its own parsing of flags does not reach into lists and union
-variants, and its TOML support needs another parser than the standard one.
-"""
-
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import ValidationError, create_model
 
 from ramify.config.arguments import Argument, ArgumentProblem, FileArgument, FlagArgument, split_arguments
 from ramify.config.base import Config
 from ramify.config.error_messages import explain_errors
+from ramify.config.help import format_help
 from ramify.config.layers import ConfigLayers
 from ramify.errors import ConfigInvalid
 from ramify.names import format_count
 
 C = TypeVar("C", bound=Config)
-
-_pydantic_cli: Callable[..., Any] = pydantic_config.cli  # its overloads omit `prog`
 
 
 def parse(
@@ -35,11 +30,14 @@ def parse(
 
 
 def parse_arguments(cls: type[Config], args: Sequence[str], *, prog: str | None, usage: str) -> list[Argument]:
-    """Return the files and flags in `args`. `--help` prints `usage` and the keys, and exits."""
-    if "--help" in args or "-h" in args:
-        if usage:
+    """Return the files and flags in `args`. `--help` prints `usage` and keys, `--help SECTION` its keys, and exits."""
+    flags = [index for index, arg in enumerate(args) if arg in ("--help", "-h")]
+    if flags:
+        section = next((arg for arg in args[flags[0] + 1 :][:1] if not arg.startswith(("-", "@"))), None)
+        if section is None and usage:
             print(usage)
-        _pydantic_cli(cls, args=["--help"], prog=prog)
+        print(format_help(cls, prog or "", section))
+        sys.exit(0)
     return split_arguments(cls, args)
 
 

@@ -314,12 +314,34 @@ class RunConfig(Config):
     """`ramify rl`."""
 
     renamed_keys: ClassVar = {"record": "record_batches"}
+    common_keys: ClassVar = (
+        "model.name",
+        "train.0.taskset",
+        "train.0.harness",
+        "train.0.sampling.max_tokens",
+        "eval.0.taskset",
+        "eval.0.interval",
+        "orchestrator.batch_size",
+        "orchestrator.group_size",
+        "orchestrator.max_staleness",
+        "max_steps",
+        "seq_len",
+        "trainer.optim.lr",
+        "trainer.loss.id",
+        "trainer.lora.rank",
+        "trainer.pack_tokens",
+        "inference.engine",
+        "launch.gpu_placement",
+        "checkpoint.interval",
+        "monitor.sinks",
+    )
 
     name: RunName = ""
     """Name of the run directory. Default: taskset, model and a hash of the run's identity."""
     output: Path = Path("outputs")
     """Directory for runs (-o)."""
     max_steps: int = Field(default=100, ge=1)
+    """Steps to train."""
     seq_len: int = Field(default=2048, ge=2)
     """Maximum tokens of a path from the root of a trace to a leaf, for sampling and training."""
     seed: int = 0

@@ -39,6 +39,7 @@ class OptimConfig(Config):
     type: Literal["adamw", "muon"] = "adamw"
     """`muon` uses Muon for the matrices inside the layers, and AdamW for everything else."""
     lr: float = Field(default=1e-5, gt=0)
+    """The learning rate; the schedule scales it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -79,6 +80,7 @@ class LoraConfig(Config):
     enabled: bool = True
     """Without this section all weights are trained. If any key of the section is set, `false` turns it off again."""
     rank: int = Field(default=16, ge=1)
+    """The rank of each adapter. Setting it, or any key of the section, trains adapters instead of all weights."""
     alpha: int = Field(default=32, ge=1)
     """The adapters' product is scaled by alpha / rank."""
     target_modules: list[str] = []

@@ -70,6 +70,18 @@ class SftValidationConfig(Config):
 class SftConfig(Config):
     """`ramify sft`: a model, conversations, and how it is trained on them."""
 
+    common_keys: ClassVar = (
+        "model.name",
+        "data.path",
+        "validation.fraction",
+        "batch_size",
+        "epochs",
+        "seq_len",
+        "trainer.optim.lr",
+        "trainer.lora.rank",
+        "checkpoint.interval",
+    )
+
     name: RunName = ""
     """The run's directory below `output`; by default data, model and a hash of the run's identity."""
     output: Path = Path("outputs")
