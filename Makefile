@@ -131,7 +131,7 @@ test-containers: env  ## the container runtime with an engine: make test-contain
 	$(BIN)/python -m tests.runtime.container_image $(ENGINE)
 	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/runtime tests/harness/test_program.py -k container
 
-test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a server, in environments of their own
+test-clients: env  ## twelve SDKs and evaluation tools against a server, in environments of their own; needs npm
 	@mkdir -p .venvs
 	$(BIN)/python -m tests.clients.run --folder .venvs $(if $(UV),--uv $(UV)) $(CLIENTS)
 
