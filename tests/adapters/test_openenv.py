@@ -30,7 +30,7 @@ async def serving(server: StandInServer):
 
 def load(url: str, **keys) -> Environment:
     table = {"id": "openenv", "base_url": url, "action_field": "message", "observation_field": "text", **keys}
-    return Environment.load(SourceConfig(taskset=table, timeouts={"setup": 10}))
+    return Environment.load(SourceConfig.model_validate({"taskset": table, "timeouts": {"setup": 10}}))
 
 
 async def rollout(env: Environment, gateway: Gateway, replies: list[str], number: int = 0) -> rf.Trace:
@@ -55,6 +55,20 @@ def test_observations_are_messages_and_replies_are_actions():
         *(("user", "step 1"), ("assistant", "two")),
     ]
     assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 3.0, 2.0)
+
+
+def test_tools_of_an_mcp_environment_are_offered_and_called():
+    async def play():
+        async with serving(StandInServer(tools=("echo",))) as url, Gateway() as gateway:
+            call = '<tool_call>{"name": "echo", "arguments": {"message": "hi"}}</tool_call>'
+            bad_call = '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'
+            return await rollout(load(url), gateway, [call, call + bad_call, "It said hi."])
+
+    trace = run(play())
+    roles = [node.message.role for node in trace.nodes]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert '"message": "hi"' in trace.nodes[2].message.text
+    assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 6.0, 3.0)
 
 
 def test_more_rollouts_than_sessions_wait():

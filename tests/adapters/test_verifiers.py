@@ -1,6 +1,7 @@
 """The adapter of verifiers, without the package. `make test-envs` runs it with the package."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from ramify.adapters.refusals import find_policy_refusal
 from ramify.adapters.verifiers import Verifiers, VerifiersConfig
 from ramify.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
 from ramify.adapters.verifiers.rewards import add_reward_hooks
+from ramify.adapters.verifiers.v1 import average_scores, get_only_agent
 from ramify.env import collect_hooks
 from ramify.errors import ConfigInvalid, ProviderError
 
@@ -28,6 +30,22 @@ def test_rewards_and_metrics_become_hooks_by_name():
     assert {hook.name: hook.weight for hook in hooks.rewards} == {"correct": 1.0, "load_score": 0.5}
     assert [hook.name for hook in hooks.metrics] == ["num_turns"]
     assert not collect_hooks(rf.Taskset()).rewards  # other tasksets have none of them
+
+
+def test_only_agent_may_have_any_name_and_several_are_refused():
+    assert get_only_agent("code-golf", ["golfer"]) == "golfer"
+    with pytest.raises(ConfigInvalid, match="kuhn-poker has the agents first, second; expected one"):
+        get_only_agent("kuhn-poker", ["first", "second"])
+
+
+def test_scores_of_several_runs_of_the_agent_are_averaged():
+    traces = [
+        SimpleNamespace(
+            rewards={"right": SimpleNamespace(score=score), "skipped": None}, metrics={"seconds": 2 * score}
+        )
+        for score in (0.0, 1.0)
+    ]
+    assert average_scores(traces, {"right": 1.0, "skipped": 1.0, "seconds": 0.0}) == {"right": 0.5, "seconds": 1.0}
 
 
 def test_group_rewards_become_group_hooks_by_name():

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from ramify.async_calls import retry
 from ramify.config import Config
 from ramify.errors import ConfigInvalid, ProviderError
-from ramify.trace import Trace, Usage
+from ramify.trace import Message, Trace, Usage
 
 if TYPE_CHECKING:
     from ramify.client.http_client import HttpResponse
@@ -103,10 +103,11 @@ def read_api_key(variable: str | None, config_key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """The text of a completion and its token usage."""
+    """The text of a completion, its token usage, and the message, which may have tool calls."""
 
     text: str
     usage: Usage
+    message: Message
 
 
 class ChatClient:
@@ -117,10 +118,14 @@ class ChatClient:
         api_key = read_api_key(config.api_key_env, "api_key_env") or api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def complete(self, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:
+    async def complete(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ChatCompletion:
         """Return the model's reply. Raises ProviderError if all retries fail or the timeout passes."""
         config, (base_url, model) = self.config, self.config.resolve()
-        body = {"model": model, "messages": list(messages)}
+        body: dict[str, Any] = {"model": model, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
         body |= {name: v for name in ("temperature", "max_tokens") if (v := getattr(config, name)) is not None}
         try:
             async with asyncio.timeout(config.timeout):
@@ -156,7 +161,7 @@ class ChatClient:
         if response.status != 200:
             raise _status_error(url, response)
         message, _, usage = parse_chat_completion(response.body, url)
-        return ChatCompletion(message.text, usage)
+        return ChatCompletion(message.text, usage, message)
 
 
 def add_usage(trace: Trace, role: str, usage: Usage) -> None:

@@ -1,12 +1,14 @@
 """openenv: an environment behind a server that speaks the protocol of OpenEnv.
 
 The package of OpenEnv is not needed here, only where the server runs. A task is a seed. The observation of each step is
-a user message, and each reply is an action. Each rollout has a session of its own; if the server has none free, the
-rollout waits.
+a user message, and each reply is an action. If the environment has MCP tools, they are offered to the policy, its calls
+are the actions, and a reply without a call ends the rollout. Each rollout has a session of its own; if the server has
+none free, the rollout waits.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -95,23 +97,46 @@ class OpenEnv(rf.Taskset):
         async with OpenEnvSession(base_url, step_timeout=config.step_timeout) as session:
             result = await session.reset({"seed": task.seed, "episode_id": trace.id[:255], **config.reset})
             trace.info["session_waits"] = session.num_waits
-            message = self._format_observation(result)
+            conversation.tools = await session.list_tools()
+            messages = [{"role": "user", "content": self._format_observation(result)}]
             while not result.get("done"):
-                reply = await conversation.send(message)
+                reply = await conversation.send_messages(messages)
                 if reply is None:
                     return conversation.stop
-                try:
-                    result = await session.step(self._parse_action(reply))
-                except ActionInvalid as error:
-                    num_invalid += 1
-                    if num_invalid == config.max_invalid_actions:
-                        return "invalid_action"
-                    message = f"error: this is no valid action: {error}"
-                    continue
-                num_invalid = 0
-                step_rewards.append(float(result.get("reward") or 0.0))
-                message = self._format_observation(result)
+                if conversation.tools and not reply.tool_calls:
+                    return "done"  # an environment of tools ends with the answer of the agent
+                messages = list[dict[str, str]]()
+                for message, take_action in self._list_actions(session, reply):
+                    try:
+                        result = await take_action()
+                    except ActionInvalid as error:
+                        num_invalid += 1
+                        if num_invalid == config.max_invalid_actions:
+                            return "invalid_action"
+                        messages.append({**message, "content": f"error: this is no valid action: {error}"})
+                        continue
+                    num_invalid = 0
+                    step_rewards.append(float(result.get("reward") or 0.0))
+                    messages.append({**message, "content": self._format_observation(result)})
         return "done"
+
+    def _list_actions(
+        self, session: OpenEnvSession, reply: rf.Message
+    ) -> list[tuple[dict[str, str], Callable[[], Awaitable[dict[str, Any]]]]]:
+        """Return the actions of a reply, its tool calls or its text, and with each how its answer begins."""
+
+        async def act() -> dict[str, Any]:
+            return await session.step(self._parse_action(reply.text))
+
+        async def call_tool(name: str, arguments: str) -> dict[str, Any]:
+            return await session.call_tool(name, _parse_json(arguments))
+
+        if not reply.tool_calls:
+            return [({"role": "user"}, act)]
+        return [
+            ({"role": "tool", "tool_call_id": call.id}, partial(call_tool, call.name, call.arguments))
+            for call in reply.tool_calls
+        ]
 
     @rf.reward
     def episode(self, state: SimpleNamespace) -> float:
@@ -128,19 +153,24 @@ class OpenEnv(rf.Taskset):
         """Return the action of a reply. Raises ActionInvalid if the reply should be JSON and is not."""
         if self.config.action_field is not None:
             return {self.config.action_field: reply}
-        try:
-            action = json.loads(extract_code(reply))
-        except ValueError as error:
-            raise ActionInvalid(f"not JSON: {error}") from error
-        if not isinstance(action, dict):
-            raise ActionInvalid("not a JSON object")
-        return cast(dict[str, Any], action)
+        return _parse_json(extract_code(reply))
 
     def _format_observation(self, result: dict[str, Any]) -> str:
         """Return the text of an observation. Raises ConfigInvalid if it lacks the field of the config."""
         observation, field = result.get("observation", result), self.config.observation_field
-        if field is None:
+        if field is None or "tool_name" in observation:
             return json.dumps(observation)
         if field not in observation:
             raise ConfigInvalid(f"taskset.observation_field: observations have {', '.join(observation)}, not {field!r}")
         return str(observation[field])
+
+
+def _parse_json(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ActionInvalid if it is anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ActionInvalid(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ActionInvalid("not a JSON object")
+    return cast(dict[str, Any], value)

@@ -5,7 +5,9 @@ import json
 import random
 from typing import TYPE_CHECKING, Any, Self
 
+from ramify.dialects.message_parser import build_function_tool
 from ramify.errors import EnvironmentFault
+from ramify.render import ToolSchema
 
 if TYPE_CHECKING:
     import aiohttp
@@ -45,6 +47,25 @@ class OpenEnvSession:
             await self._close_socket()
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, MAX_RETRY_DELAY)
+
+    async def list_tools(self) -> list[ToolSchema]:
+        """Return the tools of an MCP environment in the format of chat requests; none for any other environment."""
+        request: dict[str, Any] = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        response = await self._request({"type": "mcp", "data": request})
+        if response.get("type") != "mcp":
+            return []
+        result: dict[str, Any] = response["data"].get("result") or {}
+        tools: list[dict[str, Any]] = result.get("tools") or []
+        return [
+            build_function_tool(
+                tool["name"], tool.get("description"), tool.get("inputSchema") or tool.get("input_schema")
+            )
+            for tool in tools
+        ]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a tool and return the observation, with `reward` and `done`. Raises ActionInvalid."""
+        return await self.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Take an action and return the observation, with `reward` and `done`. Raises ActionInvalid."""

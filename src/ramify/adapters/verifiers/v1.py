@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,17 +37,15 @@ class V1Environment(VerifiersEnvironment):
     def __init__(self, env_id: str, args: dict[str, Any], agent: dict[str, Any]) -> None:
         self._vf: Any = import_package("verifiers.v1", "verifiers", "verifiers")
         loaders: Any = import_package("verifiers.v1.utils.loaders", "verifiers", "verifiers")
-        table = {"taskset": {**args, "id": env_id}, "agent": {"runtime": LOCAL_RUNTIME, **agent}}
+        agents: Any = import_package("verifiers.v1.configs.agent", "verifiers", "verifiers")
+        table = {"taskset": {**args, "id": env_id}}
         try:
-            self._config: Any = loaders.resolve_env_config(table)
+            role = get_only_agent(env_id, list(agents.agent_config_fields(loaders.resolve_env_config(table))))
+            self._config: Any = loaders.resolve_env_config({**table, role: {"runtime": LOCAL_RUNTIME, **agent}})
             self._env_class: Any = loaders.environment_class(env_id, "")
             self._tasks = _LazyTasks(iter(self._env_class(self._config).taskset))
         except (ImportError, TypeError, ValueError) as error:  # a pydantic error is a ValueError
             raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded in {sys.prefix}: {error}") from error
-        agents = import_package("verifiers.v1.configs.agent", "verifiers", "verifiers")
-        roles = list(agents.agent_config_fields(self._config))
-        if roles != ["agent"]:
-            raise ConfigInvalid(f"taskset.env: {env_id} has the agents {', '.join(roles)}; expected one, named agent")
         self.weights = _find_weights(self._tasks.get(0))
         self.ignored_sampling = agent.get("sampling", {})
         _add_interpreter_to_path()
@@ -70,20 +68,17 @@ class V1Environment(VerifiersEnvironment):
             episode = await env.run_episode(vf_task, self._make_context(endpoint))
         if not episode.traces:
             raise EnvironmentFault(_describe_errors(episode.errors))
-        (vf_trace,) = episode.traces
-        stop = str(vf_trace.stop_condition or "done")
+        vf_traces: list[Any] = list(episode.traces)
+        stop = str(vf_traces[-1].stop_condition or "done")
         if not episode.ok:
             refusal = find_policy_refusal(trace)
             if refusal is None:
-                raise EnvironmentFault(_describe_errors([*vf_trace.errors, *episode.errors]))
+                errors = [error for vf_trace in vf_traces for error in vf_trace.errors]
+                raise EnvironmentFault(_describe_errors([*errors, *episode.errors]))
             stop = refusal
-            await vf_task.score(vf_trace)  # verifiers does not score a rollout whose model call failed
-        return FinishedRollout(stop, self._get_scores(vf_trace), keep_plain_fields(vf_trace.info))
-
-    def _get_scores(self, vf_trace: Any) -> dict[str, float]:
-        scores = {name: reward.score for name, reward in vf_trace.rewards.items() if reward is not None}
-        scores |= {name: value for name, value in vf_trace.metrics.items() if value is not None}
-        return {name: float(scores[name]) for name in self.weights if name in scores}
+            for vf_trace in vf_traces:
+                await vf_task.score(vf_trace)  # verifiers does not score a rollout whose model call failed
+        return FinishedRollout(stop, average_scores(vf_traces, self.weights), keep_plain_fields(vf_traces[-1].info))
 
     def _make_context(self, endpoint: rf.Endpoint) -> Any:
         clients: Any = import_package("verifiers.v1.clients", "verifiers", "verifiers")
@@ -92,6 +87,31 @@ class V1Environment(VerifiersEnvironment):
             base_url=endpoint.base_url, api_key_var=UNUSED_KEY_VARIABLE, headers={"x-api-key": endpoint.api_key}
         )
         return clients.ModelContext(model=endpoint.model, client=client)
+
+
+def get_only_agent(env_id: str, roles: list[str]) -> str:
+    """Return the name of an environment's agent, which the policy plays. Raises ConfigInvalid unless it has one."""
+    if len(roles) != 1:
+        found = f"the agents {', '.join(roles)}" if roles else "no agent"
+        raise ConfigInvalid(
+            f"taskset.env: {env_id} has {found}; expected one, because a rollout trains one policy on one reward"
+        )
+    return roles[0]
+
+
+def average_scores(vf_traces: list[Any], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the rewards and metrics of an episode by name.
+
+    Some environments run their agent several times in an episode, which is one rollout here: each score is the mean.
+    """
+    values: dict[str, list[float]] = {}
+    for vf_trace in vf_traces:
+        scores = {name: reward.score for name, reward in vf_trace.rewards.items() if reward is not None}
+        scores |= {name: value for name, value in vf_trace.metrics.items() if value is not None}
+        for name in weights:
+            if name in scores:
+                values.setdefault(name, []).append(float(scores[name]))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 class _LazyTasks:
