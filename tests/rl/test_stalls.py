@@ -196,7 +196,8 @@ def test_equal_rewards_end_the_run_with_a_description_of_the_groups(stage):
     count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 5\)", first)
     assert count and int(count[1]) >= 5
     pattern = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
-    assert (match := re.fullmatch(pattern, source))
+    match = re.fullmatch(pattern, source)
+    assert match
     groups, rollouts = match.groups()
     assert (groups, int(rollouts)) == (count[1], 2 * int(count[1]))
     assert reasons == f"  dropped groups: {groups} × filtered: zero_advantage"
@@ -209,7 +210,8 @@ def test_patience_count_survives_a_restart_until_it_is_reported(stage):
     for more in range(2):
         with pytest.raises(NoTrainableGroups) as ended:
             stage.run("again", orchestrator={"patience": 10, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 1})
-        assert (match := re.search(r"the last (\d+) groups", ended.value.message))
+        match = re.search(r"the last (\d+) groups", ended.value.message)
+        assert match
         count = int(match[1])
         assert 10 <= count < 18  # with the 8 groups of the first start, without those of a reported end
         assert len(read_dropped_groups(stage.home / "again")) >= 10 * (more + 1)
