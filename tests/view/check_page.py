@@ -332,7 +332,7 @@ def test_tokens_are_coloured_by_what_the_trainer_recorded(browser, folder):
         colours = [token.evaluate("span => span.style.background") for token in page.locator(".tokens .token").all()]
         assert [bool(colour) for colour in colours] == [False] * 4 + [True] * 4
         page.locator(".tokens .token").last.hover()
-        assert "-0.0300" in page.inner_text(".token-tip")
+        assert "-0.030" in page.inner_text(".token-tip")
         page.reload()  # the choice is in the address
         page.wait_for_selector(".token[data-at]")
         assert page.locator(".token-bar select").input_value() == "mismatch"
@@ -382,10 +382,10 @@ def test_words_of_the_domain_are_explained_where_they_stand(browser, folder):
 
 def test_the_weight_of_a_reward_is_named_if_it_is_not_1(browser, folder):
     with open_view(browser, folder, "#/run/run/rollout/1.0") as page:
-        assert page.locator(".fact", has_text="Reward").locator("small").inner_text() == "similarity 1"
+        assert page.locator(".fact", has_text="Reward").locator("small").inner_text() == "similarity 1.000"
         show(page, "#/run/eval/rollout/task-0.0")
         rewards = page.locator(".fact", has_text="Reward").locator("small").inner_text()
-        assert rewards == "tests 0.250 with weight 2, style 0.500 with weight 0.500"
+        assert rewards == "tests 0.250 with weight 2, style 0.500 with weight 0.5"
 
 
 def test_untrained_tokens_have_a_key_only_where_there_are_some(browser, tmp_path):
@@ -412,3 +412,63 @@ def test_metrics_by_staleness_are_named_as_such(browser, tmp_path):
         show(page, "#/run/run")
         page.get_by_role("heading", name="Fraction of trained tokens that the loss masks").wait_for()
         page.get_by_role("heading", name="Fraction of groups that can be trained").wait_for()
+
+
+def test_charts_are_grouped_and_include_those_of_the_taskset(browser, folder):
+    with open_view(browser, folder, "#/run/run") as page:
+        charts = {group.locator("h2").inner_text(): group for group in page.locator(".chart-group").all()}
+        assert list(charts) == [
+            "Rewards and metrics of the taskset",
+            "Evals",
+            "Policy and loss",
+            "Rollouts",
+            "Time and throughput",
+        ]
+        titles = {name: [head.inner_text() for head in group.locator("h3").all()] for name, group in charts.items()}
+        assert titles["Rewards and metrics of the taskset"] == ["exact", "similarity reward/reverse/similarity"]
+        exact = charts["Rewards and metrics of the taskset"].locator(".panel").first
+        assert exact.locator(".legend-entry").all_inner_texts() == ["reverse", "eval/held-out"]
+        assert charts["Evals"].locator(".legend-entry").all_inner_texts() == ["pass@2", "pass^2"]
+        assert "25.0 %" in page.inner_text(".stats")
+        show(page, "#/run/eval")
+        summary = page.inner_text(".key-values")
+        assert all(name in summary for name in ("similarity", "exact", "truncated", "timing"))
+
+
+def test_rollouts_and_attempts_show_rewards_metrics_and_all_turns(browser, folder):
+    with open_view(browser, folder, "#/run/run/rollouts") as page:
+        assert "exact 1.000" in page.locator("tbody tr", has_text="1.0").first.inner_text()
+        show(page, "#/run/run/rollout/1.0")
+        assert "exact" in page.inner_text(".facts") and "1.000" in page.inner_text(".facts")
+        show(page, "#/run/eval/group/task?task=task-0")
+        card = page.locator(".card", has_text="read_file").inner_text()
+        assert "I look at the file." in card and "def add(a, b):" in card and "I give up." in card
+        assert page.locator(".forest-labels .tick").all_text_contents() == ["Attempt", "Reward", "Advantage"]
+
+
+@pytest.mark.parametrize("view", ["#/", "#/run/run", "#/run/run/rollouts", "#/run/run/group/1", "#/run/eval"])
+def test_rewards_are_visible_at_500_pixels(browser, folder, view):
+    with open_view(browser, folder, view) as page:
+        page.set_viewport_size({"width": 500, "height": 860})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 500
+        rewards = page.locator(
+            ".run-reward, .rollouts tbody td:nth-child(2), .forest-reward, .stat-value, .scores td.number"
+        )
+        boxes = [reward.bounding_box() for reward in rewards.all()]
+        assert boxes and all(box["x"] + box["width"] <= 500 for box in boxes if box)
+
+
+def test_a_reward_has_the_same_digits_everywhere(browser, folder):
+    with open_view(browser, folder, "#/run/run/group/1") as page:
+        assert page.locator(".forest-reward").all_text_contents() == ["1.000", "0.500", "0.000"]
+        assert page.locator(".card b").all_inner_texts() == ["1.000", "0.500", "0.000"]
+        show(page, "#/run/run/rollouts")
+        assert page.locator("tbody tr", has_text="1.1").first.locator("td").nth(1).inner_text().strip() == "0.500"
+
+
+def test_the_forest_of_an_agent_with_a_long_context_has_texts(browser, tmp_path):
+    path = write_rl_run(tmp_path / "run", prompt=[40] * 4000)
+    assert path.exists()
+    with open_view(browser, tmp_path, "#/run/run/group/1") as page:
+        assert page.locator(".forest .cell-text").count() > 5
+        assert page.locator(".forest-note").is_hidden()

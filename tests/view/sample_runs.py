@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,19 @@ REPLIES = {0: [50, 51, 52, 2], 1: [50, 51, 53, 2], 2: [60, 61, 62, 2]}
 REWARDS = {0: 1.0, 1: 0.5, 2: 0.0}
 
 
-def make_trace(id: str, attempt: int, reply: list[int], reward: float, *, text: str = "", step: int = 0) -> Trace:
+def make_trace(
+    id: str,
+    attempt: int,
+    reply: list[int],
+    reward: float,
+    *,
+    text: str = "",
+    step: int = 0,
+    prompt: Sequence[int] = PROMPT,
+) -> Trace:
     """Return a trace with one question and one reply."""
     trace = Trace(id=id, episode=id, group=id.split(".")[0], attempt=attempt, env="reverse", task={"prompt": "abc"})
-    question = trace.add_node(-1, Message("user", "abc"), PROMPT)
+    question = trace.add_node(-1, Message("user", "abc"), prompt)
     trace.add_node(
         question,
         Message("assistant", text or f"reply {attempt}"),
@@ -60,17 +70,25 @@ def make_record(id: str, task: str, repetition: int, source: str, traces: list[T
     return RolloutRecord(id, task, repetition, source, traces[0].reward, summary=summarize_rollout(traces))
 
 
-def write_rl_run(path: Path, *, num_groups: int = 4, texts: dict[tuple[int, int], str] | None = None) -> Path:
+def write_rl_run(
+    path: Path,
+    *,
+    num_groups: int = 4,
+    texts: dict[tuple[int, int], str] | None = None,
+    prompt: Sequence[int] = PROMPT,
+) -> Path:
     """Write a finished run of `num_groups` groups of three attempts; the last group is dropped, the others trained."""
     path.mkdir(parents=True)
     (path / "config.toml").write_text(RL_CONFIG)
     with RunStore.open(path) as store:
         store.set_fact(IDENTITY_KEY, {"model": "tiny"})
-        run_coroutine(_write_groups(store, num_groups, texts or {}))
+        run_coroutine(_write_groups(store, num_groups, texts or {}, prompt))
     return path
 
 
-async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int, int], str]) -> None:
+async def _write_groups(
+    store: RunStore, num_groups: int, texts: dict[tuple[int, int], str], prompt: Sequence[int]
+) -> None:
     ledger, log = Ledger.open(store), RunLog(store)
     log.log_event("started", committed=0, incarnation=0)
     await ledger.register_trainer()  # it is replaced
@@ -81,7 +99,9 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
         traces = []
         for attempt, reply in REPLIES.items():
             id = f"{number}.{attempt}"
-            trace = make_trace(id, attempt, reply, REWARDS[attempt], text=texts.get((number, attempt), ""), step=number)
+            trace = make_trace(
+                id, attempt, reply, REWARDS[attempt], text=texts.get((number, attempt), ""), step=number, prompt=prompt
+            )
             await ledger.record_sampled(
                 number, attempt, make_record(id, str(number), attempt, "reverse", [trace]), [trace]
             )
@@ -103,6 +123,10 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
             {
                 "reward/all/mean": 0.5 + number / 10,
                 "reward/reverse/mean": 0.5 + number / 10,
+                "reward/reverse/similarity": 0.5 + number / 10,
+                "metric/reverse/exact": number / 10,
+                "truncated": 0.25,
+                "time/step": 2.0,
                 "entropy": 1.0 / (number + 1),
                 "forest/token_ratio": 2.5,
                 "tokens/sampled": 4.0,
@@ -113,7 +137,8 @@ async def _write_groups(store: RunStore, num_groups: int, texts: dict[tuple[int,
             },
         )
         if number % 2 == 0:
-            log.log_metrics(number, {"eval/held-out/avg": 0.4 + number / 10, "eval/held-out/error": 0.02})
+            eval_metrics = {"avg": 0.4 + number / 10, "error": 0.02, "metric/exact": 0.2, "pass@2": 0.6, "pass^2": 0.3}
+            log.log_metrics(number, {f"eval/held-out/{name}": value for name, value in eval_metrics.items()})
     await ledger.commit_version(CommitRecord(num_groups - 1, incarnation, f"step_{num_groups - 1:06d}"))
     log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9\nmore")
     log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9")

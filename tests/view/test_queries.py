@@ -16,9 +16,17 @@ from ramify.view import run_state
 from ramify.view.queries import MAX_NODES, RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
+from ramify.view.rollout_reader import list_messages
 from ramify.view.rollout_view import MAX_MESSAGE_CHARS
 from tests.launch.status_stub import WAITS, serve_status
-from tests.view.sample_runs import make_record, make_trace, write_eval_run, write_rl_run, write_token_stats
+from tests.view.sample_runs import (
+    make_branching_trace,
+    make_record,
+    make_trace,
+    write_eval_run,
+    write_rl_run,
+    write_token_stats,
+)
 
 DEADLINE = 20.0  # seconds for the index
 
@@ -99,6 +107,20 @@ def test_a_run_has_the_flow_of_its_ledger_its_drops_and_its_failures(queries):
 def test_an_eval_has_scores_with_intervals(queries):
     names = [score["name"] for score in queries.get_run("eval")["scores"]]
     assert names[0] == "avg@2"
+
+
+def test_an_eval_has_the_summary_that_show_prints(queries):
+    summary = dict(queries.get_run("eval")["summary"])
+    assert {"similarity", "exact", "truncated", "timing"} <= summary.keys()
+    assert dict(queries.get_run("run")["summary"]) == {}
+
+
+def test_a_row_has_the_rewards_and_metrics_of_the_taskset(queries):
+    list_ids(queries)
+    rows = {row["id"]: row for row in queries.list_rollouts("run")["rows"]}
+    assert rows["1.0"]["rewards"] == {"similarity": 1.0}
+    assert rows["1.1"]["metrics"] == {"exact": 0.0}
+    assert queries.get_row("run", "1.0")["metrics"] == {"exact": 1.0}
 
 
 def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
@@ -314,6 +336,9 @@ def test_a_group_shows_its_attempts_side_by_side(queries):
     group = queries.get_group("run", 1)
     assert group["group"]["state"] == "trained"
     assert group["prompt"] == "abc"
+    assert group["attempts"][0]["messages"] == [
+        {"agent": "", "role": "assistant", "text": "the quick brown fox", "calls": [], "is_cut": False}
+    ]
     assert [(entry["id"], entry["reward"], entry["advantage"]) for entry in group["attempts"]] == [
         ("1.0", 1.0, 0.5),
         ("1.1", 0.5, 0.0),
@@ -323,6 +348,16 @@ def test_a_group_shows_its_attempts_side_by_side(queries):
         "task-1.0",
         "task-1.1",
     ]
+
+
+def test_a_group_shows_all_turns_of_an_attempt():
+    messages = list_messages([make_branching_trace()], 40)
+    assert [(entry["role"], entry["text"], entry["calls"]) for entry in messages] == [
+        ("assistant", "I look at the file.", ["read_file"]),
+        ("tool", "def add(a, b):\n    re", []),
+        ("assistant", "", []),
+    ]
+    assert [entry["is_cut"] for entry in messages] == [False, True, True]
 
 
 def test_a_forest_holds_shared_tokens_once(queries):

@@ -34,7 +34,7 @@ def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> Ren
             cells = [name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks)]
             scores.add_row(*[source for _ in source_column], *cells)
     summary = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in _iter_summary(rows):
+    for name, value in summarize_rollouts(rows):
         summary.add_row(name, value)
     if rows and not scores.row_count:
         scored = any(row.summary.get("rewards") for row in rows)
@@ -82,7 +82,8 @@ def _split_by_source(rows: Sequence[RolloutRecord]) -> dict[str, list[RolloutRec
     return split
 
 
-def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
+def summarize_rollouts(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
+    """Yield names and values: the taskset's rewards and metrics, truncation, tokens, errors and timing."""
     valid_rows = [row for row in rows if row.failure is None]
     yield "rollouts", f"{len(valid_rows)} counted, {len(rows) - len(valid_rows)} failed"
     if mixed := describe_mixed_revisions(rows):

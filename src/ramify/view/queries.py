@@ -8,7 +8,7 @@ import msgspec
 
 from ramify.bounded_cache import BoundedCache
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, RamifyError
-from ramify.evals.report import compute_scores
+from ramify.evals.report import compute_scores, summarize_rollouts
 from ramify.images import elide_data_urls
 from ramify.store import Ledger, RolloutRecord, RunStore
 from ramify.trace import Trace
@@ -18,7 +18,15 @@ from ramify.view.forest_view import annotate_all, describe_forest
 from ramify.view.reward_changes import compute_reward_changes
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import SORT_COLUMNS, RolloutIndex
-from ramify.view.rollout_reader import add_training, get_trace, list_other_attempts, read_group, read_rollout
+from ramify.view.rollout_reader import (
+    add_scores,
+    add_training,
+    get_trace,
+    list_messages,
+    list_other_attempts,
+    read_group,
+    read_rollout,
+)
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
 from ramify.view.run_folder import CONFIG_FILE, RunFolder
 from ramify.view.run_state import (
@@ -63,7 +71,7 @@ class RunQueries:
         self._changes = BoundedCache[ChangesKey, Mapping[int, FloatArray]](MAX_CACHED)
         self._token_stats = BoundedCache[TokenStatsKey, TokenStats](MAX_CACHED)
         self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
-        self._scores: dict[Path, tuple[Any, list[dict[str, Any]]]] = {}
+        self._scores: dict[Path, tuple[Any, dict[str, Any]]] = {}
 
     def close(self) -> None:
         """Stop what runs in the background."""
@@ -87,11 +95,11 @@ class RunQueries:
         return entry[1]
 
     def get_run(self, run: str) -> dict[str, Any]:
-        """Return state, waits, flow, failures and events of a run, and the scores of an eval."""
+        """Return state, waits, flow, failures and events of a run, and the scores and the summary of an eval."""
         path = self.folder.find_run(run)
         description = describe_run(run, path)
-        description["scores"] = self._compute_scores(path) if description["kind"] == "eval" else []
-        return description
+        empty: dict[str, Any] = {"scores": [], "summary": []}
+        return description | (self._compute_scores(path) if description["kind"] == "eval" else empty)
 
     def get_config(self, run: str) -> dict[str, Any]:
         """Return the configuration of a run, as text and as one value per dotted key; empty if it cannot be read."""
@@ -121,13 +129,17 @@ class RunQueries:
                 points.setdefault(name, []).append((step, value if isinstance(value, float) else None))
         return {"last": last, "points": points, "all_names": all_names}
 
-    def _compute_scores(self, path: Path) -> list[dict[str, Any]]:
-        """Return the scores of an eval with their intervals; they are computed again when rollouts were added."""
+    def _compute_scores(self, path: Path) -> dict[str, Any]:
+        """Return the scores of an eval with their intervals, and the summary that `ramify show` prints below them.
+
+        They are computed again when rollouts were added.
+        """
         try:
             with open_last_commit(path) as store:
                 state = store.select("SELECT number, length FROM segments")
                 if path not in self._scores or self._scores[path][0] != state:
-                    estimates = compute_scores(store.rollouts(), pass_threshold=1.0)
+                    rows = store.rollouts()
+                    estimates = compute_scores(rows, pass_threshold=1.0)
                     scores = [
                         {
                             "name": name,
@@ -137,10 +149,10 @@ class RunQueries:
                         }
                         for name, estimate in estimates
                     ]
-                    self._scores[path] = state, scores
+                    self._scores[path] = state, {"scores": scores, "summary": list(summarize_rollouts(rows))}
                 return self._scores[path][1]
         except RamifyError:  # the state of the run says what is wrong
-            return []
+            return {"scores": [], "summary": []}
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
@@ -166,6 +178,7 @@ class RunQueries:
         total, rows = index.select(rollout_filter, sort=sort, descending=descending, offset=offset, limit=PAGE_SIZE)
         with open_last_commit(path) as store:
             add_training(store, rows)
+            add_scores(store, rows)
             has_groups = Ledger.exists_in(store)
         return {
             "total": total,
@@ -184,6 +197,7 @@ class RunQueries:
             raise ConfigInvalid(f"{path} has no rollout {id!r}")
         with open_last_commit(path) as store:
             add_training(store, rows)
+            add_scores(store, rows)
         return rows[0]
 
     def wait_for_index(self, run: str, timeout: float) -> None:
@@ -283,7 +297,7 @@ class RunQueries:
                         "prompt": next(
                             (node.message.text for node in traces[0].nodes if node.message.role == "user"), ""
                         ),
-                        "reply": traces[0].last_reply[:MAX_REPLY_CHARS],
+                        "messages": list_messages(traces, MAX_REPLY_CHARS),
                     }
                 )
         prompts = [attempt.pop("prompt")[:MAX_REPLY_CHARS] for attempt in attempts]

@@ -11,6 +11,7 @@ from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.view.training_record import GroupTraining, find_attempt, read_group_training
 
+MAX_CONTEXT_CHARS = 300  # of a message in a list of replies that is not a reply
 MAX_ATTEMPTS = 64  # of a task of an eval that are shown as a group
 
 
@@ -68,6 +69,39 @@ def _list_attempts(store: RunStore, training: GroupTraining) -> list[tuple[int, 
     ids = [(index, attempt.rollout_id) for index, attempt in sorted(training.attempts.items()) if attempt.rollout_id]
     records_by_id = {record.id: record for _, id in ids for record in store.rollouts(id=id)}
     return [(index, records_by_id[id]) for index, id in ids if id in records_by_id]
+
+
+def add_scores(store: RunStore, rows: list[dict[str, Any]]) -> None:
+    """Add the taskset's own rewards and metrics to rows of the index; a record that is damaged has none."""
+    query = f"SELECT id, summary FROM rollouts WHERE id IN ({', '.join('?' * len(rows))})"
+    summaries: dict[str, bytes] = dict(store.select(query, [row["id"] for row in rows]))
+    for row in rows:
+        try:
+            summary = msgspec.msgpack.decode(summaries.get(row["id"], b"\x80"), type=dict[str, Any])
+        except msgspec.MsgspecError:
+            summary = {}
+        row |= {"rewards": summary.get("rewards", {}), "metrics": summary.get("metrics", {})}
+
+
+def list_messages(traces: Sequence[Trace], max_chars: int) -> list[dict[str, Any]]:
+    """Return what followed the first user message of each trace, up to its last node: `max_chars` of text in all.
+
+    Of messages that are not replies, such as results of tools, MAX_CONTEXT_CHARS are enough.
+    """
+    messages: list[dict[str, Any]] = []
+    for trace in traces:
+        path = [trace.nodes[-1]] if trace.nodes else []
+        while path and path[0].parent >= 0:
+            path.insert(0, trace.nodes[path[0].parent])
+        first = next((at for at, node in enumerate(path) if node.message.role == "user"), -1)
+        for message in (node.message for node in path[first + 1 :] if node.message.role != "system"):
+            limit = max_chars if message.role == "assistant" else min(max_chars, MAX_CONTEXT_CHARS)
+            text = message.text[: max(0, limit)]
+            max_chars -= len(text)
+            calls = [call.name for call in message.tool_calls]
+            entry = {"agent": trace.agent, "role": message.role, "text": text, "calls": calls}
+            messages.append({**entry, "is_cut": len(text) < len(message.text)})
+    return messages
 
 
 def add_training(store: RunStore, rows: list[dict[str, Any]]) -> None:

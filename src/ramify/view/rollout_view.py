@@ -29,6 +29,7 @@ def describe_rollout(
         "reward": record.reward,
         "failure": record.failure,
         "stop": record.summary.get("stop", ""),
+        "truncated": bool(record.summary.get("truncated")),
         "timing": record.summary.get("timing", {}),
         "group": None if training is None else training.to_dict(),
         "attempt": None if training is None else attempt,

@@ -1,6 +1,6 @@
 // Charts as SVG: lines with points, error bars, smoothing, a log axis, and a crosshair that arrow keys move too.
 
-import { fill, findRange, formatNumber, h, svg } from "./dom.js";
+import { fill, findRange, formatCount, formatNumber, h, svg } from "./dom.js";
 
 const MARGIN = { top: 10, right: 14, bottom: 26, left: 48 };
 
@@ -23,7 +23,7 @@ export function sparkline(values, { width = 132, height = 30 } = {}) {
 
 // series: [{label, color, points: [[x, y]], errors: Map(x -> half width), dots: bool}]
 export class LineChart {
-  constructor({ title, height = 220, xLabel = "step", formatX = (x) => formatNumber(x) }) {
+  constructor({ title, height = 220, xLabel = "step", formatX = formatCount }) {
     this.options = { title, height, xLabel, formatX };
     this.series = [];
     this.isLog = false;
@@ -166,7 +166,7 @@ export class LineChart {
       this.readout,
       h("div", { class: "readout-title" }, `${this.options.xLabel} ${this.options.formatX(this.cursor)}`),
       values.map(([entry, [at, y]]) =>
-        h("div", {}, swatch(entry.color), `${entry.label} `, h("b", {}, formatNumber(y, 4)), entry.errors?.has(at) ? ` ± ${formatNumber(entry.errors.get(at))}` : null),
+        h("div", {}, swatch(entry.color), `${entry.label} `, h("b", {}, formatNumber(y)), entry.errors?.has(at) ? ` ± ${formatNumber(entry.errors.get(at))}` : null),
       ),
     );
     const isRight = x > this.node.clientWidth / 2;
@@ -214,6 +214,6 @@ function logTicks(low, high) {
 function formatTick(value, ticks) {
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(value) || 1;
   if (value !== 0 && step < 1e-4) return value.toExponential(Math.min(3, Math.max(0, Math.ceil(Math.log10(Math.abs(value) / step)))));
-  if (Math.abs(value) >= 1e4) return formatNumber(value, 1);
+  if (Math.abs(value) >= 1e4) return formatNumber(value);
   return value.toFixed(Math.max(0, Math.min(5, -Math.floor(Math.log10(step) + 1e-9))));
 }

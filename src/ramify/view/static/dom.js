@@ -106,28 +106,26 @@ export function findRange(values) {
   return [low, high];
 }
 
-export function formatNumber(value, digits = 3) {
+// The one format of rewards, metrics and values of tokens: a number looks the same wherever it is shown.
+export function formatNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 0.001 || size >= 1e9)) return value.toExponential(1);
+  if (size !== 0 && (size < 0.0005 || size >= 1e9)) return value.toExponential(1);
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(size >= 1e5 ? 0 : 1)} k`;
-  if (size >= 100) return value.toFixed(Number.isInteger(value) ? 0 : 1);
-  return Number.isInteger(value) ? String(value) : value.toFixed(digits);
+  return value.toFixed(size >= 100 ? 1 : 3);
 }
 
 export function formatCount(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
 }
 
-// With the same number of digits for all values, so that a column of them is aligned.
-export function formatReward(value, digits = 3) {
-  return value === null || value === undefined ? "–" : Math.abs(value) < 1000 ? value.toFixed(digits) : formatNumber(value);
+export function formatSigned(value) {
+  return `${value > 0 ? "+" : ""}${formatNumber(value)}`;
 }
 
-export function formatSigned(value, digits = 2) {
-  if (value === null || value === undefined) return "–";
-  return `${value > 0 ? "+" : ""}${value.toFixed(digits)}`;
+export function formatPercent(fraction) {
+  return fraction === null || fraction === undefined ? "–" : `${(100 * fraction).toFixed(1)} %`;
 }
 
 export function formatSeconds(seconds) {

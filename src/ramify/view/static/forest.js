@@ -1,28 +1,31 @@
 // The merged forest of a group: every token once, as wide as the tokens of its path, as high as the attempts that share it.
 
 import { divergingColor } from "./colors.js";
-import { fill, findRange, formatCount, formatNumber, formatReward, formatSigned, h, makeVisible, plural, svg } from "./dom.js";
+import { fill, findRange, formatCount, formatNumber, formatSigned, h, makeVisible, plural, svg } from "./dom.js";
 import { href } from "./routes.js";
 
 const ROW = 26; // height of one attempt
-const LABEL_WIDTH = 176;
+const LABEL_WIDTH = 196;
 const TEXT_WIDTH = 7.4; // of a character in a cell
 const MIN_CELL = 3; // a path with more tokens than fit is scrolled
 const MAX_CELL = 60;
 const MAX_CELL_CHARS = 9; // a longer text of a token is cut; the tooltip has all of it
 const CONTEXT_CELL = 3.2; // width of a token that is not trained
-const MAX_DRAWN = 12000; // token cells; more are drawn as bins
+const CONTEXT_RUN = 240; // largest width of consecutive tokens that no attempt trains, such as a long result of a tool
+const MAX_DRAWN = 12000; // token cells with a text; more are drawn as stripes
+const MAX_WIDTH = 30000; // of a forest with texts, which is scrolled
+const HEADER = 22; // height of the names of the columns
 
 export function drawForest(run, forest, { width = 1100, selected = null } = {}) {
   const layout = layOutRows(forest);
   const depth = Math.max(1, findRange(forest.segments.map((segment) => segment.depth + segment.length))[1]);
   const maxAdvantage = Math.max(0.001, findRange(forest.segments.flatMap((segment) => segment.values.map((value) => Math.abs(value ?? 0))))[1]);
   const columns = layOutColumns(forest, depth, width - LABEL_WIDTH - 16);
-  const height = layout.rows.length * ROW + 4;
+  const height = layout.rows.length * ROW + 4 + HEADER;
   const tooltip = h("div", { class: "forest-tip", role: "status" });
   const area = svg("svg", { class: "forest", width: columns.total + 2, height, viewBox: `0 0 ${columns.total + 2} ${height}`, role: "img", "aria-label": describeForest(forest) });
   forest.segments.forEach((segment, number) => segment.attempts.length && area.append(drawSegment(segment, layout.rowRanges[number], columns, maxAdvantage)));
-  const labels = svg("svg", { class: "forest-labels", width: LABEL_WIDTH, height, viewBox: `0 0 ${LABEL_WIDTH} ${height}` }, layout.rows.map((number, row) => drawLabel(run, forest.attempts[number], row, selected)));
+  const labels = svg("svg", { class: "forest-labels", width: LABEL_WIDTH, height, viewBox: `0 0 ${LABEL_WIDTH} ${height}` }, [["Attempt", 10, "start"], ["Reward", 116, "end"], ["Advantage", 190, "end"]].map(([name, x, anchor]) => svg("text", { class: "tick", x, y: 14, "text-anchor": anchor }, name)), layout.rows.map((number, row) => drawLabel(run, forest.attempts[number], row, selected)));
   area.addEventListener("pointermove", (event) => showTip(tooltip, event, forest));
   area.addEventListener("pointerleave", () => fill(tooltip));
   return h("div", { class: "forest-box" }, h("div", { class: "forest-scroll", tabindex: "0", role: "group", "aria-label": "Forest" }, area), labels, tooltip);
@@ -69,8 +72,9 @@ function layOutColumns(forest, depth, availableWidth) {
       widths[segment.depth + at] = Math.max(widths[segment.depth + at] === 8 ? 0 : widths[segment.depth + at], size);
     });
   }
+  compressContext(widths);
   const total = widths.reduce((sum, width) => sum + width, 0);
-  const isReadable = forest.segments[0]?.texts && total <= Math.max(availableWidth, 2400) && cells <= MAX_DRAWN;
+  const isReadable = forest.segments[0]?.texts && total <= MAX_WIDTH && cells <= MAX_DRAWN;
   const equal = Math.max(MIN_CELL, Math.min(MAX_CELL, availableWidth / depth));
   const scale = isReadable && total < availableWidth ? Math.min(1.6, availableWidth / total) : 1;
   const starts = [0];
@@ -78,8 +82,19 @@ function layOutColumns(forest, depth, availableWidth) {
   return { starts, total: starts[depth], isReadable };
 }
 
+// Narrow the columns that hold only tokens that are not trained, so that the trained ones stay readable.
+function compressContext(widths) {
+  for (let start = 0; start < widths.length; start++) {
+    if (widths[start] !== CONTEXT_CELL) continue;
+    let stop = start;
+    while (widths[stop] === CONTEXT_CELL) stop++;
+    widths.fill(Math.min(CONTEXT_CELL, CONTEXT_RUN / (stop - start)), start, stop);
+    start = stop;
+  }
+}
+
 function drawSegment(segment, [top, bottom], columns, maxAdvantage) {
-  const y = top * ROW + 2, height = (bottom - top) * ROW - 2;
+  const y = top * ROW + 2 + HEADER, height = (bottom - top) * ROW - 2;
   const group = svg("g", {});
   const count = segment.values.length;
   const perCell = segment.length / count; // tokens per value; more than one for bins
@@ -112,15 +127,15 @@ function contextText(segment, cell, x, y, width, height) {
 }
 
 function drawLabel(run, attempt, row, selected) {
-  const y = row * ROW + ROW / 2 + 5;
+  const y = row * ROW + ROW / 2 + 5 + HEADER;
   const isSelected = attempt.id === selected;
   return svg(
     "a",
     { href: href(["run", run, "rollout", attempt.id]), class: `forest-label${isSelected ? " forest-selected" : ""}` },
-    svg("rect", { x: 2, y: row * ROW + 2, width: LABEL_WIDTH - 2, height: ROW - 2, rx: 4 }),
+    svg("rect", { x: 2, y: row * ROW + 2 + HEADER, width: LABEL_WIDTH - 2, height: ROW - 2, rx: 4 }),
     svg("text", { class: "forest-id", x: 10, y }, attempt.id.length > 8 ? `…${attempt.id.slice(-7)}` : attempt.id),
-    svg("text", { class: "forest-reward", x: 108, y, "text-anchor": "end" }, formatReward(attempt.reward, 2)),
-    svg("text", { class: (attempt.advantage ?? 0) < 0 ? "forest-low" : "forest-high", x: 166, y, "text-anchor": "end" }, attempt.advantage === null ? "–" : formatSigned(attempt.advantage)),
+    svg("text", { class: "forest-reward", x: 116, y, "text-anchor": "end" }, formatNumber(attempt.reward)),
+    svg("text", { class: (attempt.advantage ?? 0) < 0 ? "forest-low" : "forest-high", x: 190, y, "text-anchor": "end" }, formatSigned(attempt.advantage)),
   );
 }
 

@@ -1,7 +1,7 @@
 // One rollout as the tree it is: an outline that folds, and the messages or tokens of the branch that is selected.
 
 import { buildUrl, get, isExport } from "./api.js";
-import { IncrementalList, code, fill, formatCount, formatNumber, formatReward, formatSeconds, h, plural } from "./dom.js";
+import { IncrementalList, code, fill, formatCount, formatNumber, formatSeconds, h, plural } from "./dom.js";
 import { codeBlock, prettyJson, renderText } from "./highlight.js";
 import { href, replaceAddress } from "./routes.js";
 import { advantageText } from "./rollouts.js";
@@ -102,13 +102,13 @@ function drawHeader(run, rollout) {
   const { group } = rollout;
   const groupLink = group ? href(["run", run, "group", group.number], { rollout: rollout.id }) : href(["run", run, "group", "task"], { source: rollout.source, task: rollout.task, rollout: rollout.id });
   const facts = [
-    ["Reward", formatReward(rollout.reward), listRewards(trace)],
+    ["Reward", formatNumber(rollout.reward), listRewards(trace)],
     group && ["Advantage", advantageText(rollout.advantage), describeGroupState(group)],
-    ["End", rollout.failure ?? (rollout.stop || "–")],
+    ...Object.entries(trace.metrics).map(([name, value]) => [name, formatNumber(value), "metric"]),
+    ["End", rollout.failure ?? (rollout.stop || "–"), rollout.truncated ? "a reply was truncated" : ""],
     ["Tokens", formatCount(sum(rollout.traces, "tokens")), `${formatCount(sum(rollout.traces, "sampled"))} sampled`],
     ["Branches", formatCount(sum(rollout.traces, "branches")), rollout.traces.length > 1 ? `${rollout.traces.length} agents` : ""],
   ].filter(Boolean);
-  const metrics = Object.entries(trace.metrics).map(([name, value]) => [name, formatNumber(value)]);
   return h(
     "div",
     {},
@@ -128,7 +128,7 @@ function drawHeader(run, rollout) {
       drawTiming(rollout.timing),
       trace.errors.map((error) => h("p", { class: "bad" }, h("b", {}, error.name), ` (${error.blame}) ${error.message}`)),
       trace.refusals.map((entry) => h("p", { class: "bad" }, `The gateway refused ${entry.path}: ${entry.status} ${entry.name}: ${entry.message}`)),
-      keyValues("Task, metrics and info", [...metrics, ...Object.entries(trace.task), ...Object.entries(trace.info)]),
+      keyValues("Task and info", [...Object.entries(trace.task), ...Object.entries(trace.info)]),
     ),
   );
 }
@@ -139,7 +139,7 @@ function keyValues(title, entries) {
 }
 
 function listRewards(trace) {
-  const describe = ([value, weight]) => `${formatNumber(value)}${weight === 1 ? "" : ` with weight ${formatNumber(weight)}`}`;
+  const describe = ([value, weight]) => `${formatNumber(value)}${weight === 1 ? "" : ` with weight ${Number(weight.toFixed(3))}`}`;
   return Object.entries(trace.rewards).map(([name, entry]) => `${name} ${entry ? describe(entry) : "missing"}`).join(", ");
 }
 

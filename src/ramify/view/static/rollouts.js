@@ -1,16 +1,17 @@
 // The table of rollouts: filtered, sorted and paged by the server.
 
 import { get, isExport } from "./api.js";
-import { fill, formatCount, formatReward, formatSeconds, formatSigned, h, linkRow, makeVisible, plural, setText } from "./dom.js";
+import { fill, formatCount, formatNumber, formatSeconds, formatSigned, h, linkRow, makeVisible, plural, setText } from "./dom.js";
 import { href, replaceAddress } from "./routes.js";
 import { runTabs } from "./run.js";
 
 const COLUMNS = [
   ["Rollout", null],
-  ["Source", null],
-  ["Step", null],
   ["Reward", "reward"],
   ["Advantage", null],
+  ["Rewards and metrics", null],
+  ["Source", null],
+  ["Step", null],
   ["Calls", "calls"],
   ["Tokens", "tokens"],
   ["Time", "seconds"],
@@ -169,18 +170,26 @@ function drawRow(run, row) {
   const node = h(
     "tr",
     {},
-    h("td", { class: "nowrap" }, link),
+    h("td", { class: "nowrap rollout-id" }, link),
+    h("td", { class: "number" }, rewardBar(row.reward), formatNumber(row.reward)),
+    h("td", { class: "number" }, advantageText(row.advantage)),
+    scoresCell(row),
     h("td", { class: "nowrap" }, row.source || "–", " ", h("a", { class: "group-link", href: group }, row.group_number === null ? "attempts" : `group ${row.group_number}`)),
     h("td", { class: "number" }, row.step ?? (row.state === "dropped" ? h("span", { class: "muted", title: row.reason }, "dropped") : "–")),
-    h("td", { class: "number" }, rewardBar(row.reward), formatReward(row.reward)),
-    h("td", { class: "number" }, advantageText(row.advantage)),
     h("td", { class: "number" }, formatCount(row.calls)),
     h("td", { class: "number" }, formatCount(row.tokens)),
     h("td", { class: "number" }, formatSeconds(row.seconds)),
-    h("td", { class: "nowrap" }, end),
+    h("td", { class: "nowrap" }, end, row.truncated ? h("span", { class: "badge badge-untrained" }, "truncated") : null),
     h("td", { class: "excerpt", dir: "auto", "data-rollout": row.id }, "\u00a0"),
   );
   return linkRow(node, link);
+}
+
+// The taskset's own rewards and metrics; a single reward with weight 1 is the reward of the rollout, and not repeated.
+function scoresCell(row) {
+  const rewards = Object.values(row.rewards).every((value) => value === row.reward) ? {} : row.rewards;
+  const text = Object.entries({ ...rewards, ...row.metrics }).map(([name, value]) => `${name} ${formatNumber(value)}`).join(", ");
+  return h("td", { class: "row-scores", title: text }, text || "–");
 }
 
 export function rewardBar(reward) {
@@ -189,6 +198,5 @@ export function rewardBar(reward) {
 }
 
 export function advantageText(advantage) {
-  if (advantage === null || advantage === undefined) return "–";
   return h("span", { class: advantage < 0 ? "low" : advantage > 0 ? "high" : "" }, formatSigned(advantage));
 }

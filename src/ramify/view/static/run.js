@@ -3,34 +3,45 @@
 import { get, isExport } from "./api.js";
 import { LineChart, SERIES_COLORS, legend } from "./chart.js";
 import { drawFlow, drawProcesses } from "./diagram.js";
-import { fill, formatCount, formatNumber, formatReward, formatSeconds, formatTime, h, isLive, linkRow, notice, plural, statePill } from "./dom.js";
+import { fill, formatCount, formatNumber, formatPercent, formatSeconds, formatTime, h, isLive, linkRow, notice, plural, statePill } from "./dom.js";
 import { href } from "./routes.js";
 import { AXIS_METRICS, X_AXES, chooser, selectPoints } from "./runs.js";
 import { term } from "./terms.js";
 
 const IDLE_POLLS = 2; // a run that is not running is asked once in this many polls
-const SMALL_CHARTS = [
-  ["entropy", "Entropy of the policy"],
-  ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
-  ["masked", "Fraction of trained tokens that the loss masks"],
-  ["staleness/mean", "Staleness in steps, mean and maximum"],
-  ["train/loss", "Loss"],
-  ["train/grad_norm", "Gradient norm"],
-  ["train/lr", "Learning rate"],
-  ["reference_kl", "KL to teacher or reference"],
-  ["trainable", "Fraction of groups that can be trained"],
-  ["truncated", "Fraction of rollouts with a truncated reply"],
-  ["tokens/sampled", "Sampled tokens per rollout"],
-  ["turns/mean", "Model calls per rollout"],
-  ["tokens_per_s", "Sampled tokens per second"],
-  ["train/tokens_per_second", "Trained tokens per second"],
-  ["train/mfu", "Model FLOPs utilization"],
-  ["utilization", "Least possible time of a step over its time"],
-  ["forest/token_ratio", "Tokens of all rollouts per forest token"],
-  ["time/train", "Seconds of a training step"],
-  ["time/swap", "Seconds of a weight update"],
+// The charts below the reward, by heading. The first two headings have a chart for each name that the run has, see
+// `listCharts`; the others have these metrics.
+const CHART_GROUPS = [
+  ["Rewards and metrics of the taskset", []],
+  ["Evals", []],
+  ["Policy and loss", [
+    ["entropy", "Entropy of the policy"],
+    ["mismatch_kl", "Mismatch of trainer and sampler (KL)"],
+    ["masked", "Fraction of trained tokens that the loss masks"],
+    ["reference_kl", "KL to teacher or reference"],
+    ["train/loss", "Loss"],
+    ["train/grad_norm", "Gradient norm"],
+    ["train/lr", "Learning rate"],
+  ]],
+  ["Rollouts", [
+    ["trainable", "Fraction of groups that can be trained"],
+    ["truncated", "Fraction of rollouts with a truncated reply"],
+    ["tokens/sampled", "Sampled tokens per rollout"],
+    ["turns/mean", "Model calls per rollout"],
+    ["staleness/mean", "Staleness in steps, mean and maximum"],
+    ["forest/token_ratio", "Tokens of all rollouts per forest token"],
+  ]],
+  ["Time and throughput", [
+    ["time/step", "Seconds of a step"],
+    ["time/train", "Seconds of a training step"],
+    ["time/swap", "Seconds of a weight update"],
+    ["tokens_per_s", "Sampled tokens per second"],
+    ["train/tokens_per_second", "Trained tokens per second"],
+    ["train/mfu", "Model FLOPs utilization"],
+    ["utilization", "Least possible time of a step over its time"],
+  ]],
 ];
-
+const EVAL_CHARTS = { truncated: "Fraction of rollouts with a truncated reply", seconds: "Seconds of an eval", missing: "Rollouts without a reward" };
 export async function showRun(run) {
   const data = { description: await get("run", { run }), points: {}, last: 0, names: [], polls: 0 };
   const page = makeRunPage(run, data);
@@ -66,8 +77,37 @@ function hasData(description) {
 }
 
 function listMetrics(names) {
-  const small = SMALL_CHARTS.map(([name]) => name);
-  return names.filter((name) => small.includes(name) || AXIS_METRICS.includes(name) || isRewardMetric(name) || /^eval\/.+\/(avg|error)$/.test(name) || name === "staleness/max");
+  const drawn = new Set(listCharts(names).flatMap((chart) => chart.series.map((series) => series.name)));
+  return names.filter((name) => drawn.has(name) || AXIS_METRICS.includes(name) || isRewardMetric(name) || /^eval\/.+\/(avg|error)$/.test(name));
+}
+
+// The charts of a run with these metrics: heading, key, title and series. A reward or metric of the taskset has one chart,
+// with a series for each source and each eval.
+function listCharts(names) {
+  const charts = new Map();
+  const add = (group, key, title, name, label, dots = false) => {
+    if (!charts.has(key)) charts.set(key, { group, key, title, series: [] });
+    charts.get(key).series.push({ name, label, dots });
+  };
+  for (const name of names.filter((name) => !isRewardMetric(name))) {
+    const [, kind, source, score] = name.match(/^(reward|metric)\/([^/]+)\/(.+)$/) ?? [];
+    if (kind) add(0, `${kind}/${score}`, score, name, source);
+    const [, evalName, evalKind, evalScore] = name.match(/^eval\/(.+?)\/(reward|metric)\/(.+)$/) ?? [];
+    if (evalKind) add(0, `${evalKind}/${evalScore}`, evalScore, name, `eval/${evalName}`, true);
+    const [, passEval, pass] = name.match(/^eval\/(.+)\/(pass[@^]\d+)$/) ?? [];
+    if (pass && pass !== "pass^1") add(1, `pass/${passEval}`, `Pass rates of ${passEval}`, name, pass, true);
+    const [, otherEval, other] = name.match(/^eval\/([^/]+)\/(truncated|seconds|missing)$/) ?? [];
+    if (other) add(1, `eval/${other}`, EVAL_CHARTS[other], name, otherEval, true);
+  }
+  for (const [group, [, entries]] of CHART_GROUPS.entries()) {
+    for (const [name, title] of entries.filter(([name]) => names.includes(name))) {
+      add(group, name, title, name, name);
+      if (name === "staleness/mean" && names.includes("staleness/max")) add(group, name, title, "staleness/max", "staleness/max");
+    }
+  }
+  for (const chart of charts.values()) chart.series.sort((a, b) => a.dots - b.dots); // sources before evals
+  const isLate = ({ group, key }) => Number(group === 1 && !key.startsWith("pass/")); // pass rates before the other evals
+  return [...charts.values()].sort((a, b) => a.group - b.group || isLate(a) - isLate(b));
 }
 
 function isRewardMetric(name) {
@@ -92,8 +132,10 @@ function makeRunPage(run, data) {
   const failures = h("div", {});
   const events = h("div", {});
   const scores = h("div", {});
-  const smallCharts = new Map();
-  const grid = h("div", { class: "chart-grid" });
+  const smallCharts = new Map(); // key -> chart, its panel and its legend
+  let drawnCharts = []; // what `listCharts` returned last
+  const grid = h("div", {});
+  const summary = h("div", {});
   const controls = h(
     "div",
     { class: "controls" },
@@ -102,23 +144,38 @@ function makeRunPage(run, data) {
     h("label", {}, h("input", { type: "checkbox", onchange: (event) => ((settings.log = event.target.checked), drawCurves()) }), " Log axis"),
   );
   const rewardPanel = h("div", { class: "panel" }, h("div", { class: "panel-head" }, h("h2", {}, "Reward"), rewardLegend, h("div", { class: "spacer" }), controls), rewardChart.node);
-  const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("div", { class: "waits-box", tabindex: "0", role: "group", "aria-label": "Waits" }, h("table", { class: "waits" }, h("thead", { class: "hidden" }, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col" }, name)))), waits)));
+  const waitPanel = h("div", { class: "panel" }, h("h2", {}, "Who waits for whom"), processes, h("div", { class: "waits-box", tabindex: "0", role: "group", "aria-label": "Waits" }, h("table", { class: "waits" }, h("thead", {}, h("tr", {}, ["Component", "Waits for", "Since"].map((name) => h("th", { scope: "col", class: name === "Since" ? "number" : null }, name)))), waits)));
   const flowPanel = h("div", { class: "panel" }, h("h2", {}, "Groups in the ledger"), flow);
   const columns = h("div", { class: "columns" });
   const tabs = runTabs(run, "Overview");
-  const sections = [stats, scores, rewardPanel, columns, failures, grid, events];
+  const sections = [stats, scores, summary, rewardPanel, columns, failures, grid, events];
   const node = h("section", {}, head, tabs, sections);
 
+  function layOutCharts() {
+    const charts = listCharts(data.names);
+    if (JSON.stringify(charts) === JSON.stringify(drawnCharts)) return;
+    drawnCharts = charts;
+    for (const { key, title, series } of charts) {
+      if (smallCharts.has(key)) continue;
+      const chart = new LineChart({ title, height: 150 }), legendBox = h("div", {});
+      const name = series.length > 1 || series[0].name === title ? null : h("code", { class: "muted" }, series[0].name);
+      smallCharts.set(key, { chart, legendBox, panel: h("div", { class: "panel" }, h("h3", {}, title, " ", name), legendBox, chart.node) });
+    }
+    const groups = CHART_GROUPS.map(([heading], group) => [heading, charts.filter((chart) => chart.group === group)]);
+    fill(grid, groups.filter(([, members]) => members.length).map(([heading, members]) => h("section", { class: "chart-group" }, h("h2", {}, heading), h("div", { class: "chart-grid" }, members.map(({ key }) => smallCharts.get(key).panel)))));
+  }
+
   function drawCurves() {
-    const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
+    const formatX = settings.x === "time" ? formatSeconds : formatCount;
     const changes = { smoothing: settings.smoothing, isLog: settings.log, xLabel: X_AXES[settings.x], formatX };
     const series = listRewardSeries(data, settings.x);
     rewardChart.update(series, changes);
     fill(rewardLegend, legend(series));
-    for (const [name, chart] of smallCharts) {
-      const entries = [{ label: name, color: SERIES_COLORS[0], points: selectPoints(data.points, name, settings.x) }];
-      if (name === "staleness/mean") entries.push({ label: "staleness/max", color: SERIES_COLORS[1], points: selectPoints(data.points, "staleness/max", settings.x) });
+    for (const { key, series } of drawnCharts) {
+      const entries = series.map(({ name, label, dots }, at) => ({ label, dots, color: SERIES_COLORS[at % SERIES_COLORS.length], points: selectPoints(data.points, name, settings.x) }));
+      const { chart, legendBox } = smallCharts.get(key);
       chart.update(entries, changes);
+      fill(legendBox, entries.length > 1 ? legend(entries) : null);
     }
   }
 
@@ -133,6 +190,7 @@ function makeRunPage(run, data) {
     if (stats.parentElement !== node) fill(node, head, tabs, sections);
     fill(stats, makeStats(data).map(([label, value, detail]) => h("div", { class: "stat" }, h("div", { class: "stat-label" }, label), h("div", { class: "stat-value" }, value), h("div", { class: "stat-detail" }, detail ?? ""))));
     fill(scores, description.scores.length ? showScores(description.scores) : null);
+    fill(summary, description.summary.length ? showSummary(description.summary) : null);
     const isTraining = description.kind !== "eval";
     rewardPanel.hidden = !isTraining || !data.names.some(isRewardMetric);
     fill(processes, description.state === "running" ? drawProcesses(description) : null);
@@ -142,14 +200,7 @@ function makeRunPage(run, data) {
     if (panels.length !== columns.children.length || panels.some((panel, at) => columns.children[at] !== panel)) fill(columns, panels);
     fill(failures, description.failures.length ? showFailures(run, description.failures) : null);
     fill(events, showEvents(description.events));
-    for (const [name, title] of SMALL_CHARTS) {
-      if (smallCharts.has(name) || !data.names.includes(name)) continue;
-      const chart = new LineChart({ title, height: 150 });
-      smallCharts.set(name, chart);
-      const panel = h("div", { class: "panel" }, h("h3", {}, title, " ", name === "staleness/mean" ? null : h("code", { class: "muted" }, name)), chart.node);
-      const at = SMALL_CHARTS.filter(([other]) => smallCharts.has(other)).findIndex(([other]) => other === name);
-      grid.insertBefore(panel, grid.children[at] ?? null);
-    }
+    layOutCharts();
     drawCurves();
   }
 
@@ -179,20 +230,21 @@ function lastValue(data, name) {
 
 function makeStats(data) {
   const { description } = data;
-  if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatReward(description.reward), "mean of counted rollouts"], ["Tasks", formatCount(description.scores[0]?.tasks)]];
-  if (description.kind === "sft") return [["Loss", formatNumber(lastValue(data, "train/loss"))], makeStepStat(description), ["Tokens per second", formatNumber(lastValue(data, "train/tokens_per_second"), 0), "trained"]];
+  if (description.kind === "eval") return [["Rollouts", formatCount(description.rollouts)], ["Reward", formatNumber(description.reward), "mean of counted rollouts"], ["Tasks", formatCount(description.scores[0]?.tasks)]];
+  if (description.kind === "sft") return [["Loss", formatNumber(lastValue(data, "train/loss"))], makeStepStat(description), ["Tokens per second", formatCount(lastValue(data, "train/tokens_per_second")), "trained"]];
   const first = data.points["reward/all/mean"]?.[0]?.[1];
   const evalName = data.names.find((name) => /^eval\/.+\/avg$/.test(name));
   const error = evalName ? lastValue(data, evalName.replace(/avg$/, "error")) : null;
   const status = description.status;
   return [
-    ["Reward", formatReward(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
+    ["Reward", formatNumber(description.reward), first === undefined ? "" : `from ${formatNumber(first)}`],
     evalName && [evalName.split("/").slice(0, -1).join("/"), formatNumber(lastValue(data, evalName)), error === null ? "" : `± ${formatNumber(1.96 * error)} (95 %)`],
     makeStepStat(description),
-    ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s, 1)} per second` : ""],
-    ["Tokens per second", formatNumber(status.tokens_per_s || lastValue(data, "tokens_per_s"), 0), "sampled"],
-    ["Staleness", formatNumber(lastValue(data, "staleness/mean"), 2), `at most ${formatNumber(lastValue(data, "staleness/max"), 0)}`],
-    ["Shared prefixes", lastValue(data, "forest/token_ratio") === null ? "–" : `${formatNumber(lastValue(data, "forest/token_ratio"), 2)} ×`, "tokens per forest token"],
+    ["Rollouts", formatCount(description.rollouts), status.rollouts_per_s ? `${formatNumber(status.rollouts_per_s)} per second` : ""],
+    ["Tokens per second", formatCount(status.tokens_per_s || lastValue(data, "tokens_per_s")), "sampled"],
+    ["Staleness", formatNumber(lastValue(data, "staleness/mean")), `at most ${formatCount(lastValue(data, "staleness/max"))}`],
+    ["Truncated", formatPercent(lastValue(data, "truncated")), "of the rollouts of the last step"],
+    ["Shared prefixes", lastValue(data, "forest/token_ratio") === null ? "–" : `${formatNumber(lastValue(data, "forest/token_ratio"))} ×`, "tokens per forest token"],
   ].filter(Boolean);
 }
 
@@ -205,9 +257,13 @@ function showScores(scores) {
   const rows = scores.map((score) => {
     const [low, high] = score.interval ?? [score.mean, score.mean];
     const bar = h("span", { class: "interval", "aria-hidden": "true" }, h("span", { class: "interval-range", style: { left: `${clip(low) * 100}%`, width: `${Math.max(0.4, (clip(high) - clip(low)) * 100)}%` } }), h("span", { class: "interval-mean", style: { left: `${clip(score.mean) * 100}%` } }));
-    return h("tr", {}, h("th", { scope: "row" }, score.name), h("td", { class: "number" }, formatReward(score.mean)), h("td", {}, bar), h("td", { class: "muted" }, score.interval ? `${formatReward(low)} to ${formatReward(high)}` : "one task"), h("td", { class: "muted" }, plural(score.tasks, "task")));
+    return h("tr", {}, h("th", { scope: "row" }, score.name), h("td", { class: "number" }, formatNumber(score.mean)), h("td", {}, bar), h("td", { class: "muted" }, score.interval ? `${formatNumber(low)} to ${formatNumber(high)}` : "one task"), h("td", { class: "muted" }, plural(score.tasks, "task")));
   });
-  return h("div", { class: "panel" }, h("h2", {}, "Scores"), h("table", { class: "scores" }, h("thead", {}, h("tr", {}, ["Score", "Mean", "0 to 1", "95 % interval", "Tasks"].map((name) => h("th", { scope: "col", class: name === "Mean" ? "number" : null }, name)))), h("tbody", {}, rows)));
+  return h("div", { class: "panel" }, h("h2", {}, "Scores"), h("div", { class: "table-box" }, h("table", { class: "scores" }, h("thead", {}, h("tr", {}, ["Score", "Mean", "0 to 1", "95 % interval", "Tasks"].map((name) => h("th", { scope: "col", class: name === "Mean" ? "number" : null }, name)))), h("tbody", {}, rows))));
+}
+
+function showSummary(summary) {
+  return h("div", { class: "panel" }, h("h2", {}, "Rewards, metrics, truncation and timing"), h("dl", { class: "key-values" }, summary.map(([name, value]) => [h("dt", {}, name), h("dd", { dir: "auto" }, value)])));
 }
 
 function clip(value) {
@@ -218,7 +274,7 @@ function listWaits(description) {
   const waits = [...description.wait_list].sort((a, b) => (b.since_s ?? 0) - (a.since_s ?? 0));
   if (!waits.length) return h("tr", {}, h("td", { class: "muted" }, "Nothing is waiting."));
   return waits.map((wait) =>
-    h("tr", { title: wait.detail ?? "" }, h("th", { scope: "row" }, wait.who), h("td", {}, `waits for ${wait.waits_for}`), h("td", { class: "number" }, formatSeconds(wait.since_s ?? 0), wait.deadline_s ? h("span", { class: "muted" }, ` of ${formatSeconds(wait.deadline_s)}`) : null)),
+    h("tr", { title: wait.detail ?? "" }, h("th", { scope: "row" }, wait.who), h("td", {}, wait.waits_for), h("td", { class: "number" }, formatSeconds(wait.since_s ?? 0), wait.deadline_s ? h("span", { class: "muted" }, ` of ${formatSeconds(wait.deadline_s)}`) : null)),
   );
 }
 

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { LineChart, SERIES_COLORS, legend, sparkline } from "./chart.js";
-import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatReward, formatSeconds, h, isLive, linkRow, notice, setText, statePill } from "./dom.js";
+import { code, fill, findRange, formatAgo, formatCount, formatNumber, formatSeconds, h, isLive, linkRow, notice, setText, statePill } from "./dom.js";
 import { href, replaceAddress } from "./routes.js";
 
 export const X_AXES = { step: "step", time: "time since start", tokens: "sampled tokens" };
@@ -54,7 +54,7 @@ export async function showRuns() {
   const heads = [
     h("th", { scope: "col", class: "run-box" }, "Compare"),
     ["Run", "State", "Reward"].map((name) => h("th", { scope: "col" }, name)),
-    h("th", { scope: "col" }, h("span", { class: "hidden" }, "Reward curve")),
+    h("th", { scope: "col" }, "Curve"),
     h("th", { scope: "col" }, "Steps"),
     h("th", { scope: "col", class: "number" }, "Rollouts"),
     ["Waits for", "Changed"].map((name) => h("th", { scope: "col" }, name)),
@@ -92,7 +92,7 @@ function makeRunRow(run, chosen, onChoose) {
     last = state;
     setText(subtitle, [entry.kind, entry.model, entry.sources.join(", ")].filter(Boolean).join(" · "));
     fill(cells.state, statePill(entry.state));
-    fill(cells.reward, formatReward(entry.reward));
+    fill(cells.reward, formatNumber(entry.reward));
     fill(cells.curve, entry.curve.length > 1 ? sparkline(entry.curve) : null);
     const fraction = entry.max_steps ? Math.min(1, (entry.step ?? 0) / entry.max_steps) : 0;
     fill(cells.steps, entry.step === null ? "–" : [`${formatCount(entry.step)}`, entry.max_steps && h("span", { class: "muted" }, ` / ${formatCount(entry.max_steps)}`), h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${fraction * 100}%` } }))]);
@@ -123,7 +123,7 @@ export async function showCompare(params) {
     const series = runs.map((run, at) => ({ label: run, color: SERIES_COLORS[at % SERIES_COLORS.length], points: selectPoints(points.get(run).points, settings.name, settings.x) }));
     const missing = series.filter((entry) => !entry.points.length).map((entry) => entry.label);
     setText(note, missing.length ? `${missing.join(", ")}: no ${settings.name}${settings.x === "step" ? "" : ` by ${X_AXES[settings.x]}`} is stored.` : "");
-    const formatX = settings.x === "time" ? formatSeconds : (x) => formatNumber(x);
+    const formatX = settings.x === "time" ? formatSeconds : formatCount;
     chart.update(series, { isLog: settings.log, smoothing: settings.smoothing, xLabel: X_AXES[settings.x], formatX });
     fill(legendBox, legend(series));
     replaceAddress(["compare"], { run: runs, name: settings.name, x: settings.x, log: settings.log ? "1" : "", smoothing: settings.smoothing || "" });

@@ -85,10 +85,10 @@ export class TokenPane {
     fill(
       this.bar,
       h("label", {}, "Colour by ", h("select", { onchange }, options)),
-      h("span", { class: "scale" }, h("span", { class: "muted" }, formatNumber(scale.ends[0], 2)), h("span", { class: `scale-bar scale-${scale.isDiverging ? "diverging" : "sequential"}`, "aria-hidden": "true" }), h("span", { class: "muted" }, formatNumber(scale.ends[1], 2))),
+      h("span", { class: "scale" }, h("span", { class: "muted" }, formatMeasure(this.measure.name, scale.ends[0])), h("span", { class: `scale-bar scale-${scale.isDiverging ? "diverging" : "sequential"}`, "aria-hidden": "true" }), h("span", { class: "muted" }, formatMeasure(this.measure.name, scale.ends[1]))),
       this.hasUntrained && h("span", { class: "muted" }, h("span", { class: "token token-masked" }, "abc"), " sampled, but not trained"),
       h("p", { class: "muted" }, `${MEASURE_NAMES[this.measure.name] ?? this.measure.name}: ${this.measure.description}`),
-      extremes.length ? h("div", { class: "extremes" }, h("span", { class: "muted" }, "stands out:"), extremes.map((entry) => h("button", { type: "button", class: "mono", style: { background: scale.color(entry.value) }, onclick: () => this.goTo(entry, { focus: true }) }, `${showToken(entry.text)} ${formatNumber(entry.value, 2)}`))) : null,
+      extremes.length ? h("div", { class: "extremes" }, h("span", { class: "muted" }, "stands out:"), extremes.map((entry) => h("button", { type: "button", class: "mono", style: { background: scale.color(entry.value) }, onclick: () => this.goTo(entry, { focus: true }) }, `${showToken(entry.text)} ${formatMeasure(this.measure.name, entry.value)}`))) : null,
     );
   }
 
@@ -212,13 +212,17 @@ export class TokenPane {
     fill(
       this.tooltip,
       h("div", {}, h("b", { class: "mono" }, showToken(texts[at])), h("span", { class: "muted" }, ` id ${ids[at]}, token ${at} of message ${index}`)),
-      lines.length ? lines.map(([name, column]) => h("div", {}, `${MEASURE_NAMES[name] ?? name} `, h("b", {}, formatNumber(column[at], 4)))) : h("div", { class: "muted" }, "not sampled by the policy"),
+      lines.length ? lines.map(([name, column]) => h("div", {}, `${MEASURE_NAMES[name] ?? name} `, h("b", {}, formatMeasure(name, column[at])))) : h("div", { class: "muted" }, "not sampled by the policy"),
     );
     const pane = this.node.getBoundingClientRect(), box = token.getClientRects()[0];
     this.tooltip.style.left = `${Math.max(0, Math.min(box.left - pane.left, pane.width - 320))}px`;
     const height = this.tooltip.offsetHeight + 6, hasRoom = box.bottom + height <= window.innerHeight;
     this.tooltip.style.top = `${(hasRoom ? box.bottom + 6 : box.top - height) - pane.top}px`;
   }
+}
+
+function formatMeasure(name, value) {
+  return name === "version" ? formatCount(value) : formatNumber(value);
 }
 
 function findToken(element) {
