@@ -21,9 +21,9 @@ PROCESSES = [
 
 
 def render(status, processes=PROCESSES) -> str:
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(render_dashboard(status, processes))
-    return console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=120, force_terminal=False).print(render_dashboard(status, processes))
+    return file.getvalue()
 
 
 def test_dashboard_shows_progress_processes_and_errors():
@@ -108,9 +108,16 @@ def test_sparkline_width():
 def test_status_client_connects_only_to_its_own_run(tmp_path):
     assert connect_if_running(tmp_path / "nowhere") is None
     with serve_status(tmp_path / "run") as address:
-        assert connect_if_running(tmp_path / "run").get("/status")["step"] == 7
+        client = connect_if_running(tmp_path / "run")
+        assert client is not None
+        assert client.get("/status")["step"] == 7
         with pytest.raises(ProviderError, match="/nothing does not respond"):
             StatusClient(address).get("/nothing")
     assert connect_if_running(tmp_path / "run") is None
     with serve_status(tmp_path / "run", run="another"):
         assert connect_if_running(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize(("reward", "text"), [(0.87499999, "0.875"), (8.75e24, "8.75e+24"), (-1234.5, "-1234.500")])
+def test_rewards_of_any_size_are_short(reward: float, text: str):
+    assert f" reward={text} " in format_status_line({"reward": reward})

@@ -6,6 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ramify.orchestrate import progress as module
 from ramify.orchestrate import status
 from ramify.orchestrate.progress import RunProgress
@@ -48,7 +50,27 @@ def test_reward_is_available_before_the_first_step(tmp_path):
         assert (progress.mean_reward, progress.trainable_counts) == (0.5, (2, 4))  # those of the last step
 
 
-def test_throughput_is_that_of_the_last_minute_whenever_it_is_asked(tmp_path, monkeypatch):
+def test_throughput_is_recent(tmp_path, monkeypatch):
+    group: Any = SimpleNamespace(source="words")
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        Ledger.open(store)
+        progress = RunProgress(RunLog(store))
+        clock = [time.monotonic()]
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+        clock[0] += 50.0  # until the engines are up
+        progress.mark_sampling_started()
+        clock[0] += 2.0
+        progress.record_group(group, [rollout("a", 1.0)] * 8, is_trainable=True, fired_by_filter={})
+        assert progress.get_throughput()[0] == pytest.approx(4.0)  # not 8 / 52
+        for step in range(3):  # a step of 100 s, whose groups are scored in its last second
+            clock[0] += 100.0
+            progress.record_group(group, [rollout("a", 1.0)] * 50, is_trainable=True, fired_by_filter={})
+            progress.record_batches({step: [0]})
+        clock[0] += 30.0
+        assert progress.get_throughput()[0] == pytest.approx(100 / 130)
+
+
+def test_throughput_is_that_of_the_window_whenever_it_is_asked(tmp_path, monkeypatch):
     group: Any = SimpleNamespace(source="words")
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         Ledger.open(store)

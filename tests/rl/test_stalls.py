@@ -27,7 +27,7 @@ from ramify.errors import (
     StorageFull,
 )
 from ramify.launch.status_client import StatusClient
-from ramify.orchestrate import background
+from ramify.orchestrate import background, patience
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.store import RunStore
@@ -226,6 +226,17 @@ def test_warn_mode_continues_and_warns_again(stage):
     assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
 
 
+def test_run_warns_once_before_its_patience_ends(stage, monkeypatch, capsys):
+    monkeypatch.setattr(patience, "WARNING_GROUPS", 3)
+    with pytest.raises(NoTrainableGroups):
+        stage.run("warning", orchestrator={"patience": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2})
+    with RunStore.open(stage.home / "warning", write=False) as store:
+        (warning,) = [event.fields for event in RunLog(store).events("failure")]
+    assert warning["name"] == "NoTrainableGroups"
+    pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.patience is 12\)"
+    assert re.fullmatch(pattern, warning["message"].partition("\n")[0])
+
+
 def read_dropped_groups(path: Path) -> list[GroupRecord]:
     with RunStore.open(path, write=False) as store:
         return [group for group in Ledger.open_readonly(store).groups() if group.state is GroupState.DROPPED]
@@ -270,7 +281,8 @@ def test_agent_that_always_exits_after_its_first_reply(stage, monkeypatch, capsy
     with pytest.raises(AgentExit) as ended:
         stage.run("quits", orchestrator={"stall_timeout": TEST_TIMEOUT})
     pattern = rf"plain: all (\d+) attempts were refused, or exited with an error; last error: {problem}"
-    assert (count := re.fullmatch(pattern, ended.value.message))
+    count = re.fullmatch(pattern, ended.value.message)
+    assert count
     assert f"plain: AgentExit: {problem}" in capsys.readouterr().out.splitlines()
     assert main(["why", str(stage.home / "quits")]) == 0
     assert re.search(rf"^\d+ of \d+ attempts ended as AgentExit in plain: {problem}$", capsys.readouterr().out, re.M)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 SCALING_THRESHOLD = 1e100  # larger values are scaled before they are squared or summed
+MAX_FIXED_SCORE = 1e6  # larger scores are written with an exponent
 Z95 = 1.959964  # normal quantile of a 95 % interval
 
 
@@ -111,6 +112,11 @@ def clustered_mean(
     spread = math.fsum(math.fsum(value / scale - mean for value in group) ** 2 for group in non_empty)
     stderr = math.sqrt(spread * clusters / (clusters - 1)) / count
     return Estimate(mean * scale, stderr * scale, clusters, low, high)
+
+
+def format_score(value: float) -> str:
+    """Return a reward or a metric with three decimals, or with four digits if it is large."""
+    return f"{value:.3f}" if abs(value) < MAX_FIXED_SCORE else f"{value:.4g}"
 
 
 def safe_mean(values: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ramify.display import Display, make_grid
 from ramify.durations import format_duration
+from ramify.evals.stats import format_score
 from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import ProcessStatus
 
@@ -90,14 +91,14 @@ def format_status_line(status: Status) -> str:
     fields = {
         "step": f"{status.get('step', 0)}/{status.get('max_steps', '?')}",
         "state": status.get("state", "?"),
-        _get_reward_label(status): _format_number(status.get("reward"), ".3f"),
+        _get_reward_label(status): _format_score(status.get("reward")),
         "rollouts_per_s": _format_number(status.get("rollouts_per_s"), ".1f"),
         "tokens_per_s": _format_number(status.get("tokens_per_s"), ".0f"),
         "staleness": _format_number(staleness.get("mean"), ".1f"),
         "trainable": _format_ratio(status.get("trainable")),
         "left": "unknown" if status.get("eta_s") is None else format_duration(status["eta_s"]),
     }
-    evals = {name: _format_number(value, ".3f") for name, value in _list_latest_eval_means(status)}
+    evals = {name: _format_score(value) for name, value in _list_latest_eval_means(status)}
     counts: dict[str, int] = status.get("failures") or {}
     failures = {"failed": ",".join(f"{name}:{count}" for name, count in counts.items())} if counts else {}
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failures}.items())
@@ -157,10 +158,10 @@ def _build_header(status: Status) -> Table:
 def _build_stats(status: Status) -> Table:
     stats = make_grid()
     history = [value for value in status.get("reward_history") or () if value is not None]
-    reward = _format_number(status.get("reward"), ".3f")
+    reward = _format_score(status.get("reward"))
     stats.add_row(_get_reward_label(status), f"{reward}  {render_sparkline(history)}")
     for name, value in _list_latest_eval_means(status):
-        stats.add_row(name, _format_number(value, ".3f"))
+        stats.add_row(name, _format_score(value))
     stats.add_row("rollouts/s", _format_number(status.get("rollouts_per_s"), ".1f"))
     stats.add_row("tokens/s", _format_number(status.get("tokens_per_s"), ",.0f"))
     staleness: Mapping[str, Any] = status.get("staleness") or {}
@@ -188,6 +189,10 @@ def _list_latest_eval_means(status: Status) -> list[tuple[str, float]]:
 
 def _format_number(value: Any, format_spec: str) -> str:
     return "none yet" if value is None else f"{value:{format_spec}}"
+
+
+def _format_score(value: float | None) -> str:
+    return "none yet" if value is None else format_score(value)
 
 
 def _format_ratio(pair: Sequence[int] | None) -> str:

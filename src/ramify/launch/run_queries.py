@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ramify.errors import ConfigInvalid, ProviderError
+from ramify.evals.stats import format_score
 from ramify.launch.run_record import read_record
 from ramify.launch.status_client import DEFAULT_TIMEOUT, StatusClient
 from ramify.store import RunStore
@@ -57,8 +58,8 @@ def describe_evals(path: Path) -> list[str]:
         points_by_name.setdefault(point.name.removesuffix("/avg"), []).append(point)
     lines: list[str] = []
     for name, (first, *others) in points_by_name.items():
-        changes = [f" -> {others[-1].value:.3f} at step {others[-1].step}"] if others else []
-        lines.append("".join([f"{name}: {first.value:.3f} at step {first.step}", *changes]))
+        changes = [f" -> {format_score(others[-1].value)} at step {others[-1].step}"] if others else []
+        lines.append("".join([f"{name}: {format_score(first.value)} at step {first.step}", *changes]))
     return lines
 
 

@@ -62,8 +62,8 @@ METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
     "Staleness and throughput": {
         "staleness/mean": "mean staleness of the groups of the batch, in steps",
         "staleness/max": "maximum staleness of the groups of the batch",
-        "rollouts_per_s": "rollouts per second, over the last minute",
-        "tokens_per_s": "sampled tokens per second, over the last minute",
+        "rollouts_per_s": "rollouts per second, over the last 20 s or two steps",
+        "tokens_per_s": "sampled tokens per second, over the last 20 s or two steps",
         "time/unix": "Unix time at which the batch was formed",
         "time/step": "seconds since the trainer finished the step before",
         "utilization": "least time for the sampling and training of a step at the hardware's peaks, over `time/step`",

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from ramify.evals.stats import format_score
 from ramify.monitor.rollout_samples import COLUMNS, RolloutSample
 
 CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
@@ -143,4 +144,4 @@ class TensorBoardSink:
 
 
 def _format_value(value: float | None) -> str:
-    return "missing" if value is None else f"{value:.3f}"
+    return "missing" if value is None else format_score(value)

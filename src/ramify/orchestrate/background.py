@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ramify.async_calls import call_storage
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
+from ramify.evals.stats import format_score
 from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, encode_snapshot, save_snapshot
@@ -121,8 +122,21 @@ async def watch_patience(run: RunContext) -> None:
             return
         if run.config.orchestrator.on_no_signal == "end":
             raise error
-        print(f"{error.name}: {error.message}", flush=True)
-        run.progress.record_failure("rewards", Failure.from_exception(error))
+        _warn_about_rewards(run, error)
+
+
+async def warn_without_signal(run: RunContext) -> None:
+    """Record NoTrainableGroups as a failure each time that WARNING_GROUPS groups in a row cannot be trained on."""
+    patience = run.core.patience
+    while not run.core.admission.is_finished:
+        await patience.warning_due.wait()
+        patience.warning_due.clear()
+        _warn_about_rewards(run, NoTrainableGroups(f"warning: {patience.describe(run.ledger)}"))
+
+
+def _warn_about_rewards(run: RunContext, error: NoTrainableGroups) -> None:
+    print(f"{error.name}: {error.message}", flush=True)
+    run.progress.record_failure("rewards", Failure.from_exception(error))
 
 
 def _check_fruitless_attempts(run: RunContext) -> None:
@@ -189,7 +203,7 @@ def _print_step(run: RunContext, batch: BatchRecord) -> None:
     num_trainable, num_scored = run.progress.trainable_counts
     reward, staleness = metrics.get("reward/all/mean", 0.0), metrics.get("staleness/mean", 0.0)
     print(
-        f"step {batch.step}: reward {reward:.3f}, trainable {num_trainable}/{num_scored}, "
+        f"step {batch.step}: reward {format_score(reward)}, trainable {num_trainable}/{num_scored}, "
         f"{rollouts:.1f} rollouts/s, {tokens:.0f} tokens/s, staleness {staleness:.1f}",
         flush=True,
     )

@@ -211,7 +211,8 @@ class OrchestratorConfig(Config):
     ]
     """Filters of rollouts: gibberish, repetition, zero_advantage or plugins, with their keys."""
     patience: int | None = Field(default=256, ge=1)
-    """Consecutive groups without a trainable one, after which `on_no_signal` applies. None: never."""
+    """Consecutive groups without a trainable one, after which `on_no_signal` applies. None: never. After 32 of
+    them, the run warns."""
     on_no_signal: Literal["end", "warn"] = "end"
     """`end` ends the run with `NoTrainableGroups`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)

@@ -67,6 +67,7 @@ class Orchestrator:
                             "weights": run.weight_updater.run(),
                             "watchdog": background.watch_for_stalls(run),
                             "patience": background.watch_patience(run),
+                            "warning": background.warn_without_signal(run),
                             "snapshots": background.write_snapshots(run),
                             "load": background.adapt_concurrency(run),
                             "utilization": background.record_utilization(run),

@@ -1,8 +1,9 @@
 """Counts groups without a training signal, so that a run without one can end.
 
 A group whose attempts all earn the same reward has no training signal and is dropped, so a run in which all rewards are
-equal would sample forever. The core counts the groups that were dropped since the last trainable one. The count is
-restored from the ledger when the orchestrator restarts, and is reset to 0 after it was reported.
+equal would sample forever. The core counts the groups that were dropped since the last trainable one; a warning follows
+after WARNING_GROUPS of them. The count is restored from the ledger when the orchestrator restarts, and is reset to 0
+after it was reported.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from ramify.store.ledger import Ledger
 REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
 TRAINABLE_STATES = (GroupState.SCORED, GroupState.BATCHED, GroupState.TRAINED)
+WARNING_GROUPS = 32  # groups without a training signal, after which the run warns
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
 
 EQUAL_REWARDS_ADVICE = (
@@ -27,13 +29,14 @@ DROP_REASONS_ADVICE = "no group was dropped for equal rewards: remove the causes
 class PatienceCounter:
     """The number of groups dropped since the last trainable one.
 
-    `exceeded` is set while `num_dropped` is at least `limit`.
+    `exceeded` is set while `num_dropped` is at least `limit`. `warning_due` is set when `num_dropped` reaches
+    WARNING_GROUPS before that; whoever warns clears it.
     """
 
     def __init__(self) -> None:
         self.limit: int | None = None
         self.num_dropped = 0
-        self.exceeded = asyncio.Event()
+        self.exceeded, self.warning_due = asyncio.Event(), asyncio.Event()
 
     def restore(self, ledger: Ledger, limit: int | None) -> None:
         """Restore the count of an earlier process from the ledger; a `limit` of None is never exceeded."""
@@ -47,12 +50,19 @@ class PatienceCounter:
 
     def record_dropped(self, reason: DropReason) -> None:
         """Count a group that was dropped, unless the reason says nothing about its rewards."""
-        self.num_dropped += reason not in UNCOUNTED_REASONS
+        is_counted = reason not in UNCOUNTED_REASONS
+        self.num_dropped += is_counted
         self._update()
+        if is_counted and self.num_dropped == WARNING_GROUPS and not self.exceeded.is_set():
+            self.warning_due.set()
+
+    def describe(self, ledger: Ledger) -> str:
+        """Return a description of the counted groups."""
+        return _describe_dropped_groups(ledger, self.num_dropped, self.limit)
 
     async def report(self, ledger: Ledger) -> str:
         """Return a description of the counted groups, and reset the count."""
-        report = _describe_dropped_groups(ledger, self.num_dropped, self.limit)
+        report = self.describe(ledger)
         await ledger.save_states({REPORTED_KEY: ledger.num_issued()})
         self.record_trainable()
         return report

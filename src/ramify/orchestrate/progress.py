@@ -17,7 +17,7 @@ from ramify.store.run_log import RunLog
 from ramify.trace import Trace
 
 MAX_RECENT_FAILURES = 20
-THROUGHPUT_WINDOW = 60.0  # seconds over which throughput is measured
+THROUGHPUT_WINDOW = 20.0  # seconds over which throughput is measured, or since the batch before the last
 
 
 @dataclass(slots=True)
@@ -55,7 +55,8 @@ class RunProgress:
         self._run_log, self._on_metrics = run_log, on_metrics
         self._totals = _StepTotals()
         self._recent_groups: deque[tuple[float, int, int]] = deque()  # monotonic time, rollouts and sampled tokens
-        self._start_time = self.last_progress_time = time.monotonic()
+        self._sampling_start = self.last_progress_time = time.monotonic()
+        self._batch_times: deque[float] = deque(maxlen=2)  # monotonic times of the last two batches
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
         self._logged_faults: set[str] = set()
@@ -79,6 +80,10 @@ class RunProgress:
     def mark_progress(self) -> None:
         """Record that the run makes progress."""
         self.last_progress_time = time.monotonic()
+
+    def mark_sampling_started(self) -> None:
+        """Record that engines and env servers are up: throughput is measured from now on."""
+        self._sampling_start = time.monotonic()
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics of a step in the run log, and pass them to `on_metrics`."""
@@ -125,6 +130,7 @@ class RunProgress:
         totals, self._totals = self._totals, _StepTotals()
         reward = totals.mean_reward
         self.mark_progress()
+        self._batch_times.append(time.monotonic())
         values = {f"reward/{source}/mean": safe_mean(rewards) for source, rewards in totals.rewards_by_source.items()}
         values |= {name: safe_mean(numbers) for name, numbers in totals.values_by_metric.items()}
         if reward is not None:
@@ -145,11 +151,16 @@ class RunProgress:
             self.reward_history += [] if reward is None else [reward]
 
     def get_throughput(self) -> tuple[float, float]:
-        """Return rollouts and sampled tokens per second, over the last THROUGHPUT_WINDOW seconds or since the start."""
+        """Return rollouts and sampled tokens per second, over the last THROUGHPUT_WINDOW seconds.
+
+        The time is longer if a step takes longer, because groups are scored in bursts, and shorter if sampling has
+        begun only now.
+        """
         now = time.monotonic()
-        while self._recent_groups and self._recent_groups[0][0] < now - THROUGHPUT_WINDOW:
+        window_start = min([now - THROUGHPUT_WINDOW, *self._batch_times])
+        while self._recent_groups and self._recent_groups[0][0] < window_start:
             self._recent_groups.popleft()
-        span = max(1e-3, min(THROUGHPUT_WINDOW, now - self._start_time))
+        span = max(1e-3, now - max(window_start, self._sampling_start))
         num_rollouts = sum(rollouts for _, rollouts, _ in self._recent_groups)
         num_tokens = sum(tokens for _, _, tokens in self._recent_groups)
         return num_rollouts / span, num_tokens / span

@@ -17,6 +17,7 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
 from ramify.envserver.messages import AddressUpdate
 from ramify.errors import ConfigInvalid, Failure, TokenizerMismatch
+from ramify.evals.stats import format_score
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
@@ -157,6 +158,7 @@ class RunContext:
         # A new run samples from the initial weights; a resumed run waits for those of its trainer.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.dispatcher.weights_ready.set()
+        self.progress.mark_sampling_started()
 
     async def _open_replicator(self) -> HeadReplicator | None:
         """Append the changes that the head log lacks; later commits wait for their entry.
@@ -326,6 +328,8 @@ class RunContext:
     def _on_eval_done(self, step: int, values: dict[str, float]) -> None:
         self.progress.evals |= {name: {"step": step, "value": value} for name, value in values.items()}
         self.progress.record_metrics(step, values)
-        fields = [f"{name} {value:.3f}" for name, value in values.items() if name.endswith(("/avg", "/exact"))]
+        fields = [
+            f"{name} {format_score(value)}" for name, value in values.items() if name.endswith(("/avg", "/exact"))
+        ]
         fields += [f"{name} {value:g}" for name, value in values.items() if name.endswith("/missing") and value]
         print(f"eval at step {step}: {', '.join(fields)}", flush=True)
