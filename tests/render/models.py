@@ -93,6 +93,7 @@ MODELS = [
         format="hermes",
         rewrites=True,
     ),
+    Model("qwen3-2507", QWEN, ["<|im_end|>", "<|endoftext|>"], tools=True, format="hermes"),
     Model("qwen3-coder", QWEN, ["<|im_end|>", "<|endoftext|>"], tools=True, format="qwen-coder"),
     Model("gemma", ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>", "<eos>"], "<bos>"),
     Model("phi-3", ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], ["<|end|>"]),

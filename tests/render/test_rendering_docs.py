@@ -1,6 +1,7 @@
 """docs/rendering.md says for every template whether the next turn reuses its tokens; the tests measure it."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -54,3 +55,16 @@ def test_the_docs_list_what_every_template_preserves():
     assert len(measured) >= 12
     documented = {name: (question, results) for name, question, results in ROW.findall(PAGE)}
     assert documented == measured
+
+
+def test_multi_turn_examples_keep_what_was_sampled():
+    """`render/breaks` is 0 with the template of every model that a multi-turn example names."""
+    templates = {"Qwen/Qwen3-4B-Instruct-2507": "qwen3-2507", "Qwen/Qwen3-0.6B": "qwen3-no-thinking", "tiny": "ramify"}
+    measured, names = measure_outcomes(), set[str]()
+    for file in sorted((Path(__file__).parents[2] / "examples").glob("*/*.toml")):
+        example = tomllib.loads(file.read_text("utf-8"))
+        if any(source.get("max_turns") != 1 for source in example.get("train", [])):
+            names.add(example["model"]["name"])
+    names -= {"Qwen/Qwen3-VL-2B-Instruct", "tiny-vision", "HuggingFaceTB/SmolLM2-135M-Instruct"}  # of other families
+    assert "Qwen/Qwen3-4B-Instruct-2507" in names
+    assert {name: measured[templates[name]] for name in names} == dict.fromkeys(names, ("kept", "kept"))
