@@ -9,12 +9,13 @@ from typing import Literal
 import instructor
 import openai
 from features import MAX_TOKENS, MODEL, QUESTION, FeatureReport, check_weather
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Weather(BaseModel):
     """The weather of a city."""
 
+    model_config = ConfigDict(extra="forbid")  # else the schema allows the model any further property
     city: Literal["Paris", "Rome"]
     is_sunny: bool
 

@@ -45,7 +45,7 @@ class FeatureReport:
         except Exception as error:  # noqa: BLE001 - the table shows it, and the other features are checked too
             traceback.print_exc()
             self._has_failed, result = True, f"FAILED: {type(error).__name__}"
-        print(f"feature | {client} | {feature} | {result}", flush=True)
+        print(f"\nfeature | {client} | {feature} | {result}", flush=True)  # a client may have left a line open
 
     def finish(self) -> None:
         """End the process; the status is 1 if a feature failed."""
