@@ -14,8 +14,8 @@ import time
 CHUNK = 1 << 16
 CONNECT_TIMEOUT = 10.0  # seconds
 MAX_CONNECTIONS = 128  # at once; each is two open files and up to half a MiB of buffers, here and in the gateway
-BYTES_PER_SECOND = 8 << 20  # from a sandbox, in the long run; a long conversation with images has some MB
-BURST_BYTES = 32 << 20  # after a pause
+BYTES_PER_SECOND = 4 << 20  # from a sandbox, in the long run
+BURST_BYTES = 16 << 20  # after a pause: a long conversation with images
 
 
 class PortForward:
