@@ -80,7 +80,7 @@ def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_pat
     skip_unless_available("sandbox")
     row = {"prompt": "Double the number.", "code": READS_INPUT, "tests": [{"input": "3", "output": "6"}]}
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    table = {"id": "dataset", "path": path, "answer": "code", "reward": "tests", "eval_share": 0}
+    table = {"id": "dataset", "path": path, "answer_column": "code", "reward": "tests", "eval_share": 0}
     env = Environment.load(SourceConfig(taskset=table, runtime={"id": "sandbox"}))
     (task,) = env.iter_tasks()
     result = asyncio.run(validate_task(env, task))
@@ -92,4 +92,4 @@ def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_pat
 def test_math_verify_must_be_installed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigInvalid, match="lacks the package math-verify"):
-        make_dataset(write_jsonl(tmp_path / "rows.jsonl"), prompt="question", reward="math-verify")
+        make_dataset(write_jsonl(tmp_path / "rows.jsonl"), prompt_column="question", reward="math-verify")

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ramify.env.plugin import resolve_plugin
 from ramify.errors import ConfigInvalid
+from ramify.rollout import SourceConfig
 from ramify.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
+from ramify.train.sft.config import SftDataConfig
 from tests.tasksets.scripted_agent import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
-GSM8K = {"prompt": "question", "reward": "boxed"}
+GSM8K = {"prompt_column": "question", "reward": "boxed"}
 
 
 def write_jsonl(path: Path, rows=ROWS) -> str:
@@ -45,7 +48,11 @@ def test_gsm8k_file_needs_no_code(tmp_path):
 def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
     row = {"problem": "Half of one?", "solution": "So it is $\\boxed{\\frac{1}{2}}$."}
     taskset = make_dataset(
-        write_jsonl(tmp_path / "rows.jsonl", [row]), prompt="problem", answer="solution", reward="boxed", eval_share=0
+        write_jsonl(tmp_path / "rows.jsonl", [row]),
+        prompt_column="problem",
+        answer_column="solution",
+        reward="boxed",
+        eval_share=0,
     )
     (task,) = taskset.load()
     assert play(taskset, task, "\\boxed{0.5}").reward == 1.0
@@ -58,7 +65,7 @@ def test_extract_final_answer(answer, result):
 
 def test_score_exact_compares_the_whole_reply(tmp_path):
     rows = [{"prompt": "Say yes.", "answer": "yes", "how": "Be brief."}]
-    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), system="how", eval_share=0)
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), system_column="how", eval_share=0)
     (task,) = taskset.load()
     assert task.system == "Be brief."
     assert [play(taskset, task, reply).reward for reply in ("yes", " yes\n", "Yes", "yes!", "")] == [1, 1, 0, 0, 0]
@@ -246,3 +253,13 @@ def test_images_column_is_ignored_if_the_messages_have_images(tmp_path, part):
     row = {"prompt": messages, "answer": "red", "images": ["red.png"]}
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [row]), eval_share=0)
     assert [task.prompt for task in taskset.load()] == [tuple(messages)]
+
+
+def test_columns_are_named_as_in_sft_and_keep_the_identity_of_older_runs():
+    columns = {name for name in DatasetConfig.model_fields if name.endswith("_column")}
+    assert columns == {"prompt_column", "answer_column", "system_column", "tests_column"}
+    assert "prompt_column" in SftDataConfig.model_fields
+    table = {"id": "dataset", "path": "rows.jsonl", "prompt_column": "question"}
+    assert SourceConfig(taskset=table).stored_taskset == {"id": "dataset", "path": "rows.jsonl", "prompt": "question"}
+    with pytest.raises(ConfigInvalid, match=r"taskset\.prompt is now called prompt_column"):
+        resolve_plugin("taskset", {"id": "dataset", "path": "rows.jsonl", "prompt": "question"})

@@ -54,7 +54,7 @@ class EvalConfig(SourceConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run. Results of runs that differ in them are not comparable."""
-        parts = {"taskset": self.taskset, "model": self.model.name, "harness": self.stored_harness}
+        parts = {"taskset": self.stored_taskset, "model": self.model.name, "harness": self.stored_harness}
         return json.loads(json.dumps({**parts, "sampling": self.sampling.model_dump(mode="json")}, default=str))
 
     @property

@@ -146,7 +146,7 @@ class TrainSourceConfig(ServedSourceConfig):
             "reference": self.reference if self.reference != START_REFERENCE else None,
         }
         return {
-            "taskset": self.taskset,
+            "taskset": self.stored_taskset,
             "harness": self.stored_harness,
             "sampling": self.sampling.model_dump(mode="json"),
             **{key: value for key, value in optional.items() if value},

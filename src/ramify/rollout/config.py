@@ -80,6 +80,16 @@ class SourceConfig(Config):
         return to_old_keys(ChatHarnessConfig, self.harness)
 
     @property
+    def stored_taskset(self) -> dict[str, Any]:
+        """The taskset's table with the keys that earlier versions stored, for the identity of a run."""
+        if self.taskset.get("id") != "dataset":  # no other taskset has renamed keys
+            return self.taskset
+        from ramify.env.plugin import find_plugin_class  # a configuration is read without tasksets
+        from ramify.env.plugin_config import get_config_class
+
+        return to_old_keys(get_config_class(find_plugin_class("taskset", "dataset"), Config), self.taskset)
+
+    @property
     def source_name(self) -> str:
         """The name of the source: `name`, or else the taskset's id."""
         return self.name or str(self.taskset.get("id", ""))

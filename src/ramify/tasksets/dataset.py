@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, field_validator
 
@@ -43,15 +43,22 @@ Scorer = Callable[[rf.Task, rf.Trace], float]
 class DatasetConfig(rf.TasksetConfig):
     """The data files, their columns, and the reward."""
 
+    renamed_keys: ClassVar = {
+        "prompt": "prompt_column",
+        "answer": "answer_column",
+        "system": "system_column",
+        "tests": "tests_column",
+    }
+
     path: str
     """A file, a directory, or the id of a Hugging Face dataset in the local cache."""
     part: str | None = None
     """The part of a directory to read, such as `train` or `test`. Default: all of it."""
-    prompt: str = "prompt"
+    prompt_column: str = "prompt"
     """The column with the question: text, or a list of messages."""
-    answer: str = "answer"
+    answer_column: str = "answer"
     """The column with the answer."""
-    system: str | None = None
+    system_column: str | None = None
     """The column with the system prompt, if there is one."""
     instructions: str | None = None
     """The system prompt of all rows, if there is no such column. Default: a request for \\boxed{}, or for `tests` one
@@ -64,7 +71,7 @@ class DatasetConfig(rf.TasksetConfig):
     The function takes (task, trace) and returns a number; `task.row` is the row. The path is relative to the current
     directory.
     """
-    tests: str = "tests"
+    tests_column: str = "tests"
     """The column with the tests, for the reward `tests`."""
     test_python: str = "python3"
     """The Python of the runtime, for the reward `tests`."""
@@ -123,7 +130,7 @@ class Dataset(rf.Taskset):
         seen: set[str] = set()
         num_repeated = row_number = 0
         for row_number, row in enumerate(read_rows(config.path, config.part), 1):
-            prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
+            prompt = _parse_prompt(_get_column(row, config.prompt_column, row_number), row_number)
             _check_images(row, prompt, row_number)
             prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
             if assign_split(prompt_text, config.eval_share) != config.split:
@@ -147,13 +154,13 @@ class Dataset(rf.Taskset):
 
     def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
         """Return what the reward needs of a row."""
-        fields = {"answer": _get_column(row, self.config.answer, row_number)}
+        fields = {"answer": _get_column(row, self.config.answer_column, row_number)}
         return fields if self.config.reward in SCORERS else {**fields, "row": row}
 
     def _get_system_prompt(self, row: DataRow, row_number: int) -> str | None:
         config = self.config
-        if config.system is not None:
-            return _get_column(row, config.system, row_number)
+        if config.system_column is not None:
+            return _get_column(row, config.system_column, row_number)
         return DEFAULT_INSTRUCTIONS.get(config.reward) if config.instructions is None else config.instructions
 
 
@@ -178,8 +185,8 @@ class CodeDataset(Dataset):
         return score_exact  # not used: `correct` runs the tests
 
     def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
-        tests = parse_tests(row, self.config.tests, row_number)
-        return {"answer": row.get(self.config.answer), "tests": tests.to_plain(), "requires": ("isolation",)}
+        tests = parse_tests(row, self.config.tests_column, row_number)
+        return {"answer": row.get(self.config.answer_column), "tests": tests.to_plain(), "requires": ("isolation",)}
 
 
 def score_exact(task: rf.Task, trace: rf.Trace) -> float:
