@@ -83,7 +83,7 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
         return None
     trainer, directory = config.trainer, config.shared_path or config.path
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
-    num_versions = 1 if config.weights.transport == "shm" else 2  # one is in use while the next is written
+    num_versions = 1 if config.weights.transport == "shm" else 3  # the newest, one in use, and one that is written
     measure = partial(_measure_available, directory)
     return DiskEstimate(
         directory,

@@ -75,31 +75,39 @@ class CheckpointManager:
         return get_step_directory(self.directory, step, self.token)
 
     def save(
-        self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None, *, committed: int | None = None
+        self,
+        trainer: Trainer,
+        step: int,
+        note: Mapping[str, Any] | None = None,
+        *,
+        committed: int | None = None,
+        reserved_bytes: int = 0,
     ) -> Path:
         """Save the trainer's state after `step` steps, and a note that `load` returns.
 
-        If the disk has no room, the checkpoints before `committed`, the last committed one, are removed. Raises
-        StorageFull or StorageFailed; the last committed checkpoint is unchanged.
+        If the disk has no room beside `reserved_bytes`, the checkpoints before `committed`, the last committed one, are
+        removed. Raises StorageFull or StorageFailed; the last committed checkpoint is unchanged.
         """
         path = self.path_for(step)
         if self.ranks.broadcast((path / MANIFEST_FILE).exists()):
             return path  # nobody else uses this name
         try:
-            self._write(trainer, path, step, note)
+            self._write(trainer, path, step, note, reserved_bytes)
         except StorageFull as error:
             obsolete = [saved for saved in self.list_steps() if committed is not None and saved < committed]
             if committed is None or not self.ranks.broadcast(obsolete):
                 raise
             self.warn(f"{error.message}; checkpoints before step {committed} are removed to make room")
             self.remove_before(committed, keep_last=1)
-            self._write(trainer, path, step, note)
+            self._write(trainer, path, step, note, reserved_bytes)
         return path
 
-    def _write(self, trainer: Trainer, path: Path, step: int, note: Mapping[str, Any] | None) -> None:
+    def _write(
+        self, trainer: Trainer, path: Path, step: int, note: Mapping[str, Any] | None, reserved_bytes: int
+    ) -> None:
         """Write a checkpoint to `path`. If that fails, remove what was written."""
         partial_path = path.with_name(f".{path.name}.partial")
-        state_bytes = sum(self.ranks.all_gather(_count_state_bytes(trainer)))
+        needed_bytes = sum(self.ranks.all_gather(_count_state_bytes(trainer))) + reserved_bytes
         try:
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 if self.ranks.is_first:
@@ -107,7 +115,7 @@ class CheckpointManager:
                     if path.exists():  # without its manifest it is incomplete: replace it
                         remove_directory(path)
                     mkdir_and_fsync(self.directory)
-                    self._check_room(state_bytes)
+                    self._check_room(needed_bytes)
                     partial_path.mkdir()
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
@@ -133,10 +141,10 @@ class CheckpointManager:
                 shutil.rmtree(partial_path, ignore_errors=True)
             raise
 
-    def _check_room(self, state_bytes: int) -> None:
+    def _check_room(self, needed_bytes: int) -> None:
         """Raise StorageFull if the disk has no room: a save that fills it would fail the other writers of the run."""
-        if (free := shutil.disk_usage(self.directory).free) < state_bytes:
-            sizes = f"{state_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
+        if (free := shutil.disk_usage(self.directory).free) < needed_bytes:
+            sizes = f"{needed_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
             raise StorageFull(f"{self.directory} has no room for a checkpoint: {sizes}")
 
     def load(self, trainer: Trainer, step: int, *, name: str = "", digest: str = "") -> dict[str, Any]:

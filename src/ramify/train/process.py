@@ -53,6 +53,7 @@ class TrainerProcess:
         self.save_outputs, self.flat, self.log, self.should_stop = save_outputs, flat, log, should_stop
         self.model_path = fetch_model(config.model.name)
         self.training_lock = TrainingLock.from_environment()
+        self._published_bytes = 0  # of one version, if it is on the disk of the checkpoints
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the number of steps in the history."""
@@ -104,7 +105,9 @@ class TrainerProcess:
             if publisher is not None:
                 self._publish(trainer, publisher, incarnation, steps_done)
                 if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
-                    last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
+                    last_saved_step = self._save(
+                        trainer, checkpoints, steps_done, last_saved_step, reserved_bytes=self._published_bytes
+                    )
         if publisher is not None:
             publisher.write_last_directory()
         if publisher is not None and steps_done > last_saved_step:
@@ -161,13 +164,26 @@ class TrainerProcess:
         needed = self.ranks.call_on_first(lambda: self.batch_source.report_published(published.version, published.path))
         if needed is not None:
             publisher.prune(needed)
+        if self.config.weights.transport != "shm":
+            self._published_bytes = published.bytes
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
-    def _save(self, trainer: Trainer, checkpoints: CheckpointManager, step: int, last_saved_step: int) -> int:
-        """Save and commit a checkpoint; returns the last saved step. If the disk is full, report it and continue."""
+    def _save(
+        self,
+        trainer: Trainer,
+        checkpoints: CheckpointManager,
+        step: int,
+        last_saved_step: int,
+        *,
+        reserved_bytes: int = 0,
+    ) -> int:
+        """Save and commit a checkpoint; returns the last saved step. If the disk is full, report it and continue.
+
+        `reserved_bytes` is the room that the next published version needs.
+        """
         started = time.perf_counter()
         try:
-            path = checkpoints.save(trainer, step, committed=last_saved_step)
+            path = checkpoints.save(trainer, step, committed=last_saved_step, reserved_bytes=reserved_bytes)
         except StorageFull as error:
             message = f"step {step} was not saved: {error.message}; the last saved step is {last_saved_step}"
             self.log(f"{error.name}: {message}")
