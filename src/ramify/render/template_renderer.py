@@ -60,6 +60,7 @@ class TemplateRenderer(Renderer):
         super().__init__()
         self._load_image_family = load_image_family
         self.tokenizer = tokenizer
+        template.check_limits()
         self._adapter = TemplateAdapter(template)
         self.stop_ids = self._find_stop_ids(eos_ids)
         stop_texts = [text for id in self.stop_ids if (text := tokenizer.id_to_token(id)) is not None]
