@@ -11,7 +11,7 @@ from ramify.config import Config, dry_run, dump_toml, parse, pop_flags, write_to
 from ramify.errors import ConfigInvalid, StorageFailed
 from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
-text = st.text(max_size=20)
+text = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20)
 integer = st.integers(-(2**62), 2**62)
 number = st.floats(allow_nan=False, allow_infinity=False)
 plain = st.recursive(

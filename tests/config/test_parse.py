@@ -254,3 +254,14 @@ def test_configuration_does_not_load_torch():
 def test_every_problem_is_a_config_invalid():
     with pytest.raises(ConfigInvalid):
         parse(Run, [])
+
+
+def test_nul_characters_and_deep_tables_are_named(tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"name: a NUL character is not allowed, found 'a\\x00b'"):
+        parse(Run, ["@", toml(tmp_path / "nul.toml", 'name = "a\\u0000b"')])
+    with pytest.raises(ConfigInvalid, match="a NUL character is not allowed"):
+        Run.model_validate({"name": "a\0b"})
+    with pytest.raises(ConfigInvalid, match=r"'a\\x00b\.toml': cannot be read"):
+        parse(Run, ["@", "a\0b.toml"])
+    with pytest.raises(ConfigInvalid, match="is nested too deeply"):
+        parse(Run, ["@", toml(tmp_path / "deep.toml", "name = " + "[" * 100_000)])

@@ -192,6 +192,24 @@ def test_huge_numbers_and_deep_nesting_are_accepted(run_scenario):
     run_scenario(["ok"], check)
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses", "/messages/count_tokens"])
+def test_json_that_is_nested_too_deeply_is_refused(run_scenario, path):
+    async def check(scenario: Scenario) -> None:
+        for depth in (400, 900, 5000, 100_000):
+            deep = depth * b'{"a":' + b"1" + depth * b"}"
+            tool = b'{"type": "function", "name": "f", "parameters": %b, "input_schema": %b}' % (deep, deep)
+            tools = b'[{"type": "function", "name": "f", "function": %b, "input_schema": %b}]' % (tool, deep)
+            for body in (
+                b'{"messages": %b, "input": %b}' % (deep, deep),
+                b'{"messages": [{"role": "user", "content": "hi"}], "input": "hi", "tools": %b}' % tools,
+            ):
+                answer = await scenario.post(path, body)
+                assert answer.status_code in (200, 400), (depth, answer.text)
+                assert answer.status_code == 200 or answer.json()["error"], answer.text
+
+    run_scenario(lambda prompt: "hello", check)
+
+
 def test_a_lone_surrogate_becomes_a_question_mark(run_scenario):
     async def check(scenario: Scenario) -> None:
         body = b'{"messages": [{"role": "user", "content": "\\ud83d and \\ud83d\\ude00"}]}'

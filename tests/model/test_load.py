@@ -1,5 +1,6 @@
 """Models that the engine cannot hold or compute are rejected when they are loaded."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers.utils.logging import warning_once
 
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
+from ramify.launch.memory import ModelSize
 from ramify.model.load import load_config, load_model
 from ramify.model.resolve import resolve_model_path
 from tests.infer.llama import build_core, reference, run, sampled_ids, scores, write_llama
@@ -50,7 +52,7 @@ def test_unsupported_cache_is_rejected(model_type, message, tmp_path):
 
 
 def test_layers_with_different_kv_heads_are_rejected(tmp_path):
-    LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)
+    LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ModelUnsupported, match="num_key_value_heads"):
         load_model(tmp_path)
 
@@ -138,3 +140,32 @@ def test_config_of_an_idefics3_model_is_loaded_without_a_warning(caplog):
     logger.warning(message)
     assert caplog.messages == [message]
     assert logger.filters == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"vocab_size": 10},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"hidden_size": 0},
+        {"num_hidden_layers": -1},
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_rejected_by_name(values, tmp_path):
+    tiny = resolve_model_path("tiny")
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+    (tmp_path / "model.safetensors").symlink_to(tiny / "model.safetensors")
+    with pytest.raises((ModelUnsupported, WeightsRefused)):
+        load_model(tmp_path)
+    ModelSize.from_name(str(tmp_path))  # the plan of a run estimates it, or leaves it out
+
+
+def test_config_that_is_nested_too_deeply_is_rejected_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelUnsupported, match=r"config\.json: RecursionError"):
+        load_config(tmp_path)
+    assert ModelSize.from_name(str(tmp_path)) is None

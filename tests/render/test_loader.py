@@ -206,3 +206,18 @@ def test_keys_of_the_other_renderer_type_are_refused():
         parse(Run, family[:2])
     with pytest.raises(ConfigInvalid, match="mistal"):
         parse(Run, ["--renderer.tool_format", "mistal"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("tokenizer_config.json", "[" * 100_000, "is not JSON"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "expected a text, or a list of tables"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "expected token ids"),
+        ("generation_config.json", '{"eos_token_id": -1}', "expected token ids"),
+    ],
+)
+def test_damaged_model_files_are_named(model, file, content, problem):
+    (model / file).write_text(content)
+    with pytest.raises(ConfigInvalid, match=f"{file}.*{problem}"):
+        load_renderer(model)

@@ -1,18 +1,19 @@
 """Logprob and entropy of every trained token can be read for each rollout after the step."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import BatchCorrupt, TokenizerMismatch
 from ramify.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.token_stats import TokenStatsWriter, read_token_stats
 from tests.train.batches import build_attempt, build_group
-from tests.train.models import CONFIGS, build_model, build_policy
+from tests.train.models import CONFIGS, VOCAB, build_model, build_policy
 
 ATTEMPTS = [*build_group(Random(0), 3, [-1, 0, 1, 1]), build_attempt(Random(1), "forked", [-1, 0, 0, 1, 1])]
 
@@ -79,3 +80,13 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     (tmp_path / "token_stats" / "step_000003-1.rank_0.npz").write_bytes(b"PK\x03\x04nothing")
     with pytest.raises(BatchCorrupt, match="token stats of step 3"):
         read_token_stats(tmp_path, 3, 1)
+
+
+def test_a_token_beyond_the_vocabulary_is_a_tokenizer_mismatch():
+    forest = build_forest([attempt.sample() for attempt in ATTEMPTS[:1]])
+    token_ids = np.full_like(forest.token_ids, VOCAB)
+    trainer = Trainer(build_policy(CONFIGS["llama"]), TrainerConfig())
+    with pytest.raises(
+        TokenizerMismatch, match=rf"token id {VOCAB}, but the vocabulary of the model is 0 to {VOCAB - 1}"
+    ):
+        trainer.step(Batch.from_packs(7, [replace(forest, token_ids=token_ids)]))

@@ -97,7 +97,7 @@ def read_model_info(name: str) -> ModelInfo:
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelNotFound(f"{path} does not contain a JSON object")

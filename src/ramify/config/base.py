@@ -74,6 +74,9 @@ class Config(BaseModel):
         for old, new in get_renamed_keys(cls).items():
             if old in data:
                 raise ConfigInvalid(f"{cls.__name__}.{old} is now called {new}")
+        for key, value in data.items():
+            if isinstance(value, str | PurePath) and "\0" in str(value):
+                raise ConfigInvalid(f"{key}: a NUL character is not allowed, found {str(value)!r}; remove it")
         fields = cls.model_fields
         return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
 

@@ -132,6 +132,10 @@ def _read_toml(filename: str) -> TomlTable:
         raise ArgumentProblem(filename, f"is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
         raise ArgumentProblem(filename, f"is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ArgumentProblem(filename, "is nested too deeply") from error
+    except ValueError as error:  # a NUL character in the name
+        raise ArgumentProblem(repr(filename), f"cannot be read: {error}") from error
 
 
 def _parse_index(key: KeyPath, part: str, size: int) -> int:

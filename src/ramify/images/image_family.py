@@ -73,6 +73,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         value: Any = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigInvalid(f"model: {path} is not JSON: {error}") from error
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

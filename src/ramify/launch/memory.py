@@ -78,7 +78,7 @@ class ModelSize:
         """Read the size of a model from its files or, if it is not here, guess it from its name; None if neither."""
         try:
             return cls._from_files(resolve_model_path(name))
-        except (ModelNotFound, WeightsRefused, OSError, ValueError):
+        except (ModelNotFound, WeightsRefused, OSError, ValueError, ArithmeticError, RecursionError):
             match = SIZE_IN_NAME.search(name.rsplit("/", 1)[-1])
         if match is None:
             return None

@@ -92,7 +92,7 @@ def load_config(path: Path) -> Any:
     try:
         with hide_log_records("transformers.configuration_utils", IDEFICS3_DEFAULT_WARNING):
             return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # wrong values of a config raise anything
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
 
 
@@ -118,7 +118,7 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
         raise ModelUnsupported(
             f"{config.model_type} does not support custom attention functions: it knows no {error}"
         ) from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # wrong values of its config raise anything
         raise ModelUnsupported(f"transformers cannot load {path}: {describe_error(error)}") from error
     module, loading_info = loaded
     if missing := sorted(loading_info["missing_keys"]):

@@ -40,7 +40,7 @@ class Manifest:
             return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
         except OSError as error:
             raise WeightsRefused(f"{directory} has no readable {MANIFEST_FILE}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsRefused(f"{directory / MANIFEST_FILE} is not a manifest: {error!r}") from error
 
     def write(self, directory: Path) -> None:

@@ -59,7 +59,7 @@ def _has_weights(directory: Path) -> bool:
     if index.is_file():
         try:
             files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, RecursionError):
             return False
         return all((directory / file).is_file() for file in files)
     return any(path.is_file() for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
@@ -79,7 +79,7 @@ def _read_number(model_dir: Path, key: str) -> int | None:
     try:
         config = json.loads((model_dir / "config.json").read_bytes())
         return int(config[key] if key in config else config["text_config"][key])  # of a vision-language model
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

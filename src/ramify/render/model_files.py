@@ -46,8 +46,13 @@ def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
     if isinstance(config_value, str):
         templates[DEFAULT_TEMPLATE] = config_value
     elif config_value:
-        entries: list[dict[str, str]] = config_value
-        templates |= {entry["name"]: entry["template"] for entry in entries}
+        try:
+            templates |= {str(entry["name"]): str(entry["template"]) for entry in config_value}
+        except (KeyError, TypeError) as error:
+            raise ConfigInvalid(
+                f"model: chat_template in {directory / 'tokenizer_config.json'} is {str(config_value)[:80]}, expected "
+                "a text, or a list of tables with name and template"
+            ) from error
     processor_template = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(processor_template, str):
         templates[DEFAULT_TEMPLATE] = processor_template
@@ -62,9 +67,12 @@ def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
 def _load_eos_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-text ids of the generation config, or else those of the model config."""
     for name in ("generation_config.json", "config.json"):
-        ids: int | list[int] | None = _read_json(directory / name).get("eos_token_id")
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+        value: Any = _read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            ids = cast("list[Any]", value) if isinstance(value, list) else [value]
+            if not all(isinstance(id, int) and 0 <= id < 2**31 for id in ids):
+                raise ConfigInvalid(f"model: eos_token_id in {directory / name} is {value!r}, expected token ids")
+            return tuple(ids)
     return ()
 
 
@@ -79,6 +87,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value: Any = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigInvalid(f"model: {file} is not JSON: {error}") from error
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ramify.errors import ModelUnsupported, RamifyError
+from ramify.errors import ModelUnsupported, RamifyError, TokenizerMismatch
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
@@ -59,6 +59,7 @@ class PolicyModel(nn.Module):
         self.tower = get_vision_tower(model)
         self.sliding_windows = get_sliding_windows(model.config)
         self.max_positions = get_longrope_limit(model.config.get_text_config())
+        self.vocab_size: int = model.config.get_text_config().vocab_size
         self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl, "kl": kl}
         self.train()
         _disable_dropout(model)
@@ -100,6 +101,11 @@ class PolicyModel(nn.Module):
 
     def _run_model(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return logprob, entropy, and the logprobs of the reference's likeliest tokens [entries, k]."""
+        if (token_id := int(inputs.forest.token_ids.max(initial=0))) >= self.vocab_size:
+            raise TokenizerMismatch(
+                f"a batch holds token id {token_id}, but the vocabulary of the model is 0 to {self.vocab_size - 1}; "
+                "use the tokenizer and the weights of one model"
+            )
         limit = self.max_positions
         if limit is not None and (position := inputs.forest.position_ids.max(initial=0)) >= limit:
             problem = f"position {position} exceeds the longrope limit of {limit}"
