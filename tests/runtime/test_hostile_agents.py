@@ -1,6 +1,7 @@
 """Agents that attack the machine around their sandbox: its disk, its process table, and the blame for a failure."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -130,9 +131,10 @@ def test_rollout_whose_sandbox_is_killed_is_not_scored():
     async def kill_sandbox() -> None:
         while True:
             for process in psutil.Process().children(recursive=True):
-                if process.cmdline()[:2] == ["sleep", nap]:
-                    next(parent for parent in process.parents() if parent.name() == "bwrap").kill()
-                    return
+                with contextlib.suppress(psutil.NoSuchProcess):  # programs of the sandbox come and go
+                    if process.cmdline()[:2] == ["sleep", nap]:
+                        next(parent for parent in process.parents() if parent.name() == "bwrap").kill()
+                        return
             await asyncio.sleep(0.02)
 
     async def test() -> None:
