@@ -24,7 +24,8 @@ from ramify.model.resolve import resolve_model_path
 from ramify.render import ReplyConstraint
 from ramify.trace import Trace
 from tests.gateway.fake_client import make_session, user_request
-from tests.gateway.fake_engine import TINY
+from tests.gateway.fake_engine import TINY, check_tokens
+from tests.gateway.scenario import Scenario
 from tests.infer.llama import build_core
 from tests.infer.serving import run_server
 
@@ -178,3 +179,42 @@ def test_equal_messages_with_another_constraint_are_another_call():
 )
 def test_chat_endpoints_get_the_constraint_as_fields(constraint, fields):
     assert format_constraint(constraint) == fields
+
+
+CALL_TEXT = '<tool_call>\n{"name": "paint", "arguments": {"color": "red"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+def test_text_of_a_call_is_content_if_calls_are_forbidden(run_scenario, path: str):
+    async def check(scenario: Scenario) -> None:
+        choice = {"type": "none"} if path == "/messages" else "none"
+        tools = {"/chat/completions": CHAT_TOOL, "/responses": RESPONSES_TOOL, "/messages": MESSAGES_TOOL}
+        fields = {"tools": [tools[path]], "tool_choice": choice, "max_tokens": 100}
+        first = (await scenario.post(path, {"messages": [USER], "input": [USER], **fields})).json()
+        reply = {
+            "/chat/completions": lambda: first["choices"][0]["message"],
+            "/responses": lambda: first["output"][0],
+            "/messages": lambda: {"role": "assistant", "content": first["content"]},
+        }[path]()
+        assert CALL_TEXT in scenario.trace.nodes[-1].message.text and not scenario.trace.nodes[-1].message.tool_calls
+        assert json.dumps(CALL_TEXT)[1:-1] in json.dumps(reply) and not reply.get("tool_calls")
+        history = [USER, reply, {"role": "user", "content": "Why?"}]
+        await scenario.post(path, {"messages": history, "input": history, **fields})
+        assert len(scenario.trace.leaves) == 1 and not scenario.reasons, "the second call continues the first reply"
+        fields["tool_choice"] = {"type": "auto"} if path == "/messages" else "auto"
+        await scenario.post(path, {"messages": [USER], "input": [USER], **fields})
+        assert scenario.trace.nodes[-1].message.tool_calls
+        check_tokens(scenario.trace, scenario.engine)
+
+    run_scenario([CALL_TEXT] * 3, check)
+
+
+def test_equal_messages_with_another_tool_choice_are_another_call():
+    async def main() -> None:
+        session, _ = make_session([CALL_TEXT] * 2)
+        first = session.start_call(user_request("?", allows_calls=False))
+        second = session.start_call(user_request("?", retry_count=1))
+        replies = await asyncio.gather(first.wait(), second.wait())
+        assert [len(reply.message.tool_calls) for reply in replies] == [0, 1]
+
+    asyncio.run(main())

@@ -303,3 +303,16 @@ def test_structured_output_that_cannot_be_served_is_refused_with_its_reason(http
 def test_lenient_schema_ignores_what_cannot_be_enforced(http):
     (choice,) = chat(http, response_format=json_schema({"const": 5, "not": {"type": "string"}}))
     assert json.loads(choice["message"]["content"]) == 5
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+def test_text_of_a_call_is_content_if_calls_are_forbidden(http, choice):
+    grammar = {"grammar": 'start: <tool_call> "{\\"name\\": \\"stop\\", \\"arguments\\": {}}" </tool_call>'}
+    (reply,) = chat(http, tools=TOOLS, tool_choice=choice, structured_outputs=grammar)
+    assert reply["finish_reason"] == "stop" and not reply["message"].get("tool_calls")
+    assert reply["message"]["content"] == '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+    assert stream_chat(http, tools=TOOLS, tool_choice=choice, structured_outputs=grammar) == (
+        reply["message"]["content"],
+        [],
+        "stop",
+    )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,16 @@ def test_a_malformed_call_is_reported():
     assert parsed.message.tool_calls == ()
     assert [problem.kind for problem in parsed.problems] == [ParseProblemKind.INVALID_JSON]
     assert parsed.problems[0].text in parsed.message.content
+
+
+def test_text_of_a_call_is_content_if_calls_are_not_allowed():
+    render = renderer("qwen3")
+    call = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+    parsed = render.parse(
+        tokenizer(tuple(QWEN)).encode(f"{call}<|im_end|>").ids, replace(render.render([USER]), allows_calls=False)
+    )
+    assert not parsed.message.tool_calls and not parsed.problems
+    assert '{"name": "run", "arguments": {}}' in parsed.message.text
 
 
 def test_a_missing_library_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch):

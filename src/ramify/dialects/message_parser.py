@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from ramify.config.schema import is_dict, is_list, is_tuple
+from ramify.config.schema import is_list, is_tuple
 from ramify.dialects.media import (
     IMAGE_PART_EXAMPLE,
     IMAGE_PART_TYPES,
@@ -17,7 +17,7 @@ from ramify.dialects.media import (
     read_image,
 )
 from ramify.dialects.model_call import ModelRequest
-from ramify.dialects.structured_output import parse_constraint
+from ramify.dialects.structured_output import forbids_calls, parse_constraint
 from ramify.errors import ImageInvalid, RequestInvalid
 from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
@@ -123,9 +123,8 @@ class MessageParser:
         `response_format` is the dialect's name of this field and its value; `field_names` are its names of the sampling
         parameters `stop` and `max_tokens`. Raises RequestInvalid.
         """
-        choice = body.get("tool_choice")
-        choice_type = choice.get("type") if is_dict(choice) else choice
-        parsed = map(parse_tool, () if choice_type == "none" else tools or ())
+        allows_calls = not forbids_calls(body.get("tool_choice"))
+        parsed = map(parse_tool, (tools or ()) if allows_calls else ())
         parsed_tools = tuple(tool for tool in parsed if tool is not None)
         format_field, format_value = response_format
         constraint = parse_constraint(body, parsed_tools, response_format=format_value, format_field=format_field)
@@ -140,6 +139,7 @@ class MessageParser:
             media=self.media,
             prefill=self.prefill,
             constraint=constraint,
+            allows_calls=allows_calls,
         )
 
 

@@ -44,6 +44,8 @@ class ModelRequest:
     """The beginning of the reply, which the client has written and the policy continues."""
     constraint: ReplyConstraint | None = None
     """What the client requires of the reply, if it is JSON or tool calls."""
+    allows_calls: bool = True
+    """Whether tool calls in the reply are parsed; otherwise their text is content."""
     fork_reason: str = ""
     """Why the request leaves the recorded conversations, if the client says so; by default it is inferred."""
 

@@ -122,7 +122,7 @@ class CompactionDialect(ResponsesDialect):
 
     def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse a conversation and add the request for a summary."""
-        parsed = super().parse_request({**body, "tools": (), "stream": False}, store)
+        parsed = super().parse_request({**body, "tools": (), "tool_choice": "none", "stream": False}, store)
         messages = (*parsed.request.messages, SUMMARY_REQUEST)
         return replace(parsed, request=replace(parsed.request, messages=messages))
 

@@ -48,6 +48,11 @@ def parse_constraint(
     return ReplyConstraint(schema, is_strict, tuple(tool_names), is_parallel)
 
 
+def forbids_calls(tool_choice: Any) -> bool:
+    """Return whether a `tool_choice` is `none`: no tool is offered, and the text of a call is content."""
+    return (tool_choice.get("type") if is_dict(tool_choice) else tool_choice) == "none"
+
+
 def parse_response_format(response_format: Any, field: str) -> tuple[Mapping[str, Any] | None, bool]:
     """Return the schema of a `response_format`, None for text, and whether it is strict. Raises RequestInvalid."""
     format_type = response_format.get("type") if is_dict(response_format) else response_format

@@ -87,6 +87,8 @@ class PolicyRequest:
     """Measures how long the engine made no progress, if the policy can observe that."""
     constraint: ReplyConstraint | None = None
     """What the reply must be: JSON or tool calls."""
+    allows_calls: bool = True
+    """Whether tool calls in the reply are parsed; otherwise their text is content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,8 +299,9 @@ class TokenPolicy:
         self, tokens: SampledTokens, request: PolicyRequest
     ) -> tuple[SampledTokens, ParsedReply, str | None]:
         """Truncate the sample after the first stop string and parse it; also return the stop string that ended it."""
-        prompt, stop_strings = request.prompt.rendered, request.stop_strings
-        assert prompt is not None
+        rendered, stop_strings = request.prompt.rendered, request.stop_strings
+        assert rendered is not None
+        prompt = replace(rendered, allows_calls=request.allows_calls)
         match = find_stop(self.renderer.tokenizer, tokens.token_ids, stop_strings) if stop_strings else None
         if match is None:
             return tokens, self.renderer.parse_after_prefill(tokens.token_ids, prompt), None

@@ -162,7 +162,7 @@ class RolloutSession:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
         constraint = request.constraint and astuple(request.constraint)
-        options = [request.tools, request.sampling_overrides, request.prefill, constraint]
+        options = [request.tools, request.sampling_overrides, request.prefill, request.allows_calls, constraint]
         fingerprint = (id(policy), id(position), encode_canonical(options))
         return self._deduplicator.join_or_start(
             request, fingerprint, lambda: self._start_call(request, policy, position)
@@ -383,6 +383,7 @@ class RolloutSession:
                         stop_strings,
                         self.clock,
                         request.constraint,
+                        request.allows_calls,
                     )
                     sampled = await self._sample_with_retries(policy, sample_request)
                     self._num_calls += 1

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ramify.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
 from ramify.dialects.http_format import decode_body
-from ramify.dialects.structured_output import parse_constraint
+from ramify.dialects.structured_output import forbids_calls, parse_constraint
 from ramify.errors import RequestInvalid
 from ramify.infer.control_api import check_model_name
 from ramify.infer.detokenizer import IncrementalDetokenizer
@@ -148,7 +148,8 @@ async def create_chat_completion(
     body = decode_body(await http.body(), ChatBody)
     check_model_name(body.model, name)
     renderer = require_renderer(renderer)
-    tools = None if body.tool_choice == "none" else body.tools
+    allows_calls = not forbids_calls(body.tool_choice)
+    tools = body.tools if allows_calls else None
     parser = parse_messages(body.messages)
     if continues_final_message(msgspec.structs.asdict(body)):
         parser.split_off_prefill()
@@ -161,7 +162,8 @@ async def create_chat_completion(
     if max_tokens is None:
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    formatter = ChatFormatter(renderer, prompt, has_tools=bool(tools), prefill=parser.prefill)
+    reply_prompt = replace(prompt, allows_calls=allows_calls)
+    formatter = ChatFormatter(renderer, reply_prompt, has_tools=bool(tools), prefill=parser.prefill)
     images = await load_images(prompt, renderer)
     call = _build_call(
         engine,

@@ -114,7 +114,8 @@ class RenderedPrompt:
     span are the generation prompt. A `Turn` whose `prefix_node` is the last node of the history takes exactly these.
     `reused_images` are the images of the history. `prefix_break` says why the history's tokens were not reused; None if
     they were, or if there was no history. The last `num_prefill` tokens are the beginning of the reply, which somebody
-    else has written; they are part of the generation prompt.
+    else has written; they are part of the generation prompt. If `allows_calls` is False, the text of a call in the
+    reply is content.
     """
 
     messages: tuple[Message, ...]
@@ -127,6 +128,7 @@ class RenderedPrompt:
     media: tuple[PromptMedia, ...] = ()
     reused_images: tuple[PromptImage, ...] = ()
     num_prefill: int = 0
+    allows_calls: bool = True
 
     @property
     def images(self) -> tuple[PromptImage, ...]:

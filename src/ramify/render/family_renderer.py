@@ -91,7 +91,8 @@ class FamilyRenderer(Renderer):
         call_ids = CallIdGenerator(ids, len(prompt.messages))
         content = response.content
         for index, call in enumerate(response.tool_calls):
-            if call.status == "ok" and call.name:
+            is_valid = call.status == "ok" and call.name
+            if is_valid and prompt.allows_calls:
                 call_id = call.id or call_ids.make_id(index)
                 arguments = (
                     call.arguments
@@ -100,9 +101,9 @@ class FamilyRenderer(Renderer):
                 )
                 calls.append(ToolCall(call_id, call.name, arguments))
             else:
-                problems.append(
-                    ParseProblem(PROBLEM_KINDS.get(call.status, ParseProblemKind.BAD_FORM), call.raw, str(call.status))
-                )
+                if prompt.allows_calls:
+                    kind = PROBLEM_KINDS.get(call.status, ParseProblemKind.BAD_FORM)
+                    problems.append(ParseProblem(kind, call.raw, str(call.status)))
                 content = content if call.raw in content else f"{content}\n{call.raw}".lstrip("\n")
         if response.reasoning_complete is False:
             problems.append(ParseProblem(ParseProblemKind.UNCLOSED_REASONING, response.reasoning_content or ""))

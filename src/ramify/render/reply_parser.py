@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ramify.render.base import ParsedReply, ParseProblem, ParseProblemKind, RenderedPrompt
 from ramify.render.template_adapter import ReasoningTags
 from ramify.render.tokenizer import Tokenizer
-from ramify.render.tool_parsers import ToolParser
+from ramify.render.tool_parsers import ToolParser, parse_as_text
 from ramify.trace import Message, ToolCall
 from ramify.trace.columns import Int32Array
 
@@ -38,7 +38,8 @@ class ReplyParser:
         opening, tags = self._tokenizer.decode(prompt.generation_prompt_ids), self._reasoning_tags
         is_open = opening.rfind(tags.start) > opening.rfind(tags.stop)
         reasoning, content, closed = split_reasoning(text, tags, is_open)
-        result = self._tool_parser(content, prompt.tools)
+        parse_calls = self._tool_parser if prompt.allows_calls else parse_as_text
+        result = parse_calls(content, prompt.tools)
         problems = list(result.problems)
         if not closed:
             problems.append(

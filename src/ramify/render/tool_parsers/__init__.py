@@ -10,7 +10,15 @@ from ramify.render.tokenizer import Tokenizer
 from ramify.render.tool_parsers import hermes, llama3, mistral, qwen_coder
 from ramify.render.tool_parsers.base import CallSyntax, ToolParser, ToolParseResult, parse_as_text
 
-__all__ = ["TOOL_PARSERS", "CallSyntax", "ToolParseResult", "ToolParser", "detect_tool_format", "get_call_syntax"]
+__all__ = [
+    "TOOL_PARSERS",
+    "CallSyntax",
+    "ToolParseResult",
+    "ToolParser",
+    "detect_tool_format",
+    "get_call_syntax",
+    "parse_as_text",
+]
 
 TOOL_PARSERS: dict[str, ToolParser] = {
     "hermes": hermes.parse,
