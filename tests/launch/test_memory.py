@@ -8,6 +8,7 @@ import pytest
 
 from ramify.launch.devices import Gpu, allocate_devices
 from ramify.launch.memory import ModelSize, estimate_memory
+from ramify.launch.plan import build_plan
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
 from tests.infer.qwen3_next import write_qwen3_next
@@ -58,3 +59,16 @@ def test_states_take_memory_of_the_cache(tmp_path):
     engine = {"kv_cache_tokens": 1000, "max_running_requests": 8, "state_snapshots": 2}
     plain, recurrent = (estimate_memory(config(tmp_path, inference=engine), size, devices) for size in sizes)
     assert recurrent.inference - plain.inference == (8 + 2) * 10**6 * 4
+
+
+def test_paths_longer_than_a_pack_are_warned_about_not_refused(tmp_path):
+    gpus, model = [Gpu("0", "a GPU", 80 << 30), Gpu("1", "a GPU", 80 << 30)], {"name": "org/Some-1B"}
+
+    def find_warning(seq_len: int) -> str | None:
+        return build_plan(config(tmp_path, model=model, seq_len=seq_len), gpus=gpus, dry_run=True).find_memory_warning()
+
+    assert find_warning(16384) is None
+    warning = find_warning(131072)
+    assert warning is not None and "GPU 1 has 80.0 GiB, the run needs about" in warning
+    lines = build_plan(config(tmp_path, model=model, seq_len=131072), gpus=gpus, dry_run=True).format_lines()
+    assert f"warning: {warning}" in lines

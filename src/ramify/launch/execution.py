@@ -148,8 +148,9 @@ async def _supervise(
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
-        disk = estimate_disk(plan.config) if plan.model is not None else None  # else the trainer is elsewhere
-        if disk is not None and (warning := disk.find_warning()):
+        disk = estimate_disk(plan.config) if plan.model is not None else None
+        memory_warning = plan.find_memory_warning() if isinstance(plan, LaunchPlan) else None
+        for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
             print_line(f"warning: {warning}")
         client, snapshot_caller = StatusClient(plan.status_address, timeout=2.0), SingleThreadCaller()
 

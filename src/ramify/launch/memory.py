@@ -142,8 +142,22 @@ def check_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations
         raise_config_invalid([*(("launch", problem) for problem in problems[:-1]), ("launch", problems[-1] + advice)])
 
 
+def find_long_path_warning(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> str | None:
+    """Return which device is too small for a path of `seq_len` tokens, which is never split; None if none is.
+
+    Such a run is not refused, because its paths may all be shorter.
+    """
+    if config.seq_len <= config.trainer.pack_tokens:
+        return None
+    shortages = _find_shortages(_with_value(config, ["trainer", "pack_tokens"], config.seq_len), model, devices)
+    if not shortages:
+        return None
+    advice = "set a smaller seq_len, or trainer.activation_checkpointing = true"
+    return f"a path of seq_len = {config.seq_len} tokens, trained in one piece, may not fit: {shortages[0]}; {advice}"
+
+
 def _find_shortages(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> list[str]:
-    """Return each GPU that has too little memory, and this machine if it has."""
+    """Return a problem for each GPU that has too little memory, and for this machine if it has too little."""
     estimate, engine_gpus, trainer_gpus = estimate_memory(config, model, devices), *devices.gpus_by_role
     if devices.is_colocated:
         demands = [(gpu, estimate.inference + estimate.trainer) for gpu in engine_gpus[:1]]
@@ -219,7 +233,7 @@ def _find_fitting_settings(
 
 
 def _list_savings(config: RunConfig) -> Settings:
-    """Return settings that take less memory than those of the run; the last one costs the least speed."""
+    """Return settings that take less memory than the run's own; the last one costs the least speed."""
     engine_key = {"native": "kv_memory_fraction", "vllm": "gpu_memory_utilization"}.get(config.inference.engine)
     savings: Settings = {}
     if engine_key and getattr(config.inference, engine_key) > SMALL_CACHE_FRACTION:
@@ -280,8 +294,7 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     state_bytes = state_bytes // num_ranks + _count_buffer_bytes(config, model, gpu=gpu)
-    pack_tokens = max(trainer.pack_tokens, config.seq_len)  # a path is never split
-    return TORCH_BASE_BYTES + state_bytes + pack_tokens * saved_elements * element_bytes
+    return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
 
 
 def _count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:

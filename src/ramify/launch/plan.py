@@ -20,7 +20,13 @@ from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, Named
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.machine import count_usable_cores
-from ramify.launch.memory import MemoryEstimate, ModelSize, check_memory, estimate_memory
+from ramify.launch.memory import (
+    MemoryEstimate,
+    ModelSize,
+    check_memory,
+    estimate_memory,
+    find_long_path_warning,
+)
 from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec
@@ -87,9 +93,15 @@ class LaunchPlan:
             for name, address in _list_external_services(self.config)
         ]
         notes = [*list_disk_notes(self.config), *list_model_notes(self.config), *list_start_notes(self.config)]
+        if warning := self.find_memory_warning():
+            notes.append(f"warning: {warning}")
         if self.model and self.model.experts_note:
             notes.append(self.model.experts_note)
         return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]
+
+    def find_memory_warning(self) -> str | None:
+        """Return why the run may need more memory than its devices have; None if it does not."""
+        return find_long_path_warning(self.config, self.model, self.devices) if self.model else None
 
     def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:
