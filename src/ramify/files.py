@@ -114,6 +114,12 @@ def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
         partial_path.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def get_free_bytes(path: Path) -> int | None:
+    """Return the free bytes on the disk of `path`; None if the file system does not report its size."""
+    usage = shutil.disk_usage(path)
+    return usage.free if usage.total else None
+
+
 def write_and_fsync(path: Path, data: bytes) -> None:
     """Write a file that is on disk when this returns."""
     path.write_bytes(data)

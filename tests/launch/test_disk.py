@@ -1,5 +1,7 @@
 """The disk space of a run: one that cannot save its checkpoints is refused, one that cannot keep them all is warned."""
 
+from pathlib import Path
+
 import pytest
 
 from ramify.errors import ConfigInvalid
@@ -21,6 +23,10 @@ def test_checkpoint_size_is_estimated_from_the_model(tmp_path):
     assert CHECKPOINT_MIB - 1 < full.checkpoint / 2**20 < CHECKPOINT_MIB + 1
     assert lora.checkpoint < muon.checkpoint < full.checkpoint
     assert full.find_warning() is None
+
+
+def test_disk_that_does_not_report_its_size_is_not_checked():
+    assert estimate_disk(config(Path("/proc"))) is None  # like some network file systems, it reports a size of 0
 
 
 @pytest.mark.megabytes(30)

@@ -4,15 +4,19 @@ A new checkpoint is complete before an old one is removed. So a run that saves m
 checkpoints, and for one more than `checkpoint.keep_last` to keep all of them.
 """
 
+import contextlib
 import math
-import shutil
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ramify.files import get_free_bytes
 from ramify.launch.devices import GIB
 from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize
 from ramify.launch.shared_storage import call_storage_blocking
+from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR
@@ -49,7 +53,7 @@ class DiskEstimate:
         reason = " (a new one is complete before the old one is removed)" if num_needed > 1 else ""
         advice = "free some space, set `output` to a larger disk, or train adapters ([trainer.lora])"
         return (
-            f"the disk of {self.directory} is too small: {num_needed} checkpoint{'s' * (num_needed > 1)} of "
+            f"the disk of {self.directory} is too small: {format_count(num_needed, 'checkpoint')} of "
             f"{_format_size(self.checkpoint)}{reason} and published weights need about {_format_size(needed)}, "
             f"{_format_size(self.available)} are available; {advice}"
         )
@@ -75,7 +79,7 @@ class DiskEstimate:
 
 
 def estimate_disk(config: RunConfig) -> DiskEstimate | None:
-    """Estimate the disk space of a run; None if the size of its model is unknown.
+    """Estimate the disk space of a run; None if the size of its model or the free space is unknown.
 
     Raises StorageFailed if shared storage does not answer.
     """
@@ -85,22 +89,40 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
     num_versions = 1 if config.weights.transport == "shm" else 3  # the newest, one in use, and one that is written
     measure = partial(_measure_available, directory)
+    available = measure() if config.shared_path is None else call_storage_blocking(measure, directory)
+    if available is None:
+        return None
     return DiskEstimate(
         directory,
         checkpoint=max(1, int(num_trained * (MASTER_BYTES + MOMENT_BYTES_BY_OPTIMIZER[trainer.optim.type]))),
         weights=num_versions * model.num_parameters * (4 if trainer.dtype == "float32" else 2),
         num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
         keep_last=config.checkpoint.keep_last,
-        available=measure() if config.shared_path is None else call_storage_blocking(measure, directory),
+        available=available,
         is_guessed=model.is_guessed,
     )
 
 
-def _measure_available(directory: Path) -> int:
-    """Return the free bytes on the disk of `directory`, and those of the checkpoints and weights of the run in it."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    files = [file for name in (CHECKPOINTS_DIR, WEIGHTS_DIR) for file in (directory / name).rglob("*")]
-    return shutil.disk_usage(existing).free + sum(file.stat().st_size for file in files if file.is_file())
+def _measure_available(directory: Path) -> int | None:
+    """Return the free bytes for the run in `directory`: its own checkpoints and weights count as free.
+
+    None if the disk cannot be read or does not report its size.
+    """
+    try:
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        free = get_free_bytes(existing)
+    except OSError:
+        return None
+    return None if free is None else free + sum(_iter_file_sizes(directory))
+
+
+def _iter_file_sizes(run: Path) -> Iterator[int]:
+    """Yield the sizes of the files of a run's checkpoints and weights, without files that are removed meanwhile."""
+    for name in (CHECKPOINTS_DIR, WEIGHTS_DIR):
+        for parent, _, files in os.walk(run / name):
+            for file in files:
+                with contextlib.suppress(OSError):
+                    yield Path(parent, file).lstat().st_size
 
 
 def _format_size(num_bytes: int) -> str:

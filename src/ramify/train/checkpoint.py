@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.fencing.token import FencingToken
-from ramify.files import fsync_path, mkdir_and_fsync, remove_directory
+from ramify.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
 from ramify.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
     MANIFEST_FILE,
@@ -143,7 +143,7 @@ class CheckpointManager:
 
     def _check_room(self, needed_bytes: int) -> None:
         """Raise StorageFull if the disk has no room: a save that fills it would fail the other writers of the run."""
-        if (free := shutil.disk_usage(self.directory).free) < needed_bytes:
+        if (free := get_free_bytes(self.directory)) is not None and free < needed_bytes:
             sizes = f"{needed_bytes / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free"
             raise StorageFull(f"{self.directory} has no room for a checkpoint: {sizes}")
 
