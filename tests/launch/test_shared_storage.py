@@ -274,4 +274,4 @@ def test_failure_is_recorded_within_a_deadline(tmp_path, hang, monkeypatch):
     train_step(config)
     monkeypatch.setattr(execution, "CLEANUP_TIMEOUT", 0.2)
     hang(RunStore, "open")
-    execution._record_failure(config.path, StorageFailed("the disk is gone"))
+    execution._record_end(config.path, "failed", message="the disk is gone")
