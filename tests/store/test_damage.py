@@ -229,10 +229,17 @@ def test_a_changed_value_is_refused_until_the_user_accepts_it(run):
     connection.close()
     with pytest.raises(RunDamaged, match=r"run\.sqlite\.sha256") as refused:
         open_run(run, IDENTITY)
-    assert "if you changed it yourself, delete" in refused.value.message
+    assert "if you changed or replaced it yourself, delete" in refused.value.message
     (run / "run.sqlite.sha256").unlink()
     with open_run(run, IDENTITY) as store:
         assert store.rollouts(id="r1")[0].reward == 9
+
+
+def test_a_checksum_without_a_database_is_ignored(tmp_path):
+    open_run(tmp_path / "run", IDENTITY).close()
+    (tmp_path / "run" / "run.sqlite").unlink()  # a run without results may start over
+    with open_run(tmp_path / "run", IDENTITY) as store:
+        assert not store.rollouts()
 
 
 def test_a_killed_run_has_no_checksum_and_the_audit_says_so(run, tmp_path, capsys):

@@ -279,7 +279,7 @@ def _print_audit(path: Path) -> int:
     for problem in problems:
         print(problem)
     verdict = f"{len(problems)} problems" if problems else "no problems"
-    reason = "it was not closed, or by an earlier version of ramify"
+    reason = "its writer was killed, had a reader beside it, or was an earlier version of ramify"
     note = "" if has_index_checksum(path) else f"; {DATABASE_NAME} has no checksum: {reason}"
     print(f"{path}: {size}: {verdict}{note}")
     return 1 if problems else 0

@@ -4,7 +4,7 @@ When a run is opened for writing, everything that the index does not list is rem
 If the index was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results but
 whose index lists nothing is refused, before anything in it is changed.
 
-SQLite keeps no checksums of its pages. So a writer that closes the run stores a checksum of the whole file beside it,
+SQLite keeps no checksums of its pages. So a writer that closes the run stores a checksum of the file beside it,
 and the next writer removes it. A run whose writer was killed has none.
 """
 
@@ -14,15 +14,15 @@ import sqlite3
 from pathlib import Path
 
 from ramify.errors import RamifyError, RunDamaged
-from ramify.files import fsync_path, write_atomically
+from ramify.files import fsync_path, replace_file, write_and_fsync
 from ramify.names import format_count
 
 DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
 CHECKSUM_NAME = f"{DATABASE_NAME}.sha256"  # in the format of sha256sum
 MERGE_TIMEOUT = 1.0  # seconds to wait for readers when the write-ahead log is merged into the database
 RECOVERY_HINT = (
-    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run, or repeat the command with "
-    "--fresh, which moves the directory aside and starts a new run"
+    f"Restore the file (and {DATABASE_NAME}-wal and {CHECKSUM_NAME}, if the copy has them) from a copy of the run, or "
+    "repeat the command with --fresh, which moves the directory aside and starts a new run"
 )
 USE_WEIGHTS_HINT = ". Weights in it can still be used as a model, with -m PATH"
 
@@ -59,10 +59,12 @@ def merge_write_ahead_log(connection: sqlite3.Connection) -> bool:
 
 
 def write_index_checksum(path: Path) -> None:
-    """Store the checksum of a database that is closed and has no write-ahead log. Without room for it there is none."""
+    """Store the checksum of a database that is closed and has no write-ahead log. A full disk leaves it without one."""
     with contextlib.suppress(OSError, RamifyError):
-        write_atomically(path / CHECKSUM_NAME, f"{_hash_index(path)}  {DATABASE_NAME}\n")
-        fsync_path(path / CHECKSUM_NAME)
+        content = f"{_hash_index(path)}  {DATABASE_NAME}\n".encode()
+        with replace_file(path / CHECKSUM_NAME) as partial_path:
+            write_and_fsync(partial_path, content)  # before the rename: a power failure must not leave an empty file
+        fsync_path(path)
 
 
 def remove_index_checksum(path: Path) -> None:
@@ -78,19 +80,23 @@ def has_index_checksum(path: Path) -> bool:
 
 
 def find_changed_index(path: Path) -> str | None:
-    """Return the problem if the database is not the one that its checksum was made of; None without a checksum.
+    """Return the problem if the database does not match its checksum; None if it does, or if one of them is missing.
 
     Call it without open connections, or in a process that only reads: closing the file releases SQLite's locks on it.
     """
-    if not has_index_checksum(path) or (path / CHECKSUM_NAME).read_bytes()[:64] == _hash_index(path).encode():
+    if not has_index_checksum(path) or not (path / DATABASE_NAME).is_file():
         return None
-    return f"its content is not what {CHECKSUM_NAME} was made of when the run was closed"
+    if (path / CHECKSUM_NAME).read_bytes()[:64] == _hash_index(path).encode():
+        return None
+    return f"it does not match {CHECKSUM_NAME}, which was written when the run was closed"
 
 
 def check_index_checksum(path: Path) -> None:
     """Raise RunDamaged if the database has changed since the run was closed."""
     if problem := find_changed_index(path):
-        raise make_damage_error(path, f"{problem}; if you changed it yourself, delete {path / CHECKSUM_NAME}")
+        raise make_damage_error(
+            path, f"{problem}; if you changed or replaced it yourself, delete {path / CHECKSUM_NAME}"
+        )
 
 
 def _hash_index(path: Path) -> str:
