@@ -71,6 +71,38 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup():
     assert result.stdout.split("\n")[:2] == ["cleaned up", "interrupted"], result.stderr
 
 
+INTERRUPTED_TWICE = """
+import asyncio, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
+from ramify.interactive import run_coroutine
+
+async def endless():
+    try:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(3600)
+    finally:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(3600)  # a long cleanup, such as a last checkpoint
+        finally:
+            print("ended at once")
+
+async def cell():
+    run_coroutine(endless())
+
+try:
+    asyncio.new_event_loop().run_until_complete(cell())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_second_interrupt_cancels_the_cleanup():
+    command = [sys.executable, "-c", INTERRUPTED_TWICE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert result.stdout.split("\n")[:2] == ["ended at once", "interrupted"], result.stderr
+
+
 def test_awaiting_a_result_returns_it():
     class Result(AwaitableResult):
         pass

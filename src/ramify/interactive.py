@@ -5,8 +5,10 @@ runs its own loop in another thread. The result can also be awaited, which retur
 """
 
 import asyncio
+import math
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any, Generic, Self, TypeVar
@@ -40,9 +42,13 @@ def is_interactive() -> bool:
     return sys.stdout.isatty() or has_running_loop()
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result. An interrupt cancels it, and is raised after its cleanup."""
-    return _LoopThread(coroutine).run() if has_running_loop() else asyncio.run(coroutine)
+def run_coroutine(coroutine: Coroutine[Any, Any, T], *, cleanup_timeout: float = CLEANUP_TIMEOUT) -> T:
+    """Run a coroutine and return its result.
+
+    An interrupt cancels it, and is raised after its cleanup, or after `cleanup_timeout` seconds. Another interrupt
+    cancels the cleanup.
+    """
+    return _LoopThread(coroutine).run(cleanup_timeout) if has_running_loop() else asyncio.run(coroutine)
 
 
 class _LoopThread(Generic[T]):
@@ -54,16 +60,23 @@ class _LoopThread(Generic[T]):
         self._done: Future[T] = Future()
         self._thread = threading.Thread(target=self._run_loop, name="ramify", daemon=True)
 
-    def run(self) -> T:
-        try:
-            self._thread.start()
-            while not self._done.done():
+    def run(self, cleanup_timeout: float) -> T:
+        interrupt: BaseException | None = None
+        is_cancelled, deadline = False, math.inf
+        self._thread.start()
+        while True:
+            try:
+                if self._done.done() or time.monotonic() >= deadline:
+                    break
+                if interrupt is not None and not is_cancelled:
+                    is_cancelled, deadline = True, time.monotonic() + cleanup_timeout
+                    self._cancel()
                 wait([self._done], POLL_INTERVAL)
-        except BaseException:  # this thread was interrupted
-            self._cancel()
-            raise
-        finally:
-            self._thread.join(CLEANUP_TIMEOUT)
+            except BaseException as error:  # noqa: BLE001 - this thread was interrupted; raised below
+                interrupt, is_cancelled = error, False
+        if interrupt is not None:
+            raise interrupt
+        self._thread.join(CLEANUP_TIMEOUT)
         return self._done.result()
 
     def _cancel(self) -> None:

@@ -88,7 +88,8 @@ def execute_plan(
         leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
             try:
-                outcome = run_coroutine(_supervise(plan, display, launcher, epoch, earlier))
+                supervision = _supervise(plan, display, launcher, epoch, earlier)
+                outcome = run_coroutine(supervision, cleanup_timeout=config.launch.grace_period + CLEANUP_TIMEOUT)
                 if outcome is RunOutcome.FINISHED:
                     save_final_weights(config)
                     return RunResult(path, outcome, steps=mark_finished(config))
