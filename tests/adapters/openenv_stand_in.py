@@ -11,7 +11,8 @@ ANY_OBJECT = {"type": "object", "properties": {"message": {"type": "string"}}}
 class StandInServer:
     """Speaks the protocol: an episode ends after `length` steps, each with the number of the step as its reward.
 
-    At step `ends_at_step` the server closes the session instead of answering. With `tools` it is an MCP environment.
+    At step `ends_at_step` the server closes the session instead of answering. With `tools` it is an MCP environment,
+    which refuses calls after the end of an episode.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class StandInServer:
                 continue
             if request["type"] == "step" and self.tools and request["data"].get("type") == "call_tool":
                 num_steps += 1
-                await self._call_tool(socket, request["data"], float(num_steps))
+                await self._call_tool(socket, request["data"], num_steps)
                 continue
             if request["type"] == "step" and "message" not in request["data"]:
                 await self._send(socket, "error", {"message": "Invalid message", "code": "VALIDATION_ERROR"})
@@ -70,9 +71,13 @@ class StandInServer:
         tools = [{"name": name, "description": "A tool.", "inputSchema": ANY_OBJECT} for name in self.tools]
         await self._send(socket, "mcp", {"jsonrpc": "2.0", "id": request["id"], "result": {"tools": tools}})
 
-    async def _call_tool(self, socket: web.WebSocketResponse, call: dict[str, Any], reward: float) -> None:
+    async def _call_tool(self, socket: web.WebSocketResponse, call: dict[str, Any], num_steps: int) -> None:
+        if num_steps > self.length:
+            await self._send(socket, "error", {"message": "the episode is over", "code": "EXECUTION_ERROR"})
+            return
         result = {"tool_name": call["tool_name"], "result": call["arguments"], "error": None}
-        await self._send(socket, "observation", {"observation": result, "reward": reward, "done": False})
+        is_over = num_steps == self.length
+        await self._send(socket, "observation", {"observation": result, "reward": float(num_steps), "done": is_over})
 
     async def _send(self, socket: web.WebSocketResponse, kind: str, data: dict[str, object]) -> None:
         await socket.send_str(json.dumps({"type": kind, "data": data}))

@@ -59,7 +59,7 @@ def test_observations_are_messages_and_replies_are_actions():
 
 def test_tools_of_an_mcp_environment_are_offered_and_called():
     async def play():
-        async with serving(StandInServer(tools=("echo",))) as url, Gateway() as gateway:
+        async with serving(StandInServer(tools=("echo",), length=9)) as url, Gateway() as gateway:
             call = '<tool_call>{"name": "echo", "arguments": {"message": "hi"}}</tool_call>'
             bad_call = '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'
             return await rollout(load(url), gateway, [call, call + bad_call, "It said hi."])
@@ -69,6 +69,15 @@ def test_tools_of_an_mcp_environment_are_offered_and_called():
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert '"message": "hi"' in trace.nodes[2].message.text
     assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 6.0, 3.0)
+
+
+def test_calls_after_the_end_of_an_episode_are_not_sent():
+    async def play():
+        async with serving(StandInServer(tools=("echo",), length=1)) as url, Gateway() as gateway:
+            return await rollout(load(url), gateway, [2 * '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'])
+
+    trace = run(play())
+    assert (error_names(trace), trace.stop, trace.reward) == ([], "done", 1.0)
 
 
 def test_more_rollouts_than_sessions_wait():
@@ -103,7 +112,7 @@ def test_reply_that_is_no_action_is_answered_and_ends_the_rollout():
 
     trace = run(play())
     assert (trace.stop, trace.reward, error_names(trace)) == ("invalid_action", 0.0, [])
-    assert [node.message.text for node in trace.nodes if "no valid action" in node.message.text]
+    assert [node.message.text for node in trace.nodes if "not a valid action" in node.message.text]
 
 
 def test_unreachable_server_is_named():

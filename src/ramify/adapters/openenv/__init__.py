@@ -53,7 +53,7 @@ class OpenEnvConfig(rf.TasksetConfig):
     reward: Literal["sum", "last"] = "sum"
     """How the rewards of the steps make the reward of a rollout."""
     max_invalid_actions: int = Field(default=3, ge=1)
-    """Replies in a row that are no valid action, after which the rollout ends."""
+    """Replies in a row that are not valid actions, after which the rollout ends."""
 
     @model_validator(mode="after")
     def _one_server_is_named(self) -> "OpenEnvConfig":
@@ -113,11 +113,13 @@ class OpenEnv(rf.Taskset):
                         num_invalid += 1
                         if num_invalid == config.max_invalid_actions:
                             return "invalid_action"
-                        messages.append({**message, "content": f"error: this is no valid action: {error}"})
+                        messages.append({**message, "content": f"error: this is not a valid action: {error}"})
                         continue
                     num_invalid = 0
                     step_rewards.append(float(result.get("reward") or 0.0))
                     messages.append({**message, "content": self._format_observation(result)})
+                    if result.get("done"):  # further calls would come after the end of the episode
+                        break
         return "done"
 
     def _list_actions(

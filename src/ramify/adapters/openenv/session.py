@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class ActionInvalid(Exception):
-    """The server refused an action: it is no valid action of the environment."""
+    """The server refused an action: the environment has no such action."""
 
 
 class OpenEnvSession:
