@@ -198,10 +198,13 @@ def test_json_that_is_nested_too_deeply_is_refused(run_scenario, path):
         for depth in (400, 900, 5000, 100_000):
             deep = depth * b'{"a":' + b"1" + depth * b"}"
             tool = b'{"type": "function", "name": "f", "parameters": %b, "input_schema": %b}' % (deep, deep)
+            schema = b'{"type": "json_schema", "schema": %b}' % deep
             tools = b'[{"type": "function", "name": "f", "function": %b, "input_schema": %b}]' % (tool, deep)
             for body in (
                 b'{"messages": %b, "input": %b}' % (deep, deep),
                 b'{"messages": [{"role": "user", "content": "hi"}], "input": "hi", "tools": %b}' % tools,
+                b'{"messages": [{"role": "user", "content": "hi"}], "input": "hi", "text": {"format": %b},'
+                b' "response_format": %b, "output_format": %b}' % (schema, schema, schema),
             ):
                 answer = await scenario.post(path, body)
                 assert answer.status_code in (200, 400), (depth, answer.text)

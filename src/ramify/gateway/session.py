@@ -8,7 +8,7 @@ recorded before the reply is returned.
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from ramify.gateway.recorder import TraceRecorder
 from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.gateway.request_quota import QuotaSettings, RequestQuota
 from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
-from ramify.render import TokenHistory
+from ramify.render import ReplyConstraint, TokenHistory
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
 from ramify.trace import Media, Message, ModelCall, Trace
@@ -161,7 +161,7 @@ class RolloutSession:
     def start_call(self, request: ModelRequest) -> SharedCall:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
-        constraint = request.constraint and astuple(request.constraint)
+        constraint = [getattr(request.constraint, field.name, None) for field in fields(ReplyConstraint)]
         options = [request.tools, request.sampling_overrides, request.prefill, request.allows_calls, constraint]
         fingerprint = (id(policy), id(position), encode_canonical(options))
         return self._deduplicator.join_or_start(
