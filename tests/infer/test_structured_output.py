@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tokenizers
 
 from ramify.errors import RequestInvalid
 from ramify.infer.grammar import GrammarCompiler, GrammarState, build_grammar
@@ -155,6 +156,14 @@ def test_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
     with pytest.raises(RequestInvalid, match=r"lacks llguidance; pip install 'ramify\[local\]'"):
         compile_schema(SCHEMA)
+
+
+def test_tokenizer_that_the_library_does_not_support_is_named(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(Tokenizer(tmp_path), vocab_size=2, stop_ids=[0])
+    with pytest.raises(RequestInvalid, match="does not support the model's tokenizer"):
+        asyncio.run(compiler.compile('start: "a"'))
 
 
 def test_weights_may_change_during_a_reply_with_a_grammar(core, source):

@@ -97,7 +97,11 @@ class GrammarCompiler:
         """The tokenizer with its vocabulary sorted, which takes about a second for a large one."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stop_ids)
+        try:
+            return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stop_ids)
+        except ValueError as error:
+            problem = "structured output: llguidance does not support the model's tokenizer"
+            raise RequestInvalid(f"{problem}: {_shorten(str(error))}") from error
 
     @cached_property
     def _executor(self) -> "LLExecutor":
