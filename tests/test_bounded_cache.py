@@ -68,3 +68,15 @@ def test_two_threads_that_make_a_value_get_the_same_one():
 
     assert cache.get_or_make("a", make) == 1
     assert discarded == [2]
+
+
+def test_values_are_removed_by_their_size():
+    cache = BoundedCache[str, int](10, measure=lambda value: value)
+    for key, size in (("a", 4), ("b", 5), ("a", 3), ("c", 2), ("d", 4)):
+        cache.put(key, size)
+    assert [cache.get(key) for key in "abcd"] == [3, None, 2, 4]
+    cache.put("huge", 11)
+    assert [cache.get(key) for key in ("a", "d", "huge")] == [None, None, 11], "the newest value stays"
+    cache.clear()
+    cache.put("e", 10)
+    assert cache.get("e") == 10

@@ -11,12 +11,20 @@ V = TypeVar("V")
 class BoundedCache(Generic[K, V]):
     """Holds at most `max_size` values by key. When it is full, the least recently used value is removed.
 
-    `discard` gets each value that is removed or replaced.
+    `discard` gets each value that is removed or replaced. `measure` returns the size of a value, which must not change;
+    by default each value counts as 1. The newest value is kept even if it is larger than `max_size`.
     """
 
-    def __init__(self, max_size: int, discard: Callable[[V], object] = lambda _: None) -> None:
-        self._max_size, self._discard = max_size, discard
+    def __init__(
+        self,
+        max_size: int,
+        discard: Callable[[V], object] = lambda _: None,
+        *,
+        measure: Callable[[V], int] = lambda _: 1,
+    ) -> None:
+        self._max_size, self._discard, self._measure = max_size, discard, measure
         self._values: dict[K, V] = {}
+        self._size = 0
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
@@ -54,7 +62,7 @@ class BoundedCache(Generic[K, V]):
     def clear(self) -> None:
         """Remove all values."""
         with self._lock:
-            values, self._values = list(self._values.values()), {}
+            values, self._values, self._size = list(self._values.values()), {}, 0
         for value in values:
             self._discard(value)
 
@@ -62,6 +70,8 @@ class BoundedCache(Generic[K, V]):
         """Store a value and return those that were removed for it. The caller holds the lock."""
         removed = [self._values.pop(key)] if key in self._values else []
         self._values[key] = value
-        if len(self._values) > self._max_size:
+        self._size += self._measure(value) - sum(map(self._measure, removed))
+        while self._size > self._max_size and len(self._values) > 1:
             removed.append(self._values.pop(next(iter(self._values))))
+            self._size -= self._measure(removed[-1])
         return removed

@@ -1,10 +1,14 @@
 """The Responses API with state: items by reference, conversations, responses by id, and compaction."""
 
+import asyncio
 from typing import Any
 
 import openai
 import pytest
 
+from ramify.dialects.model_call import ModelReply, ModelRequest, ParsedRequest
+from ramify.dialects.response_store import MAX_CONVERSATIONS, MAX_STORED_BYTES, ResponseStore
+from ramify.trace import Media, Message, Usage
 from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
 
@@ -47,6 +51,43 @@ def test_a_conversation_object_holds_the_history(run_scenario, with_items: bool)
             await client.responses.create(model="any", input="a", conversation="conv_missing")
 
     run_scenario(["one", "two"], check)
+
+
+def test_a_reply_that_is_not_stored_stays_in_its_conversation(run_scenario):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        conversation = await client.conversations.create(items=[])
+        for text in ("a", "b"):
+            await client.responses.create(model="any", input=text, conversation=conversation.id, store=False)
+        assert [message.text for message in scenario.trace.branches[0].messages] == ["a", "one", "b", "two"]
+
+    run_scenario(["one", "two"], check)
+
+
+def test_a_reply_is_returned_if_its_conversation_was_removed_meanwhile(run_scenario):
+    async def check(scenario: Scenario):
+        client: Any = scenario.openai(max_retries=0)
+        conversation = await client.conversations.create(items=[])
+        scenario.engine.gate.clear()
+        reply = asyncio.ensure_future(client.responses.create(model="any", input="a", conversation=conversation.id))
+        while not scenario.engine.asked:
+            await asyncio.sleep(0.001)
+        for _ in range(MAX_CONVERSATIONS):
+            scenario.session.response_store.create_conversation(())
+        scenario.engine.gate.set()
+        assert (await reply).output_text == "one"
+
+    run_scenario(["one"], check)
+
+
+def test_old_replies_are_removed_if_their_requests_are_large():
+    store = ResponseStore(keeps_messages=True)
+    image = Media("0" * 64, "image/png", bytes(MAX_STORED_BYTES // 4))
+    for index in range(8):
+        request = ModelRequest((Message("user", "a"),), media={image.hash: image})
+        reply = ModelReply(Message("assistant", "b"), "stop", Usage(1, 1), 0, str(index))
+        store.add(ParsedRequest(request), reply)
+    assert [index for index in range(8) if store.find_reply(str(index))] == [5, 6, 7]
 
 
 def test_a_response_can_be_retrieved_by_its_id(run_scenario):

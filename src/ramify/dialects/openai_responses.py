@@ -76,7 +76,7 @@ class ResponsesDialect(Dialect):
             namespaced_tools=namespaced_tools,
             previous_call_id=previous_call_id,
             conversation_id=conversation.id if conversation else None,
-            is_stored=body.get("store") is not False,
+            is_stored=body.get("store") is not False or conversation is not None,
             encrypts_reasoning=ENCRYPTED_REASONING in (body.get("include") or ()),
         )
 
