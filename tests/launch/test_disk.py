@@ -29,6 +29,13 @@ def test_disk_that_does_not_report_its_size_is_not_checked():
     assert estimate_disk(config(Path("/proc"))) is None  # like some network file systems, it reports a size of 0
 
 
+def test_shared_directory_that_is_not_mounted_here_is_not_checked(tmp_path):
+    shared = tmp_path / "shared"
+    assert estimate_disk(config(tmp_path, cluster={"shared_directory": shared})) is None
+    shared.mkdir()
+    assert estimate_disk(config(tmp_path, cluster={"shared_directory": shared})) is not None
+
+
 @pytest.mark.megabytes(30)
 def test_disk_without_room_for_two_checkpoints_is_refused(small_disk):
     with pytest.raises(ConfigInvalid, match=r"output: the disk of .*/run is too small: 2 checkpoints of 1\d\.\d MiB"):

@@ -7,7 +7,7 @@ checkpoints, and for one more than `checkpoint.keep_last` to keep all of them.
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,9 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
     trainer, directory = config.trainer, config.shared_path or config.path
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
     num_versions = 1 if config.weights.transport == "shm" else 3  # the newest, one in use, and one that is written
-    measure = partial(_measure_available, directory)
+    parents = directory.absolute().parents
+    # A shared directory that does not exist may be mounted on other machines only; any other directory is created here.
+    measure = partial(_measure_available, directory, parents if config.shared_path is None else parents[:1])
     available = measure() if config.shared_path is None else call_storage_blocking(measure, directory)
     if available is None:
         return None
@@ -103,14 +105,14 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
     )
 
 
-def _measure_available(directory: Path) -> int | None:
+def _measure_available(directory: Path, parents: Sequence[Path]) -> int | None:
     """Return the free bytes for the run in `directory`: its own checkpoints and weights count as free.
 
-    None if the disk cannot be read or does not report its size.
+    None if neither it nor one of `parents` exists, or the disk cannot be read or does not report its size.
     """
     try:
-        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        free = get_free_bytes(existing)
+        existing = next((path for path in (directory, *parents) if path.exists()), None)
+        free = None if existing is None else get_free_bytes(existing)
     except OSError:
         return None
     return None if free is None else free + sum(_iter_file_sizes(directory))
