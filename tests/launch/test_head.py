@@ -92,7 +92,7 @@ def test_only_the_newest_head_can_be_rolled_back(tmp_path):
     check_newest_head(first.path)
     train_step(second)
     check_newest_head(second.path)
-    with pytest.raises(ProcessReplaced, match=r"a/run is that of an older head"):
+    with pytest.raises(ProcessReplaced, match=r"a/run belongs to an earlier head"):
         roll_back([str(first.path), "1"])
 
 

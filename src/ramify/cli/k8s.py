@@ -13,7 +13,7 @@ Prints a ConfigMap with the resolved configuration, and a RayJob, for a Kubernet
 Each of the `cluster.num_nodes` nodes is a pod with what `[cluster.node]` says; `[cluster.kubernetes]` names the image
 and the volume. The image needs `ray[default]`, because KubeRay submits the job through Ray's dashboard.
 
-Keys, as of `ramify rl`:
+Keys, the same as for `ramify rl`:
 """
 
 

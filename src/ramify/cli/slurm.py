@@ -21,7 +21,7 @@ The script is `job.sh` in RUN.slurm, beside the run directory. It allocates `clu
 cores, GPUs and memory of `[cluster.node]`, starts Ray on them, and runs `ramify rl` with the arguments of this command.
 FILE, the working directory and this installation must be on all nodes. The job is requeued until the run is finished.
 
-Keys, as of `ramify rl`:
+Keys, the same as for `ramify rl`:
 """
 
 COMMAND_FLAGS = ("--submit",)

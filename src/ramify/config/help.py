@@ -100,7 +100,7 @@ def _get_default(field: FieldInfo) -> Any:
 
 
 def _format_section(key: HelpKey) -> Iterator[str]:
-    """Yield the lines of a key: its own if it is a value, else those of its keys, variant by variant."""
+    """Yield the line of a plain key, or the lines of every key of a section, variant by variant."""
     if not key.models:
         yield from _format_key(key, key.text)
     for model in key.models:

@@ -116,7 +116,9 @@ def check_newest_head(run: Path) -> None:
             shared = call_storage_blocking(checkpoints.resolve, checkpoints).parent
             is_newest = _is_newest(HeadLog(TimedDirectoryStore(shared)), state)
         if not is_newest:
-            raise ProcessReplaced(f"{run} is that of an older head: another machine has continued the run; work there")
+            raise ProcessReplaced(
+                f"{run} belongs to an earlier head: another machine has continued the run; work there"
+            )
 
 
 def _is_newest(log: HeadLog, state: HeadState) -> bool:

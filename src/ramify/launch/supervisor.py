@@ -116,7 +116,7 @@ class Supervisor:
         # Set when a process has a place for the first time, or the run starts without it.
         self._placed = {spec.name: asyncio.Event() for spec in process_specs}
         self._stop_task: asyncio.Task[None] | None = None
-        self._stop_outcome = RunOutcome.STOPPED  # of a run that stops because it was asked to
+        self._stop_outcome = RunOutcome.STOPPED  # of a run that ends after `request_stop`
         self._num_reports = self._last_report = 0  # calls of `on_change`
         self._report_lock = threading.Lock()
 
@@ -154,7 +154,7 @@ class Supervisor:
         """Ask the leader to save a checkpoint, and end the run when it exits or after `grace_period` seconds."""
         if self._stop_task is None:
             wait = f"waiting up to {self.grace_period:g} s for a checkpoint; Ctrl-C ends the run at once"
-            self._print_line(f"{outcome.name.lower()}: {wait}")
+            self._print_line(f"stopping: {wait}")
             self._stop_outcome = outcome
             self._stop_task = asyncio.create_task(self._stop_leader(), name="stop")
 

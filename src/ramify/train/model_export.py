@@ -108,7 +108,7 @@ def _choose_step(step: str, available: list[int], store: RunStore) -> int:
 
 
 def _find_published(directory: Path) -> dict[int, Path]:
-    """Return the published weights by step; of several for one step, those of the newest trainer."""
+    """Return the published weights by step. If several trainers published a step, the newest trainer counts."""
     versions: list[tuple[FencingToken, int, Path]] = []
     for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
         if match := WEIGHTS_NAME_PATTERN.fullmatch(manifest.parent.name):
