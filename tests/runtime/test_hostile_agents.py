@@ -1,4 +1,5 @@
-"""Agents that attack the machine around their sandbox: its disk, its process table, and the blame for a failure."""
+"""Agents that attack the machine around their sandbox: its disk, its process table, the memory and time of the worker,
+and the blame for a failure."""
 
 import asyncio
 import contextlib
@@ -16,6 +17,7 @@ from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.runtime import SandboxRuntime
 from ramify.runtime.sandbox_channel import create_sealed_file
+from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one_async
 from tests.runtime.conftest import run_with_runtime, skip_unless_available
 
@@ -102,6 +104,56 @@ def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
             await child.stop()
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+# -- the memory and the time of the worker -----------------------------------------------------------------------------
+
+# Holds as many connections as it can with bodies that never end, and then asks for the tokens of a text of 8 MB.
+TAKES_MEMORY_AND_TIME = """
+import contextlib, json, os, select, socket, time, urllib.error, urllib.request
+base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+host, port = base_url.split("/")[2].split(":")
+head = f"POST /v1/messages/count_tokens HTTP/1.1\\r\\nHost: {host}\\r\\nAuthorization: Bearer {key}\\r\\n"
+held = []
+for _ in range(200):
+    held.append(socket.create_connection((host, int(port)), 20))
+    with contextlib.suppress(ConnectionError):
+        held[-1].sendall(f"{head}Content-Length: 25000000\\r\\n\\r\\n".encode() + b" " * 1000)
+print("refused connections:", bool(select.select(held, [], [], 20)[0]))
+for connection in held:
+    connection.close()
+body = json.dumps({"messages": [{"role": "user", "content": "a b " * 2_000_000}]}).encode()
+request = urllib.request.Request(f"{base_url}/messages/count_tokens", body, {"Authorization": f"Bearer {key}"})
+for _ in range(100):
+    try:
+        urllib.request.urlopen(request, timeout=50)
+    except urllib.error.HTTPError as error:
+        print("8 MB of text:", error.code)
+        break
+    except OSError:
+        time.sleep(0.1)  # the connections above are not yet closed on the other side
+"""
+
+
+def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour():
+    async def run(gateway: Gateway, script: str, *command: str) -> Trace:
+        harness = {"id": "program", "command": command, "prompt": "stdin", "files": {"agent.py": script}}
+        env = load_env(OneTask, harness=harness, runtime={"id": "sandbox"}, seq_len=4096)
+        try:
+            return await run_one_async(env, ["forty-two"], gateway=gateway)
+        finally:
+            await env.close()
+
+    async def test() -> None:
+        async with Gateway() as gateway:
+            attack = asyncio.create_task(run(gateway, TAKES_MEMORY_AND_TIME, "python3", "agent.py"))
+            neighbours = [await run(gateway, SCRIPT_AGENT, "python3", "agent.py", "openai", "-") for _ in range(2)]
+            attacker = await attack
+        assert [error_names(trace) for trace in neighbours] == [[], []]
+        assert attacker.info["program"]["stdout"] == "refused connections: True\n8 MB of text: 400\n", attacker.info
+        assert [refusal["name"] for refusal in attacker.info["refusals"]] == ["ContextOverflow"]
+
+    asyncio.run(asyncio.wait_for(test(), 100))
 
 
 # -- who is to blame for the end of a sandbox -------------------------------------------------------------------------
