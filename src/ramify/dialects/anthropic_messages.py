@@ -53,7 +53,7 @@ class MessagesDialect(Dialect):
                 parser.add_user_blocks(role, message.get("content"))
             else:
                 raise RequestInvalid(f"messages.{index}.role: expected user, assistant or system, found {role!r}")
-        if parser.ends_in_text_of_assistant:
+        if parser.ends_with_assistant_text:
             parser.split_off_prefill()
         field_names = {"stop": "stop_sequences", "max_tokens": "max_tokens"}
         output_config: Mapping[str, Any] = body.get("output_config") or {}

@@ -69,8 +69,8 @@ def _replace_surrogates(data: bytes | bytearray) -> bytes | bytearray:
 def get_http_status(error: RamifyError, *, retryable_status: int = 502) -> int:
     """Return the HTTP status of an error; `retryable_status` is that of failures that have none of their own.
 
-    Exhausted limits and invalid requests are 400, which SDKs do not retry. A class without a status has that of its
-    base class.
+    Exhausted limits and invalid requests are 400, which SDKs do not retry. A class without a status has
+    its base class's status.
     """
     for cls in type(error).__mro__:
         if cls in HTTP_STATUS:

@@ -49,7 +49,7 @@ class MessageParser:
         self.messages.append(message)
 
     @property
-    def ends_in_text_of_assistant(self) -> bool:
+    def ends_with_assistant_text(self) -> bool:
         """Whether the last message is a text of the assistant, without reasoning and tool calls."""
         last = self.messages[-1] if self.messages else Message("")
         return last.role == "assistant" and bool(last.text) and not last.tool_calls and not last.reasoning
@@ -59,7 +59,7 @@ class MessageParser:
 
         Raises RequestInvalid if it is anything but a text of the assistant.
         """
-        if not self.ends_in_text_of_assistant:
+        if not self.ends_with_assistant_text:
             raise RequestInvalid("messages: expected a text of the assistant as the last message, to be continued")
         self.prefill = self.messages.pop().text
 

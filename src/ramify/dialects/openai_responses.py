@@ -118,7 +118,7 @@ class ResponsesDialect(Dialect):
 
 
 class CompactionDialect(ResponsesDialect):
-    """The dialect of `/responses/compact`: the model summarizes the conversation, and the client goes on from that."""
+    """The dialect of `/responses/compact`: the model summarizes the conversation, and the client continues with it."""
 
     def parse_request(self, body: Mapping[str, Any], store: ResponseStore) -> ParsedRequest:
         """Parse a conversation and add the request for a summary."""
@@ -156,7 +156,7 @@ class ConversationDialect(ResponsesDialect):
 
 
 class _ItemParser(MessageParser):
-    """Parses items; the items of one reply are collected into one message. `store` has those given by reference."""
+    """Parses items; the items of one reply are collected into one message. `store` has the items given by id."""
 
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def _encode_text(text: str) -> str:
 
 
 def _decode_text(encoded: Any) -> str:
-    """Decode a text that the client kept; that of another server is an empty text."""
+    """Decode a text that the client kept; content of another server becomes an empty text."""
     try:
         return base64.b64decode(encoded, validate=True).decode()
     except (TypeError, ValueError):

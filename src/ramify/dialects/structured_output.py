@@ -23,7 +23,7 @@ TOOL_CHOICES = "auto, none, required, or a tool by its name"
 def parse_constraint(
     body: Mapping[str, Any], tools: Sequence[ToolSchema], *, response_format: Any, format_field: str
 ) -> ReplyConstraint | None:
-    """Return what a body requires of the reply; None if any reply will do.
+    """Return what a body requires of the reply; None if every reply is allowed.
 
     `tools` are the parsed tools of the body, and `format_field` is the dialect's name for `response_format`. Raises
     RequestInvalid.

@@ -1,6 +1,6 @@
 """Unique ids for the tool calls of a rollout.
 
-A client sends back only messages, so two equal samples whose calls have equal ids cannot be told apart: all their
+A client sends back only messages, so two equal samples whose calls have equal ids cannot be distinguished: all their
 continuations would attach to the newest sample. So an id that the rollout has already used is replaced.
 """
 

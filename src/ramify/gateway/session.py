@@ -332,7 +332,7 @@ class RolloutSession:
             position.remove_unused()
 
     async def _prepare(self, policy: Policy, position: TrieNode, request: ModelRequest) -> PreparedPrompt:
-        """Render the prompt of a request; a long one in a thread, and those of clients within their quota."""
+        """Render the prompt of a request: a long one in a thread, and for a client within the quota."""
         reply = position.last_reply
         history = None if reply is None else self._get_history(policy, reply)
         messages = position.messages_after(reply)

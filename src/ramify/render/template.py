@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render.model_files import DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE
 
-MAX_SOURCE_CHARS = 2**20  # of one template; those of large models have 20,000
+MAX_SOURCE_CHARS = 2**20  # of one template; large models have templates of 20,000
 MAX_RENDER_SECONDS = 5.0  # of CPU time
 MAX_OUTPUT_CHARS = 2**26
 MAX_EXPONENT = 1000

@@ -92,9 +92,9 @@ class V1Environment(VerifiersEnvironment):
 def get_only_agent(env_id: str, roles: list[str]) -> str:
     """Return the name of an environment's agent, which the policy plays. Raises ConfigInvalid unless it has one."""
     if len(roles) != 1:
-        found = f"the agents {', '.join(roles)}" if roles else "no agent"
+        agents = f"the agents {', '.join(roles)}" if roles else "no agent"
         raise ConfigInvalid(
-            f"taskset.env: {env_id} has {found}; expected one, because a rollout trains one policy on one reward"
+            f"taskset.env: {env_id} has {agents}; expected one, because a rollout trains one policy on one reward"
         )
     return roles[0]
 
