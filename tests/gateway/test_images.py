@@ -11,7 +11,6 @@ import anthropic
 import openai
 import pytest
 
-from ramify.gateway.request_quota import QuotaSettings
 from ramify.gateway.session import MAX_IMAGE_BYTES
 from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_family
 from ramify.render import load_renderer
@@ -321,15 +320,6 @@ def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):
             await converse_with_chat(scenario, [[images[3]]])
 
     run_scenario(list(SCRIPT), check, renderer=vision)
-
-
-def test_a_body_that_is_too_large_is_refused(run_scenario):
-    async def check(scenario: Scenario) -> None:
-        messages = [{"role": "user", "content": "x" * 2000}]
-        answer = await scenario.post("/chat/completions", {"messages": messages})
-        assert answer.status_code == 400 and "larger than 1000 bytes" in answer.text
-
-    run_scenario([], check, quota=QuotaSettings(max_bytes=1000, request_bytes=0))
 
 
 def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision, tmp_path):

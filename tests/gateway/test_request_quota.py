@@ -5,7 +5,11 @@ Each rollout has a quota of its own, so the rollouts beside it are served as usu
 
 import asyncio
 import gc
+import gzip
+import json
 import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,7 +18,7 @@ from ramify.dialects.model_call import ModelRequest
 from ramify.errors import ContextOverflow
 from ramify.gateway import RolloutLimits, RolloutSession, SamplingConfig
 from ramify.gateway.conversation_trie import TrieNode
-from ramify.gateway.request_quota import QuotaSettings, RequestQuota
+from ramify.gateway.request_quota import MAX_RENDERED_CHARS, QuotaSettings, RequestQuota
 from ramify.trace import Trace
 from tests.gateway.fake_client import make_session, user_request
 from tests.gateway.scenario import Scenario
@@ -38,11 +42,11 @@ def test_slow_bodies_of_a_rollout_share_one_quota(run_scenario):
     async def check(scenario: Scenario) -> None:
         connections = [await send_part_of_body(scenario) for _ in range(20)]
         heads = [asyncio.create_task(reader.readline()) for reader, _ in connections]
-        while sum(head.done() for head in heads) < 17:
+        while sum(head.done() for head in heads) < 12:
             await asyncio.sleep(0.01)
         assert {head.result() for head in heads if head.done()} == {b"HTTP/1.1 429 Too Many Requests\r\n"}
         [refusal] = scenario.trace.info["refusals"]
-        assert refusal["name"] == "QuotaExceeded" and refusal["count"] == 17
+        assert refusal["name"] == "QuotaExceeded" and refusal["count"] == 12
 
         neighbour = RolloutSession(Trace(id="t2"), scenario.policy, sampling=SamplingConfig(), limits=RolloutLimits())
         key = scenario.gateway.register(neighbour).api_key
@@ -59,7 +63,77 @@ def test_slow_bodies_of_a_rollout_share_one_quota(run_scenario):
         for head in heads:
             head.cancel()
 
-    run_scenario(["hello"], check, quota=QuotaSettings(max_bytes=MIB, request_bytes=2**16))
+    run_scenario(["hello"], check, quota=QuotaSettings(max_bytes=2 * MIB, max_requests=8))
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_bodies_for_which_there_is_no_room_wait_instead_of_being_refused(run_scenario, is_chunked):
+    async def check(scenario: Scenario) -> None:
+        async def count(number: int) -> int:
+            body = {
+                "messages": [{"role": "user", "content": f"{number} {'x' * 2000}"}],
+                "metadata": {"": "y" * 300_000},
+            }
+            data = json.dumps(body).encode()
+            content = split(data) if is_chunked else data
+            headers = {"authorization": f"Bearer {scenario.endpoint.api_key}"}
+            url = scenario.endpoint.base_url + "/chat/completions/input_tokens"
+            return (await scenario.servers.http.post(url, content=content, headers=headers)).status_code
+
+        assert await asyncio.gather(*map(count, range(8))) == [200] * 8
+
+    run_scenario([], check, quota=QuotaSettings(max_bytes=MIB))
+
+
+async def split(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 2**16):
+        yield data[start : start + 2**16]
+
+
+def test_a_body_over_the_limit_is_refused(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        body = json.dumps({"messages": [], "metadata": {"": "y" * MIB}}).encode()
+        for data, headers in ((body, {}), (gzip.compress(body), {"content-encoding": "gzip"})):
+            answer = await scenario.post("/chat/completions", data, **headers)
+            assert answer.status_code == 400 and "larger than 1048576 bytes" in answer.text, answer.text
+
+    run_scenario([], check, quota=QuotaSettings(max_bytes=MIB))
+
+
+def test_large_work_of_all_rollouts_of_a_gateway_shares_the_rendered_characters(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        sessions = [
+            RolloutSession(Trace(id=f"n{number}"), scenario.policy, sampling=SamplingConfig(), limits=RolloutLimits())
+            for number in range(4)
+        ]
+        running = most = 0
+
+        def render() -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(0.02)
+            running -= 1
+
+        for session in sessions:
+            scenario.gateway.register(session)
+        await asyncio.gather(*(session.quota.run(True, MAX_RENDERED_CHARS // 2, render) for session in sessions))
+        assert most <= 2
+        await asyncio.gather(*(session.quota.run(True, 2 * MAX_RENDERED_CHARS, render) for session in sessions))
+        for session in sessions:
+            scenario.gateway.unregister(session)
+
+    run_scenario([], check)
+
+
+def test_waiting_for_a_free_thread_costs_no_time():
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        busy, idle = RequestQuota(QuotaSettings()), RequestQuota(QuotaSettings(cpu_share=1e-6, cpu_burst=0.2))
+        await asyncio.gather(busy.run(True, 0, time.sleep, 0.3), idle.run(True, 0, lambda: None))
+        await idle.run(False, 0, lambda: None)  # would wait for days
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize("path", ["/messages/count_tokens", "/responses/input_tokens", "/chat/completions"])
@@ -103,8 +177,8 @@ def test_a_rollout_that_used_its_time_waits():
         quota = RequestQuota(QuotaSettings(cpu_share=0.5, cpu_burst=0.01))
         started_at = time.monotonic()
         for is_large in (True, False):  # in a thread and in the event loop
-            await quota.run(is_large, time.sleep, 0.03)
-        await quota.run(False, lambda: None)
+            await quota.run(is_large, 0, time.sleep, 0.03)
+        await quota.run(False, 0, lambda: None)
         assert time.monotonic() - started_at >= (2 * 0.03 - 0.01) / 0.5
 
     asyncio.run(main())
@@ -124,8 +198,8 @@ def test_large_work_of_a_rollout_runs_one_after_another_even_if_its_callers_leav
         quota = RequestQuota(QuotaSettings())
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(quota.run(True, work), 0.001)
-        await quota.run(True, work)
+                await asyncio.wait_for(quota.run(True, 0, work), 0.001)
+        await quota.run(True, 0, work)
 
     asyncio.run(main())
     assert most == 1

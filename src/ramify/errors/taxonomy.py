@@ -172,9 +172,9 @@ class ImageMissing(RamifyError, blame="system", retryable=True):
 
 
 class QuotaExceeded(RamifyError, blame="policy", retryable=False):
-    """The open requests of an agent have more connections and bytes than one rollout may hold in the gateway.
+    """An agent has more open requests than the gateway allows one rollout.
 
-    Send fewer requests at once, or smaller ones; SDKs wait and send a refused request again.
+    Send fewer requests at once; SDKs wait and send a refused request again.
     """
 
 

@@ -5,6 +5,7 @@ keepalive, so a call that fails quickly still gets its own HTTP status.
 """
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,8 +52,9 @@ class DialectHandler(ABC):
             task = asyncio.current_task()
             assert task is not None
             task.set_name(f"{REQUEST_TASK_PREFIX}{session.trace.id}")  # so that a hang report names the rollout
-            with session.quota.open_request() as hold_bytes:
-                parsed = await _parse_http_request(http, self._dialect, session, hold_bytes)
+            async with contextlib.AsyncExitStack() as held:
+                held.enter_context(session.quota.open_request())
+                parsed = await _parse_http_request(http, self._dialect, session, held)
                 send_response = await self._start(http, session, parsed)
                 await send_response(scope, receive, send)
         except RamifyError as error:
@@ -179,15 +181,17 @@ async def retrieve_conversation(get_session: SessionLookup, http: HttpRequest) -
 
 
 async def _parse_http_request(
-    http: HttpRequest, dialect: Dialect, session: RolloutSession, hold_bytes: Callable[[int], None]
+    http: HttpRequest, dialect: Dialect, session: RolloutSession, held: contextlib.AsyncExitStack
 ) -> ParsedRequest:
-    """Read and parse a request, including the retry headers."""
-    async with fail_after(session.call_timeout, "reading the body of a request"):
-        body = await _read_body(http, hold_bytes)
-    session.check_num_values(body.count(b","))
-    parsed, ignored_fields = await session.quota.run(
-        len(body) >= OFFLOAD_MIN_CHARS, _parse_body, body, dialect, session.response_store
-    )
+    """Read and parse a request, including the retry headers. Its body counts until `held` is closed."""
+    is_compressed = http.headers.get("content-encoding", "identity") != "identity"
+    length = None if is_compressed else http.headers.get("content-length")
+    async with fail_after(session.call_timeout, "reading and parsing a request"):
+        body = await session.quota.read_body(http.stream(), None if length is None else int(length), held)
+        session.check_num_values(body.count(b","))
+        parsed, ignored_fields = await session.quota.run(
+            len(body) >= OFFLOAD_MIN_CHARS, 0, _parse_body, body, dialect, session.response_store
+        )
     session.record_ignored_fields(ignored_fields)
     retry_header = http.headers.get("x-stainless-retry-count", "0")
     request = replace(
@@ -211,15 +215,6 @@ def _parse_body(body: bytearray, dialect: Dialect, store: ResponseStore) -> tupl
         raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
     except RecursionError as error:
         raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
-
-
-async def _read_body(http: HttpRequest, hold_bytes: Callable[[int], None]) -> bytearray:
-    """Return the body of a request. If `hold_bytes` refuses a part of it, the rest is not read."""
-    body = bytearray()
-    async for chunk in http.stream():
-        hold_bytes(len(chunk))
-        body += chunk
-    return body
 
 
 async def _wait_and_store(call: SharedCall, session: RolloutSession, parsed: ParsedRequest) -> ModelReply:

@@ -29,6 +29,7 @@ from ramify.gateway.http_handlers import (
     retrieve_conversation,
     retrieve_response,
 )
+from ramify.gateway.request_quota import MAX_RENDERED_CHARS, SharedCapacity
 from ramify.gateway.session import RolloutSession
 from ramify.wire.http_server import HttpServer
 from ramify.wire.lifecycle import AsyncService
@@ -52,6 +53,7 @@ class Gateway(AsyncService):
     ) -> None:
         self._keepalive_interval = keepalive_interval
         self._sessions: dict[str, RolloutSession] = {}
+        self._rendered_chars = SharedCapacity(MAX_RENDERED_CHARS)
         self._server = HttpServer(self._build_app(), host, port, name="gateway", shutdown_timeout=shutdown_timeout)
 
     @property
@@ -74,6 +76,7 @@ class Gateway(AsyncService):
         """Serve this session and return its endpoint."""
         from ramify.env import Endpoint
 
+        session.quota.rendered_chars = self._rendered_chars
         self._sessions[session.secret] = session
         return Endpoint(f"{self.address}/v1", session.secret, session.policy.name)
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -336,9 +337,12 @@ class RolloutSession:
         reply = position.last_reply
         history = None if reply is None else self._get_history(policy, reply)
         messages = position.messages_after(reply)
-        is_large = policy.trainable and count_chars(request) >= OFFLOAD_MIN_CHARS
-        run = self.quota.run if request.is_remote else offload
-        return await run(is_large, policy.prepare, history, messages, request.tools, self._media, request.prefill)
+        num_chars = count_chars(request) if policy.trainable else 0
+        prepare = partial(policy.prepare, history, messages, request.tools, self._media, request.prefill)
+        is_large = num_chars >= OFFLOAD_MIN_CHARS
+        if request.is_remote:
+            return await self.quota.run(is_large, num_chars, prepare)
+        return await offload(is_large, prepare)
 
     def _get_history(self, policy: Policy, reply: TrieNode) -> TokenHistory:
         """Return the history up to `reply`, cached or rebuilt from the trace."""
