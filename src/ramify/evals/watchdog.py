@@ -128,9 +128,8 @@ class Watchdog:
         kill_descendants()
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
-        os.write(
-            2, escape_controls(f"{message}\n{self._advice}\n").encode()
-        )  # sys.stderr may be locked by another thread
+        text = escape_controls(f"{message}\n{self._advice}\n")
+        os.write(2, text.encode())  # sys.stderr may be locked by another thread
         os._exit(exit_code)
 
 

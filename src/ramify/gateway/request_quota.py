@@ -21,7 +21,7 @@ from ramify.render.offload import offload
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MAX_RENDERED_CHARS = 4 * 2**20  # at once, by all rollouts of a gateway
+MAX_RENDERED_CHARS = 2 * 2**20  # at once, by all rollouts of a gateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,7 @@ def _wait_for_exit(pid: int, stop_timeout: float, lease_end: float) -> int:
         timeout = None if seconds == math.inf else max(0.0, min(seconds, MAX_POLL_SECONDS)) * 1000
         ready = [fd for fd, _ in poller.poll(timeout)]
         if child_exits in ready:
-            os.read(child_exits, 4096)
-            continue
+            os.read(child_exits, 4096)  # no `continue`: exits without end must not hide the parent and the deadline
         if 0 in ready:
             message = _read_message()
             if message:

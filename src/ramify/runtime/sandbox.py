@@ -330,7 +330,7 @@ class _Box:
         - bwrap, its parent, is outside of their namespace. It exits with the first program, as 128 + n for signal n.
 
         So a signal that killed bwrap, or SIGKILL for the first program, came from outside if no process was killed for
-        lack of memory. Without a control group that cannot be told, and a machine without memory is blamed.
+        lack of memory. Without a control group nothing tells whether the memory was used up, and the machine is blamed.
         """
         assert self._bwrap is not None
         exit_code: int | None = None
