@@ -43,7 +43,8 @@ def test_a_local_run_warns_of_cluster_settings_without_effect(tmp_path, monkeypa
     monkeypatch.setattr("ramify.cli.rl._print_plan", lambda *_, **__: 0)
     args = ["rl", "reverse-text", "--dry-run", "--cluster.num_nodes", "2", "--cluster.node.gpus", "8"]
     assert main(args) == 0
-    warning = "warning: without --cluster ray the run is local and ignores cluster.node, cluster.num_nodes\n"
+    # a dry run plans for the node of `cluster.node`, even without --cluster
+    warning = "warning: without --cluster ray the run is local and ignores cluster.num_nodes\n"
     assert capsys.readouterr().err == warning
     for more in (["--cluster", "local"], ["--cluster", "ray", "--cluster.shared_directory", "/shared"]):
         assert main([*args, *more]) == 0

@@ -67,6 +67,8 @@ def run(argv: Sequence[str], crash_reporter: "CrashReporter | None" = None) -> i
         )
     config = parse(EvalConfig, args, prog="ramify eval", usage=USAGE, command_flags=COMMAND_FLAGS)
     if (python := find_other_interpreter(config.python)) is not None:
+        if crash_reporter is not None:
+            crash_reporter.set_finished()  # the command in the other interpreter has a reporter of its own
         run_command_in(python, "eval", argv)
     if note := describe_fallback(config.runtime):
         print(f"note: runtime: {note}", file=sys.stderr)

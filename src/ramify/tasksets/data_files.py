@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid
-from ramify.names import format_count
 
 DataRow = dict[str, Any]
 MAX_FIELD_CHARS = 2**30  # of a csv field; the default of the csv module is 131,072
@@ -124,7 +123,7 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
                 raise ConfigInvalid(f"dataset: {file} has the column {repeated[0]!r} twice")
             for fields in reader:
                 if len(fields) not in (0, len(header)):
-                    count = format_count(len(fields), "field")
+                    count = f"{len(fields)} field{'s' if len(fields) != 1 else ''}"
                     raise ConfigInvalid(f"dataset: {file}:{reader.line_num} has {count}, the header has {len(header)}")
                 if fields:
                     yield dict(zip(header, fields))

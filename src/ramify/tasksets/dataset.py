@@ -15,9 +15,7 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
-from ramify.env.plugin import load_module_from_file
 from ramify.errors import ConfigInvalid
-from ramify.names import format_count
 from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
 from ramify.tasksets.data_files import DataRow, read_rows
@@ -145,7 +143,7 @@ class Dataset(rf.Taskset):
             seen.add(task.identity)
             yield task
         if num_repeated:
-            repeated = f"{num_repeated} of {format_count(row_number, 'row')} repeat an earlier one"
+            repeated = f"{num_repeated} of {row_number} rows repeat an earlier one"
             print(f"dataset: {config.path}: {repeated}, and are left out", file=sys.stderr)
 
     def _find_scorer(self) -> Scorer:
@@ -252,10 +250,11 @@ def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_nu
 def _load_scorer(name: str) -> Scorer:
     """Import the function named by `path.py:function`."""
     file, _, function = name.partition(":")
-    try:
-        module = load_module_from_file(Path(file))
-    except OSError as error:
-        raise ConfigInvalid(f"dataset: reward {name!r}: file {file} does not exist") from error
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise ConfigInvalid(f"dataset: reward {name!r}: file {file} does not exist")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     scorer = getattr(module, function, None)
     if not callable(scorer):
         raise ConfigInvalid(f"dataset: reward {name!r}: {file} has no function {function!r}")
