@@ -10,7 +10,6 @@ share the characters that are rendered at once, because a tokenizer needs up to 
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
 from dataclasses import dataclass
@@ -124,11 +123,11 @@ class RequestQuota:
         """
         if not is_large:
             await self._wait_for_time()
-            started_at = time.monotonic()
+            started_at = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._cpu_seconds -= time.monotonic() - started_at
+                self._cpu_seconds -= time.thread_time() - started_at
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._thread_lock)
             await self._wait_for_time()
@@ -140,18 +139,21 @@ class RequestQuota:
     async def _run_in_thread(
         self, held: contextlib.AsyncExitStack, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        started_at = math.inf
+        cpu_seconds = 0.0
 
         def run_function() -> T:
-            nonlocal started_at
-            started_at = time.monotonic()  # in the thread: waiting for a free one is not work
-            return function(*args, **kwargs)
+            nonlocal cpu_seconds
+            started_at = time.thread_time()  # waiting for a core or for Python's lock is not work
+            try:
+                return function(*args, **kwargs)
+            finally:
+                cpu_seconds = time.thread_time() - started_at
 
         async with held:
             try:
                 return await offload(True, run_function)
             finally:
-                self._cpu_seconds -= max(0.0, time.monotonic() - started_at)
+                self._cpu_seconds -= cpu_seconds
 
     async def _wait_for_time(self) -> None:
         settings = self.settings
