@@ -24,7 +24,7 @@ def test_a_run_is_shown_by_its_name_as_other_commands_take_it(shown, tmp_path, c
     write_rl_run(tmp_path / "outputs" / "my-run", num_groups=2)
     assert main(["view", "my-run"]) == 0
     assert [folder.resolve() for folder in shown] == [tmp_path / "outputs" / "my-run"]
-    assert "the runs in outputs/my-run are shown at http://127.0.0.1:7420" in capsys.readouterr().out
+    assert "the runs in outputs/my-run are shown at http://127.0.0.1:7420\n" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_exist_is_refused(shown, capsys):

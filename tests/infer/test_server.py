@@ -164,6 +164,7 @@ def test_chat_completion_and_stream(http):
         ("/update_weights", {"path": "nowhere"}, 409, "manifest.json"),
         ("/update_weights", {"path": "nowhere", "kv": "burn"}, 400, "kv"),
         ("/pause", {"mode": "forever"}, 400, "mode"),
+        ("/v1/chat/completions", {"messages": USER, "model": "x"}, 404, "'x' is not served here; expected llama,"),
         ("/nothing", {}, 404, ""),
     ],
 )

@@ -62,7 +62,9 @@ def in_finished(finished, monkeypatch, check_plugins_in_process):
 
 def test_finished_run_is_not_repeated(in_finished, capsys):
     assert main(["rl", "@", "rl.toml"]) == 0
-    assert "is already finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "is already finished" in out and "a larger --max-steps trains on" in out
+    assert "weights: outputs/run/weights/" in out and "ramify serve -m outputs/run/weights/" in out
 
 
 def test_python_api_takes_the_same_tables(in_finished):

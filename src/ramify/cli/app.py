@@ -37,7 +37,7 @@ COMMANDS: dict[str, CliCommand] = {
     "plot": CliCommand("ramify.cli.plot", "plot metrics of one or more runs to an image"),
     "show": CliCommand("ramify.cli.show", "list the rollouts of a run, or print one as a tree"),
     "replay": CliCommand("ramify.cli.replay", "rescore an eval's saved rollouts with the current reward code"),
-    "export": CliCommand("ramify.cli.export", "export a run's traces to JSONL or Parquet, or its adapter"),
+    "export": CliCommand("ramify.cli.export", "export a run's traces to JSONL or Parquet, or its model or adapter"),
     "rollback": CliCommand("ramify.cli.rollback", "resume a run from an older checkpoint, if its newest is damaged"),
     "validate": CliCommand("ramify.cli.validate", "check every task of a taskset, without a model"),
     "init": CliCommand("ramify.cli.init", "create a taskset package from a working template"),

@@ -132,7 +132,10 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
     match result.outcome:
         case RunOutcome.FINISHED if not result.did_run:
             steps = format_finished(result.steps, config)
-            print(f"{result.path} is already finished ({steps}); use --fresh to start over")
+            train_on = "a larger --max-steps trains on, " if result.steps >= config.max_steps else ""
+            print(f"{result.path} is already finished ({steps}); {train_on}--fresh starts over")
+            for line in _list_next_commands(config, result.path):
+                print(line)
         case RunOutcome.FINISHED:
             with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
                 for line in describe_evals(result.path):

@@ -53,7 +53,7 @@ async def _serve(folder: Path, options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     def announce(address: str) -> None:
-        print(f"the runs in {folder} are shown at {address}; stop with Ctrl-C", flush=True)
+        print(f"the runs in {folder} are shown at {address}\nstop with Ctrl-C", flush=True)
         if options.open:
             open_browser(address)
 

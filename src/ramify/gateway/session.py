@@ -287,7 +287,8 @@ class RolloutSession:
 
     def _get_policy(self, model: str) -> Policy:
         if not self._serves_any_model and model not in (*self.models, self.policy.name):
-            raise ModelNotFound(f"model: expected {self.policy.name}, found {model!r:.200}; /v1/models lists it")
+            expected = " or ".join(dict.fromkeys((self.policy.name, *self.models)))
+            raise ModelNotFound(f"model: {model!r:.200} is not served here; expected {expected}, as /v1/models lists")
         return self.models.get(model, self.policy)
 
     def _resolve_policy_input(self, request: ModelRequest) -> tuple[Policy, Sequence[Message], Mapping[str, Media]]:

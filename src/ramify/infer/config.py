@@ -195,6 +195,17 @@ class ServerConfig(Config):
 class ServeConfig(Config):
     """`ramify serve`."""
 
+    common_keys: ClassVar = (
+        "model.name",
+        "inference.engine",
+        "inference.device",
+        "inference.dtype",
+        "inference.max_model_len",
+        "server.host",
+        "server.port",
+        "server.model_name",
+    )
+
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ManagedInferenceConfig = EngineConfig()

@@ -36,7 +36,7 @@ async def show_model(http: HttpRequest, engine: Engine, *, name: str, created: i
 def check_model_name(requested: str | None, name: str) -> None:
     """Raise ModelNotFound if a request is for another model than the one of the server."""
     if requested and requested not in (name, Path(name).name):
-        raise ModelNotFound(f"model: expected {name}, found {requested!r:.200}; /v1/models lists it")
+        raise ModelNotFound(f"model: {requested!r:.200} is not served here; expected {name}, as /v1/models lists")
 
 
 def _format_model_card(engine: Engine, name: str, created: int) -> dict[str, Any]:
