@@ -2,6 +2,7 @@
 
 import fcntl
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def test_unloadable_tasks_and_losses_are_reported_together(capsys):
     [
         (["-m", "tinny"], "did you mean 'tiny'?"),
         (["-m", "./nowhere"], "model.name: model './nowhere' was not found"),
+        (["-m", "./weightless"], "/weightless has no weights"),
         (["-m", "/etc"], "model.name: model '/etc' was not found (/etc: has no config.json)"),
         (["--orchestrator.address", "tcp://0.0.0.0:5555"], ADDRESS),
         (["--renderer.type", "family", "--renderer.name", "nonsense"], "renderer: "),
@@ -82,6 +84,7 @@ def test_unloadable_tasks_and_losses_are_reported_together(capsys):
 )
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
+    shutil.copytree(resolve_model_path("tiny"), "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     assert main(["rl", "envs.py:Sound", *args, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 

@@ -91,9 +91,12 @@ class ModelSize:
         experts_note, hf_config = describe_experts(hf_config), hf_config.get("text_config") or hf_config
         hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
         head_dim = hf_config.get("head_dim") or hidden_size // num_heads
+        shapes = read_tensor_shapes(directory)
+        if not shapes:
+            raise WeightsRefused(f"{directory} has no weights")
         recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
         return cls(
-            num_parameters=sum(math.prod(shape) for shape in read_tensor_shapes(directory).values()),
+            num_parameters=sum(math.prod(shape) for shape in shapes.values()),
             num_layers=hf_config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
             intermediate_size=hf_config.get("intermediate_size", 0),

@@ -10,7 +10,7 @@ from ramify.config import parse_problems
 from ramify.errors import ConfigInvalid, ModelNotFound
 from ramify.launch.disk import estimate_disk
 from ramify.launch.plugin_check import raise_with_plugin_problems
-from ramify.model.resolve import fetch_model, is_hub_id, read_vocab_size, resolve_model_path
+from ramify.model.resolve import fetch_model, has_weights, is_hub_id, read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 
 Problems = list[tuple[str, str]]  # keys, and what is wrong with their values
@@ -28,6 +28,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
     A dry run needs no model.
     """
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_lora_problems(config)]
+    problems += _find_weight_problems(config)
     if not dry_run:
         problems += [(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
         if not problems:  # a download may take minutes
@@ -63,6 +64,18 @@ def _list_started_models(config: RunConfig) -> dict[str, str]:
     """Return the names of the models that the run starts an engine for, by their keys."""
     models = {f"models.{name}.name": model.name for name, model in config.models.items() if model.is_managed}
     return {"model.name": config.model.name, **models}
+
+
+def _find_weight_problems(config: RunConfig) -> Problems:
+    """Return a problem for each model directory that lacks weight files; those of hub ids are downloaded."""
+    problems: Problems = []
+    for key, name in _list_started_models(config).items():
+        with contextlib.suppress(ModelNotFound):
+            directory = resolve_model_path(name)
+            if not is_hub_id(name) and not has_weights(directory):
+                text = "has no weights, or not all that its index lists; expected *.safetensors files"
+                problems.append((key, f"{directory} {text} beside config.json"))
+    return problems
 
 
 def _find_rank_problems(config: RunConfig) -> Problems:

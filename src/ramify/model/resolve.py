@@ -42,7 +42,7 @@ def fetch_model(name: str, *, log: Callable[[str], None] | None = None) -> Path:
         if not is_hub_id(name):
             raise
     else:
-        if not is_hub_id(name) or _has_weights(directory):
+        if not is_hub_id(name) or has_weights(directory):
             return directory
     from ramify.model.hub import download_model
 
@@ -53,8 +53,8 @@ def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _has_weights(directory: Path) -> bool:
-    """Return whether a snapshot in the cache is complete: a download may have been interrupted."""
+def has_weights(directory: Path) -> bool:
+    """Return whether a model directory has all its weight files: a download may have been interrupted."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
