@@ -127,7 +127,10 @@ def test_dry_run_names_models_that_are_not_here_and_may_be_paths(capsys, monkeyp
     names |= {"short": "outputs/typo", "hub": "org/model", "started": "tiny"}
     models = [word for key, name in names.items() for word in (f"--models.{key}.name", name)]
     assert main(["rl", "envs.py:Sound", "--name", "other", *models, "--dry-run"]) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if "not checked" in line]
+    lines = capsys.readouterr().out.splitlines()
+    download = "the run downloads org/model when it starts; 'ramify model fetch org/model' downloads it before"
+    assert f"note: models.hub.name: {download}" in lines
+    notes = [line for line in lines if "not checked" in line]
     teacher, judge = names["teacher"], names["judge"]
     assert notes == [
         f"note: models.teacher.name: not checked: model {teacher!r} was not found ({teacher}: does not exist): "
@@ -166,6 +169,16 @@ def test_a_plan_that_does_not_fit_is_refused_with_plans_that_do(capsys):
     assert "a GPU has 250.0 GiB, as assumed (--cluster.node.gpu_memory_gib)" in out and "warning" not in err
     assert main(["rl", "envs.py:Sound", "-m", "org/Model-70B", *CUDA, "--dry-run"]) == 2
     assert "it would fit with a smaller model" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(list_visible_gpus()), reason="plans for this machine's GPUs")
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_a_suggested_plan_has_as_many_gpus_as_it_needs(capsys):
+    rl = ["rl", "envs.py:Sound", "-m", "Qwen/Qwen3-4B", "--cluster.node.gpus", "1", "--dry-run"]
+    assert main(rl) == 2
+    options = re.findall(r"with ((?:--[\w.]+ [\w.]+ ?)+)", capsys.readouterr().err)
+    (split,) = (option for option in options if "--launch.gpu_placement split" in option)
+    assert "--cluster.node.gpus 2" in split and main([*rl, *split.split()]) == 0
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")

@@ -337,8 +337,10 @@ def test_run_that_needs_too_much_memory_is_refused(tmp_path):
     big = config(tmp_path, model={"name": "Qwen/Qwen3-32B"})
     with pytest.raises(ConfigInvalid, match=r"not enough memory: GPU 1 has 80.0 GiB, the run needs about \d+"):
         build_plan(big, dry_run=True, gpus=[gpu(0), gpu(1)])
-    with pytest.raises(ConfigInvalid, match="not enough memory: this machine"):
+    with pytest.raises(ConfigInvalid, match=r"not enough memory: this machine.* --cluster.node.gpus N"):
         build_plan(big, dry_run=True, gpus=[])
+    with pytest.raises(ConfigInvalid, match=r"--launch.gpu_placement split .*on 2 GPUs"):
+        build_plan(config(tmp_path, model={"name": "Qwen/Qwen3-4B"}), dry_run=True, gpus=[gpu(0)])
 
 
 @pytest.mark.parametrize("dry", [False, True])

@@ -184,10 +184,16 @@ def _format_fitting_settings(config: RunConfig, model: ModelSize, devices: Devic
         options.append(_find_fitting_settings(config, model, devices, {"trainer.lora.enabled": True}))
     options.append(_find_fitting_gpus(config, model, devices))
     alternatives = [" ".join(_format_flag(key, value) for key, value in option.items()) for option in options if option]
+    if options[-1] and not devices.is_assumed:
+        num_gpus = options[-1].get("launch.trainer_gpus", 1) + int(bool(devices.inference.gpus))
+        alternatives[-1] += f" on {num_gpus} GPUs"
     if not alternatives:
         alternatives = ["a smaller model", "`--cluster ray` and vLLM engines of several GPUs (cluster.engines.gpus)"]
     if devices.is_assumed:
         alternatives.append("larger GPUs (--cluster.node.gpu_memory_gib is their size)")
+    elif not devices.trainer.gpus and config.trainer.device == "auto":
+        flags = "--dry-run --cluster.node.gpus N --cluster.node.gpu_memory_gib M"
+        alternatives.append(f"GPUs (this plan is for the CPU; `{flags}` plans for N GPUs of M GiB)")
     return f"; it would fit with {', or with '.join(alternatives)}"
 
 
@@ -201,9 +207,12 @@ def _find_fitting_gpus(config: RunConfig, model: ModelSize, devices: DeviceAlloc
         if num_ranks > 1 and find_rank_problem(config.model.name, num_ranks):
             continue
         gpus = [dataclasses.replace(gpu, index=str(index)) for index in range(num_ranks + 1)]
+        num_gpus = num_ranks + int(has_engine)
         settings: Settings = {"launch.gpu_placement": "split"} if has_engine else {}
         settings |= {"launch.trainer_gpus": num_ranks} if num_ranks > 1 else {}
         settings |= {"weights.transport": "disk"} if config.weights.transport == "ipc" else {}
+        if devices.is_assumed and config.cluster.node.gpus < num_gpus:
+            settings["cluster.node.gpus"] = num_gpus
         more = dataclasses.replace(
             devices,
             inference=DeviceAllocation(devices.inference.threads, gpus[:1] if has_engine else []),

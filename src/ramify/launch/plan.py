@@ -105,7 +105,7 @@ class LaunchPlan:
 
     def _describe_memory(self) -> str:
         if self.model is None or self.memory_estimate is None:
-            return f"memory: unknown, model {self.config.model.name} is not available locally"
+            return f"memory: unknown, model {self.config.model.name} is not on this machine"
         estimate, (engine_gpus, trainer_gpus) = self.memory_estimate, self.devices.gpus_by_role
         shared = engine_gpus[:1] if self.devices.is_colocated else []
         parts = [("inference", estimate.inference, engine_gpus), ("trainer", estimate.trainer, trainer_gpus)]

@@ -49,7 +49,7 @@ def _list_length_notes(config: RunConfig) -> list[str]:
 
 
 def list_model_notes(config: RunConfig) -> list[str]:
-    """Return a note for each model that no source uses, or that is not here and whose name may be a mistyped path."""
+    """Return a note for each model that no source uses, or that is not here: a mistyped path, or one to download."""
     unused = [
         f"note: no source uses models.{name}; name it as `teacher` or `reference`, or remove its table"
         for name in config.models
@@ -57,7 +57,10 @@ def list_model_notes(config: RunConfig) -> list[str]:
     ]
     # A dry run may be for another machine.
     missing = [
-        f"note: {key}: not checked: {text}" for key, name, text in list_missing_models(config) if may_be_path(name)
+        f"note: {key}: not checked: {text}"
+        if may_be_path(name)
+        else f"note: {key}: the run downloads {name} when it starts; 'ramify model fetch {name}' downloads it before"
+        for key, name, text in list_missing_models(config)
     ]
     return [*unused, *missing]
 
