@@ -37,6 +37,24 @@ def test_shared_directory_that_is_not_mounted_here_is_not_checked(tmp_path):
 
 
 @pytest.mark.megabytes(30)
+def test_disk_with_room_for_a_checkpoint_only_is_refused(small_disk):
+    with pytest.raises(ConfigInvalid, match=r"too small: 1 checkpoint of 1\d\.\d MiB, published weights and logs need"):
+        build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 8}), gpus=[])
+
+
+def test_published_weights_have_the_dtype_of_the_trainer(tmp_path):
+    tables = [{"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "dtype": "float32"}]
+    cpu, gpu, wide = (estimate_disk(config(tmp_path, trainer=table)) for table in tables)
+    assert cpu is not None
+    assert gpu is not None
+    assert wide is not None
+    assert cpu.weights == 2 * gpu.weights == wide.weights
+    once = estimate_disk(config(tmp_path, trainer={"device": "cpu"}, max_steps=1))  # version 0 and version 1
+    assert once is not None
+    assert once.weights == cpu.weights // 2
+
+
+@pytest.mark.megabytes(48)
 def test_disk_without_room_for_two_checkpoints_is_refused(small_disk):
     with pytest.raises(ConfigInvalid, match=r"output: the disk of .*/run is too small: 2 checkpoints of 1\d\.\d MiB"):
         build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[], dry_run=True)
@@ -49,7 +67,7 @@ def test_disk_is_only_warned_about_if_the_model_may_be_elsewhere(small_disk):
     assert "warning: the disk of" in "\n".join(plan.format_lines())
 
 
-@pytest.mark.megabytes(45)
+@pytest.mark.megabytes(63)
 def test_plan_warns_if_not_all_checkpoints_fit(small_disk):
     plan = build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[])
     warning = "has room for 2 checkpoints of 1"

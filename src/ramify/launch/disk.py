@@ -1,7 +1,8 @@
 """Rough estimate of the disk space that checkpoints and published weights need, compared with the free space.
 
 A new checkpoint is complete before an old one is removed. So a run that saves more than once needs room for two
-checkpoints, and for one more than `checkpoint.keep_last` to keep all of them.
+checkpoints, and for one more than `checkpoint.keep_last` to keep all of them. Four versions of the weights can be on
+the disk at the same time: the engines serve one and load another, a third waits, and the trainer writes a fourth.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from ramify.files import get_free_bytes
-from ramify.launch.devices import GIB
-from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize
+from ramify.launch.devices import GIB, list_visible_gpus, uses_gpu
+from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize, get_element_bytes
 from ramify.launch.shared_storage import call_storage_blocking
 from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
@@ -22,6 +23,8 @@ from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 MOMENT_BYTES_BY_OPTIMIZER = {"adamw": MOMENT_BYTES, "muon": MOMENT_BYTES // 2}  # per trained parameter, at least
+MAX_VERSIONS = 4  # of published weights that are on the disk at the same time
+RESERVE_BYTES = 8 << 20  # for rollouts, ledger and logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +45,20 @@ class DiskEstimate:
 
     @property
     def num_fitting(self) -> int:
-        """The number of checkpoints that fit beside the published weights."""
-        return max(0, self.available - self.weights) // self.checkpoint
+        """The number of checkpoints that fit beside the published weights and the reserve."""
+        return max(0, self.available - self.weights - RESERVE_BYTES) // self.checkpoint
 
     def find_problem(self) -> str | None:
         """Return why the run cannot save all its steps; None if it can."""
         if self.num_fitting >= (num_needed := min(2, self.num_saves)):
             return None
-        needed = self.weights + num_needed * self.checkpoint
+        needed = self.weights + RESERVE_BYTES + num_needed * self.checkpoint
         reason = " (a new one is complete before the old one is removed)" if num_needed > 1 else ""
         advice = "free some space, set `output` to a larger disk, or train adapters ([trainer.lora])"
         return (
             f"the disk of {self.directory} is too small: {format_count(num_needed, 'checkpoint')} of "
-            f"{_format_size(self.checkpoint)}{reason} and published weights need about {_format_size(needed)}, "
-            f"{_format_size(self.available)} are available; {advice}"
+            f"{_format_size(self.checkpoint)}{reason}, published weights and logs need about "
+            f"{_format_size(needed)}, {_format_size(self.available)} are available; {advice}"
         )
 
     def format_lines(self) -> list[str]:
@@ -87,7 +90,9 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
         return None
     trainer, directory = config.trainer, config.shared_path or config.path
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
-    num_versions = 1 if config.weights.transport == "shm" else 3  # the newest, one in use, and one that is written
+    num_versions = 1 if config.weights.transport == "shm" else min(MAX_VERSIONS, config.max_steps + 1)
+    is_elsewhere = config.shared_path is not None and trainer.device != "cpu"  # the trainer's node may have GPUs
+    gpu = is_elsewhere or uses_gpu(trainer.device, list_visible_gpus())
     parents = directory.absolute().parents
     # A shared directory that does not exist may be mounted on other machines only; any other directory is created here.
     measure = partial(_measure_available, directory, parents if config.shared_path is None else parents[:1])
@@ -97,7 +102,7 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
     return DiskEstimate(
         directory,
         checkpoint=max(1, int(num_trained * (MASTER_BYTES + MOMENT_BYTES_BY_OPTIMIZER[trainer.optim.type]))),
-        weights=num_versions * model.num_parameters * (4 if trainer.dtype == "float32" else 2),
+        weights=num_versions * model.num_parameters * get_element_bytes(trainer.dtype, gpu),
         num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
         keep_last=config.checkpoint.keep_last,
         available=available,

@@ -280,7 +280,7 @@ def estimate_engine(
     inference: EngineConfig | VLLMConfig, seq_len: int, model: ModelSize, *, gpu: bool, device_memory: int
 ) -> int:
     """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory."""
-    element_bytes = _get_element_bytes(inference.dtype, gpu)
+    element_bytes = get_element_bytes(inference.dtype, gpu)
     weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes
     max_len = inference.max_model_len or seq_len
@@ -296,7 +296,7 @@ def estimate_engine(
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> int:
     """Estimate the memory of one rank: its share of the weights and of the optimizer's state, and activations."""
     trainer = config.trainer
-    element_bytes = _get_element_bytes(trainer.dtype, gpu)
+    element_bytes = get_element_bytes(trainer.dtype, gpu)
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
     has_copy = element_bytes < MASTER_BYTES or trainer.lora.enabled  # of the weights, beside the master weights
     state_bytes = model.num_parameters * element_bytes if has_copy else 0
@@ -311,7 +311,7 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
 
 def _count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of the buffer from which engines copy the weights; 0 unless `weights.transport` is `ipc`."""
-    element_bytes = _get_element_bytes(config.trainer.dtype, gpu)
+    element_bytes = get_element_bytes(config.trainer.dtype, gpu)
     return model.num_parameters * element_bytes if config.weights.transport == "ipc" else 0
 
 
@@ -325,5 +325,6 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     return conv_elements + num_values * key_dim * value_dim
 
 
-def _get_element_bytes(dtype: str, gpu: bool) -> int:
+def get_element_bytes(dtype: str, gpu: bool) -> int:
+    """Return the bytes of one weight of a process with the setting `dtype`; `auto` is float32 on a CPU."""
     return 4 if dtype == "float32" or (dtype == "auto" and not gpu) else 2
