@@ -12,6 +12,7 @@ from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch import run_checks
+from ramify.launch.completion import prepare_run_directory
 from ramify.launch.devices import Gpu
 from ramify.launch.plan import build_plan
 from ramify.launch.process import ProcessRole
@@ -21,6 +22,7 @@ from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.store.run_directory import open_run
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
@@ -350,3 +352,22 @@ def test_missing_sink_library_is_refused(tmp_path, dry):
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
     with pytest.raises(ConfigInvalid, match=match):
         build_plan(config(tmp_path, monitor=sinks), dry_run=dry, gpus=[])
+
+
+def test_resuming_with_other_trained_weights_is_refused_before_anything_starts(tmp_path):
+    full, lora = config(tmp_path), config(tmp_path, trainer={"lora": {"rank": 8}})
+    prepare_run_directory(full)
+    for accept_changes in (False, True):  # no checkpoint fits, so the change cannot be accepted
+        with pytest.raises(ConfigInvalid, match=r"(?s)lora\.enabled: was False, now True.*lora\.rank: .*8.*--fresh"):
+            prepare_run_directory(lora, accept_changes=accept_changes)
+    prepare_run_directory(lora, fresh=True)
+    with pytest.raises(ConfigInvalid, match=r"lora\.rank: was 8, now 4"):
+        prepare_run_directory(config(tmp_path, trainer={"lora": {"rank": 4}}))
+
+
+def test_run_of_a_version_that_did_not_store_the_trained_weights_is_resumed(tmp_path):
+    lora = config(tmp_path, name="", trainer={"lora": {"rank": 8}})
+    assert lora.path == config(tmp_path, name="").path
+    identity = {key: value for key, value in lora.identity.items() if key != "lora"}
+    open_run(lora.path, identity).close()
+    assert prepare_run_directory(lora) is None

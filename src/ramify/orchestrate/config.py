@@ -450,6 +450,12 @@ class RunConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify a run. A run is not resumed with a different identity."""
+        lora = self.trainer.lora
+        return {**self._named_identity, "lora": lora.model_dump(mode="json") if lora.enabled else {"enabled": False}}
+
+    @property
+    def _named_identity(self) -> dict[str, Any]:
+        """The part of the identity that the default name depends on: all that earlier versions compared."""
         sources = {source.source_name: source.identity for source in self.train}
         models = {
             name: {"name": model.name}
@@ -470,7 +476,7 @@ class RunConfig(Config):
     def path(self) -> Path:
         """The run directory."""
         names = "+".join(source.source_name for source in self.train)
-        return self.output / (self.name or default_run_name(names, self.model.name, self.identity))
+        return self.output / (self.name or default_run_name(names, self.model.name, self._named_identity))
 
     @property
     def shared_path(self) -> Path | None:

@@ -3,8 +3,8 @@
 One rule for all commands: repeating a command resumes its run. A run is the same if its *identity* is equal; other
 settings (the number of rollouts, the concurrency, the address of the server) may change between two starts. Resuming
 with another identity would mix results that cannot be compared, so it is refused, with the differences. The user may
-accept differences, except another model. `ramify.store.environments` does the same for the code and the tasks of
-environments.
+accept differences, except another model or other adapters, for which no checkpoint fits. `ramify.store.environments`
+does the same for the code and the tasks of environments.
 """
 
 import os
@@ -20,7 +20,8 @@ from ramify.store.run_log import RunLog
 from ramify.store.run_store import RunStore, acquire_lock
 
 IDENTITY_KEY = "identity"
-MODEL_KEY = "model"  # the key of an identity whose change cannot be accepted
+LORA_KEY = "lora"  # missing in the identity of an RL run that an earlier version started
+FIXED_KEYS = ("model", LORA_KEY)  # keys of an identity whose change cannot be accepted
 NEW_RUN_HINT = "use another --name, or --fresh to move the old run aside and start a new one"
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 
@@ -74,14 +75,17 @@ def compare_identities(
     path: Path, stored: dict[str, Any] | None, identity: Mapping[str, Any], accept_changes: bool | None
 ) -> list[str]:
     """Do what `check_identity` does, for the run at `path` whose stored identity was read before."""
-    changes = [] if stored is None else list(diff_values(stored, dict(identity)))
-    if stored is None or not changes:
+    if stored is None:
         return []
-    same_model = stored.get(MODEL_KEY) == identity.get(MODEL_KEY)
-    if accept_changes and same_model:
+    if LORA_KEY in identity:
+        stored = {LORA_KEY: identity[LORA_KEY], **stored}
+    if not (changes := list(diff_values(stored, dict(identity)))):
+        return []
+    is_acceptable = all(stored.get(key) == identity.get(key) for key in FIXED_KEYS)
+    if accept_changes and is_acceptable:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
-    hint = f"use another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
+    hint = f"use another --name; or {RESUME_HINT}" if accept_changes is False and is_acceptable else NEW_RUN_HINT
     raise ConfigInvalid(f"{path} holds a run with another identity; differences:{lines}\n{hint}")
 
 
