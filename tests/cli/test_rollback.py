@@ -59,10 +59,26 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
+def test_why_shows_the_rollback_and_how_to_resume(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    (run / "config.toml").write_text('output = "."\n[[train]]\n')
+    assert main(["rollback", "run", "2"]) == 0
+    resume = "resume with: ramify rl @ run/config.toml\n"
+    assert f"run is rolled back to step 2; {resume}" in capsys.readouterr().out
+    assert main(["why", "run"]) == 0
+    headline, second, *others = capsys.readouterr().out.splitlines(keepends=True)
+    assert headline.startswith("run is rolled back to step 2: 2 steps committed")
+    assert second == resume
+    assert others[-1].endswith("rolled_back committed=4 step=2\n")
+    monkeypatch.chdir("/")  # `output` of the configuration is another directory here
+    assert main(["why", str(run)]) == 0
+    assert f"resume with: ramify rl @ {run}/config.toml -o {run.parent}\n" in capsys.readouterr().out
+
+
 def test_rollback_ends_the_history_at_the_step(run, capsys):
     assert main(["rollback", str(run), "2"]) == 0
     out = capsys.readouterr().out
-    assert "resumes from step 2" in out
+    assert "is rolled back to step 2; rerun the command" in out
     assert "steps 2 to 3 are trained again" in out
     assert "rolled_back_1.step_000004-0" in out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -87,7 +103,7 @@ def test_a_run_that_was_rolled_back_passes_the_audit(run, capsys):
     capsys.readouterr()
     assert main(["why", str(run), "--audit"]) == 0, capsys.readouterr().out
     assert main(["why", str(run)]) == 0
-    assert "is stopped: 2 steps committed" in capsys.readouterr().out
+    assert "is rolled back to step 2: 2 steps committed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,18 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
     assert "ProviderError: gone" in output
 
 
+def test_why_of_an_interrupted_run_begins_with_the_command_that_resumes_it(run, capsys):
+    write_state(run, record={}, snapshot={"status": {**STATUS, "state": "leaving"}})
+    (run / "config.toml").write_text("[[train]]\n")
+    with RunStore.open(run) as store:
+        RunLog(store).log_event("interrupted").result(10)
+    assert main(["why", "run"]) == 0
+    headline, second, *others = capsys.readouterr().out.splitlines()
+    assert headline.startswith("outputs/run is interrupted: 0 steps committed")
+    assert second == "resume with: ramify rl @ outputs/run/config.toml"
+    assert not [line for line in others if "state=leaving" in line]
+
+
 def test_audit_reports_problems_or_none(run, capsys):
     assert main(["why", "run", "--audit"]) == 0
     assert "1 group, 0 steps: no problems" in capsys.readouterr().out

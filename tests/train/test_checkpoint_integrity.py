@@ -205,7 +205,7 @@ def test_an_sft_run_continues_from_an_older_checkpoint_only_after_a_rollback(wor
     assert main(["rollback", str(path), "3"]) == 1
     assert main(["rollback", str(path), "2"]) == 0
     out = capsys.readouterr().out
-    assert f"{path} resumes from step 2" in out
+    assert f"{path} is rolled back to step 2; resume with: ramify sft @ {path}/config.toml" in out
     assert (path / "checkpoints" / "rolled_back_1.step_000003").is_dir()
     result = train(world, "damaged", 2)
     assert (result.steps, result.steps_run) == (6, 4)

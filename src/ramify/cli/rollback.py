@@ -20,7 +20,7 @@ CLOSE_TIMEOUT = 5.0  # seconds to close a run after an error; its storage may ha
 def run(argv: Sequence[str]) -> int:
     """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
     options = _build_parser().parse_args(argv)
-    from ramify.cli.run_lookup import find_run  # loaded here, not for help
+    from ramify.cli.run_lookup import build_resume_command, find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.launch.head import check_newest_head
     from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
@@ -52,7 +52,9 @@ def run(argv: Sequence[str]) -> int:
             raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
         committed = call_storage_blocking(partial(_roll_back_ledger, ledger, options.step, checkpoint_dir), path)
         renamed = call_storage_blocking(partial(_rename_newer, checkpoints, options.step), checkpoints)
-    print(f"{path} resumes from step {options.step}; rerun the command that started it")
+    command = build_resume_command(path)
+    advice = f"resume with: {command}" if command else "rerun the command that started it"
+    print(f"{path} is rolled back to step {options.step}; {advice}")
     if committed > options.step:
         print(f"steps {options.step} to {committed - 1} are trained again, on the same batches")
     for checkpoint in renamed:

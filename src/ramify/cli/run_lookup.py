@@ -1,7 +1,9 @@
 """Finds the run or the rollout that a command is given, and describes what a run has finished."""
 
+import tomllib
 from pathlib import Path
 
+from ramify.cli.parser import format_resume_command
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.names import find_similar, format_count
 from ramify.store import RolloutRecord, RunStore
@@ -9,6 +11,7 @@ from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
 
 OUTPUT_DIR = Path("outputs")
+CONFIG_FILE = "config.toml"
 MAX_LISTED = 8  # runs in a message
 
 
@@ -46,6 +49,19 @@ def find_rollout(store: RunStore, id_prefix: str) -> RolloutRecord:
         ids = ", ".join(row.id for row in rows)
         raise ConfigInvalid(f"{id_prefix!r} matches several rollouts: {ids}; give more of the id")
     raise ConfigInvalid(f"{store.path} has no rollout {id_prefix!r}; 'ramify show {store.path}' lists them")
+
+
+def build_resume_command(path: Path) -> str | None:
+    """Return the command that resumes an RL or SFT run from its stored configuration; None if it has none."""
+    try:
+        keys = tomllib.loads((path / CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_moved = (
+        Path(str(keys.get("output", OUTPUT_DIR))).resolve() != path.resolve().parent
+    )  # or it was started elsewhere
+    arguments = ["@", str(path / CONFIG_FILE), *(["-o", str(path.parent)] if is_moved else [])]
+    return format_resume_command("rl" if "train" in keys else "sft", arguments)
 
 
 def describe_resume(path: Path, command: str) -> str:

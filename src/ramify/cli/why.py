@@ -193,10 +193,11 @@ def _print_unresponsive_run(path: Path) -> bool:
 
 def _print_ended_run(path: Path) -> None:
     """Print from the run's files how far it came, its last events, and the last log lines of each process."""
+    from ramify.cli.run_lookup import build_resume_command
     from ramify.console import make_console
     from ramify.launch.last_state import describe_last_state
-    from ramify.launch.run_queries import describe_end
-    from ramify.orchestrate.snapshot import read_snapshot
+    from ramify.launch.run_queries import INTERRUPTED_EVENT, describe_end
+    from ramify.orchestrate.snapshot import OrchestratorState, read_snapshot
     from ramify.store import RunStore
     from ramify.store.ledger import Ledger
     from ramify.store.run_log import RunLog
@@ -210,6 +211,8 @@ def _print_ended_run(path: Path) -> None:
     uncommitted = progress.acknowledged - progress.committed
     steps = format_count(progress.committed, "step")
     print(f"{path} is {state}: {steps} committed, {uncommitted} trained after the last checkpoint")
+    if state != "finished" and (command := build_resume_command(path)):
+        print(f"resume with: {command}")
     print("groups: " + (", ".join(f"{count} {name}" for name, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", soft_wrap=True)
@@ -219,11 +222,13 @@ def _print_ended_run(path: Path) -> None:
         timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         fields = " ".join(f"{key}={value}" for key, value in event.fields.items())
         console.print(f"{timestamp} {event.kind} {fields}", soft_wrap=True)
-    if state != "finished":
-        if (snapshot := read_snapshot(path)) is not None:
-            message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
-            console.print(message, soft_wrap=True)
-        _print_log_tails(path, console)
+    if state not in ("stopped", INTERRUPTED_EVENT):
+        return
+    snapshot = read_snapshot(path)
+    if snapshot is not None and snapshot.status.get("state") != OrchestratorState.LEAVING:  # it was not asked to stop
+        message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
+        console.print(message, soft_wrap=True)
+    _print_log_tails(path, console)
 
 
 def _print_log_tails(path: Path, console: "Console") -> None:

@@ -42,11 +42,16 @@ def has_finished(store: RunStore) -> bool:
 
 
 def describe_end(store: RunStore) -> str:
-    """Return how a run that does not run now ended: `finished`, `interrupted` or `stopped`."""
+    """Return how a run that does not run now ended: `finished`, `interrupted`, `stopped` or `rolled back to step N`."""
     # earlier versions wrote "left" for "stopped"
     lifecycle_kinds = ("started", "finished", INTERRUPTED_EVENT, "stopped", "left", "rolled_back")
-    kinds = [event.kind for event in RunLog(store).events() if event.kind in lifecycle_kinds]
-    return kinds[-1] if kinds and kinds[-1] in ("finished", INTERRUPTED_EVENT) else "stopped"
+    events = [event for event in RunLog(store).events() if event.kind in lifecycle_kinds]
+    if not events:
+        return "stopped"
+    last = events[-1]
+    if last.kind == "rolled_back":
+        return f"rolled back to step {last.fields['step']}"
+    return last.kind if last.kind in ("finished", INTERRUPTED_EVENT) else "stopped"
 
 
 def describe_evals(path: Path) -> list[str]:
