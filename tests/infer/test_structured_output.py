@@ -267,8 +267,10 @@ def test_json_schema_with_tools_allows_either(http):
 def test_structured_output_of_responses_and_messages(http):
     text_format = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
     body = {"input": "Reverse: abc", "max_output_tokens": 400, "text": {"format": text_format}}
-    (item,) = http.post("/v1/responses", json=body).json()["output"]
+    response = http.post("/v1/responses", json=body).json()
+    (item,) = response["output"]
     check_object(json.loads(item["content"][0]["text"]))
+    assert response["text"] == {"format": text_format}
     tool = {"name": "paint", "input_schema": SCHEMA}
     body = {"messages": USER, "max_tokens": 400, "tools": [tool], "tool_choice": {"type": "any"}}
     blocks = http.post("/v1/messages", json=body).json()["content"]

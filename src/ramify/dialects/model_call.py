@@ -84,5 +84,7 @@ class ParsedRequest:
     """The id of the call whose reply the messages follow, if the client does not send the whole history."""
     conversation_id: str | None = None
     """The id of the conversation that the reply is added to, if the client names one."""
+    text_format: Mapping[str, Any] | None = None
+    """The `text.format` of the Responses API, which the response repeats."""
     is_stored: bool = False
     """Whether later requests may refer to the reply."""

@@ -65,7 +65,8 @@ class ResponsesDialect(Dialect):
         parser.add_items([{"role": "user", "content": items}] if isinstance(items, str) else items or [])
         tools, namespaced_tools = _flatten_namespaces(body.get("tools") or ())
         text_options: Mapping[str, Any] = body.get("text") or {}
-        response_format = ("text.format", text_options.get("format"))
+        text_format = text_options.get("format")
+        response_format = ("text.format", text_format)
         field_names = {"stop": "stop", "max_tokens": "max_output_tokens"}
         request = parser.build_request(body, tools, _parse_tool, response_format=response_format, **field_names)
         custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
@@ -77,6 +78,7 @@ class ResponsesDialect(Dialect):
             previous_call_id=previous_call_id,
             conversation_id=conversation.id if conversation else None,
             is_stored=body.get("store") is not False or conversation is not None,
+            text_format={"type": text_format} if isinstance(text_format, str) else text_format,
             encrypts_reasoning=ENCRYPTED_REASONING in (body.get("include") or ()),
         )
 
@@ -299,7 +301,7 @@ def _build_response(parsed: ParsedRequest, reply: ModelReply, items: list[dict[s
         "parallel_tool_calls": True,
         "previous_response_id": f"{RESPONSE_PREFIX}{parsed.previous_call_id}" if parsed.previous_call_id else None,
         "conversation": {"id": parsed.conversation_id} if parsed.conversation_id else None,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": parsed.text_format or {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
         "usage": _format_usage(reply.usage),
