@@ -53,12 +53,14 @@ def test_every_check_is_reported(bare):
         "CPU operators",
         "CUDA",
         "Node",
+        "bubblewrap",
     }
     assert set(bare) == fixed | {f"extra {name}" for name in EXTRAS}
 
 
 def test_missing_component_says_what_it_enables_and_how_to_install_it(bare):
     assert bare["Node"]["state"] == "missing"
+    assert bare["bubblewrap"]["state"] == "missing"
     for result in bare.values():
         if result["state"] != "ok":
             assert result["enables"]

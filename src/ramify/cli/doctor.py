@@ -23,6 +23,7 @@ CHECKS: list[Callable[[], list[CheckResult]]] = [
     doctor_checks.check_torch,
     doctor_checks.check_extras,
     doctor_checks.check_node,
+    doctor_checks.check_sandbox,
 ]
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 

@@ -155,5 +155,18 @@ def check_node() -> list[CheckResult]:
     return [CheckResult("Node", "broken", probe.text, *advice)]
 
 
+def check_sandbox() -> list[CheckResult]:
+    """Check that bubblewrap can start a sandbox."""
+    from ramify.runtime.bwrap import find_unsupported_reason
+
+    if (reason := find_unsupported_reason()) is None:
+        return [CheckResult("bubblewrap", "ok", "a sandbox can be started")]
+    advice = (
+        "the runtime sandbox, which isolates the programs of agents",
+        "install bubblewrap 0.8 or newer and allow user namespaces, or use the runtime container",
+    )
+    return [CheckResult("bubblewrap", "broken" if shutil.which("bwrap") else "missing", reason, *advice)]
+
+
 def _format_gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
