@@ -197,7 +197,7 @@ def _print_ended_run(path: Path) -> None:
     from ramify.console import make_console
     from ramify.launch.last_state import describe_last_state
     from ramify.launch.run_queries import INTERRUPTED_EVENT, describe_end
-    from ramify.orchestrate.snapshot import OrchestratorState, read_snapshot
+    from ramify.orchestrate.snapshot import read_snapshot
     from ramify.store import RunStore
     from ramify.store.ledger import Ledger
     from ramify.store.run_log import RunLog
@@ -224,8 +224,8 @@ def _print_ended_run(path: Path) -> None:
         console.print(f"{timestamp} {event.kind} {fields}", soft_wrap=True)
     if state not in ("stopped", INTERRUPTED_EVENT):
         return
-    snapshot = read_snapshot(path)
-    if snapshot is not None and snapshot.status.get("state") != OrchestratorState.LEAVING:  # it was not asked to stop
+    has_logged_end = bool(events) and events[-1].kind in ("stopped", INTERRUPTED_EVENT)  # later than any snapshot
+    if not has_logged_end and (snapshot := read_snapshot(path)) is not None:
         message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
         console.print(message, soft_wrap=True)
     _print_log_tails(path, console)
