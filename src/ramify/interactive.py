@@ -62,10 +62,12 @@ class _LoopThread(Generic[T]):
 
     def run(self, cleanup_timeout: float) -> T:
         interrupt: BaseException | None = None
-        is_cancelled, deadline = False, math.inf
-        self._thread.start()
+        is_started, is_cancelled, deadline = False, False, math.inf
         while True:
             try:
+                if not is_started:
+                    is_started = True
+                    self._thread.start()  # the coroutine may run, and an interrupt come, before this returns
                 if self._done.done() or time.monotonic() >= deadline:
                     break
                 if interrupt is not None and not is_cancelled:

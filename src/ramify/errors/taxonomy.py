@@ -74,7 +74,7 @@ class WorkerDied(RamifyError, blame="system", retryable=True):
 class SandboxError(RamifyError, blame="system", retryable=True):
     """The runtime could not start or reach the sandbox of an agent, or lost it.
 
-    Run `ramify doctor`, and check image, resources and free disk; the attempt is retried.
+    Run `ramify doctor`, which tries bubblewrap, and check image, resources and free disk; the attempt is retried.
     """
 
 
