@@ -82,6 +82,8 @@ class RemoteBatchSource(BatchSource):
 
     def get_batch(self, step: int) -> Batch | None:
         """Ask the orchestrator for the rank's share of a batch, until there is one or `should_stop` returns true."""
+        if self.should_stop():
+            return None
         request = BatchRequest(**self._sender, step=step)
         try:
             reply = self._call_with_retries("batch", request)
