@@ -7,7 +7,7 @@ from pathlib import Path
 from ramify.cli.app import main
 from ramify.launch import api
 from ramify.launch.process import ProcessRole
-from tests.launch.scripts import RUNS_FOREVER, build_spec
+from tests.support.processes import RUNS_FOREVER, build_spec
 
 if __name__ == "__main__":
     folder, code, *args = sys.argv[1:]

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.installed_command import COMMAND
 from tests.evals import environments
 from tests.evals.scripted_engine import run_scripted_engine
-from tests.launch.scripts import until
+from tests.support.processes import wait_until
 
 BLOCKING = f"{environments.__file__}:Blocking"
 TIMEOUT = 60.0  # seconds; the limits that are tested are shorter
@@ -65,7 +65,7 @@ def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
 @pytest.mark.parametrize("where", ["load", "setup"])
 def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     eval = start(engine, tmp_path, where)
-    until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, seconds=TIMEOUT)
+    wait_until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, timeout=TIMEOUT)
     eval.send_signal(signal.SIGTERM)
     exit_code, output = end(eval)
     assert exit_code == 130, output

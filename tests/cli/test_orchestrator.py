@@ -13,8 +13,8 @@ import pytest
 from ramify.cli.app import main
 from tests.env.chat_server import chat_server
 from tests.envserver.engine import instant
-from tests.launch.scripts import until
 from tests.rl import environments
+from tests.support.processes import wait_until
 
 RUN = """
 name = "run"
@@ -101,13 +101,13 @@ def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, numb
     path = home / "outputs" / name
     log = path / "logs" / "orchestrator.log"
     with started(home, "orchestrator", "@", "eval.toml", "--name", name) as (process, family):
-        until(lambda: log.exists() and "eval at step 0: eval/elsewhere/avg 1.000" in log.read_text(), seconds=60)
-        until(lambda: sum(file.stat().st_size for file in path.glob("traces/*")) > 0)
+        wait_until(lambda: log.exists() and "eval at step 0: eval/elsewhere/avg 1.000" in log.read_text(), timeout=60)
+        wait_until(lambda: sum(file.stat().st_size for file in path.glob("traces/*")) > 0)
         family += psutil.Process(process.pid).children(recursive=True)
         assert sum("ramify env-server @" in " ".join(one.cmdline()) for one in family) >= 2
         process.send_signal(number)
         assert process.wait(60) == code
-        until(lambda: all_exited(family))
+        wait_until(lambda: all_exited(family))
 
 
 LINES = """
@@ -139,7 +139,7 @@ def test_chat_only_endpoint_is_refused_for_training(home, chat):
 
 def test_status_address_is_recorded_without_a_supervisor(home, capsys):
     with started(home, "env-server", "@", "run.toml", "--source", "train/plain", "--address_file", "at") as _:
-        until(lambda: (home / "at").exists(), seconds=60)
+        wait_until(lambda: (home / "at").exists(), timeout=60)
         address = (home / "at").read_text().strip()
         pool = ["--train.0.pool", '{"type": "elastic"}', "--train.0.address", address]
         with started(home, "orchestrator", "@", "run.toml", *pool) as (process, family):

@@ -18,7 +18,7 @@ from ramify.config import parse
 from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
-from tests.launch.scripts import RUNS_FOREVER, alive, pids, until
+from tests.support.processes import RUNS_FOREVER, list_running, read_pids, wait_until
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ROOT = Path(__file__).parent.parent.parent
@@ -197,11 +197,11 @@ def start_stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
 
 def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
     process = start_stubbed(tmp_path, RUNS_FOREVER)
-    until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
+    wait_until(lambda: read_pids(tmp_path, "orchestrator") and read_pids(tmp_path, "trainer"), timeout=60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
     resume_command = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
     assert err == f"interrupted; nothing is finished yet; rerun: {resume_command}\n"
 

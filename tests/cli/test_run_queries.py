@@ -30,8 +30,8 @@ from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import MetricPoint, RunLog
 from ramify.trace.version import PolicyVersion
-from tests.launch.scripts import until
-from tests.launch.status_stub import STATUS, serve_status
+from tests.support.processes import wait_until
+from tests.support.status import STATUS, serve_status
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n"
@@ -306,7 +306,7 @@ import sys
 from pathlib import Path
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.store import RunStore
-from tests.launch.status_stub import DROPS, STATUS, WAITS
+from tests.support.status import DROPS, STATUS, WAITS
 path = Path(sys.argv[1])
 with RunStore.open(path):
     write_snapshot(path, {**STATUS, "run": str(path)}, WAITS, DROPS)
@@ -328,7 +328,7 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
         assert main(["why", "run"]) == 0
         assert f"does not respond at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
         holder.send_signal(signal.SIGSTOP)
-        until(lambda: get_process_state(holder.pid) == "stopped")
+        wait_until(lambda: get_process_state(holder.pid) == "stopped")
         assert main(["why", "run"]) == 0
         output = capsys.readouterr().out
         assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nlast state, " in output

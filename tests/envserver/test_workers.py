@@ -19,7 +19,7 @@ from ramify.envserver.worker_process import WorkerProcess
 from ramify.errors import AgentHang, ProcessDied, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import LoopMonitor
 from tests.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
-from tests.wire.proxy import Proxy
+from tests.support.proxy import Proxy
 
 DEADLINE = 60.0
 

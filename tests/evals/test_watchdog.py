@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from tests.launch.scripts import until
+from tests.support.processes import wait_until
 
 PROGRAM = """
 import asyncio
@@ -40,7 +40,7 @@ def test_suspended_time_does_not_count_as_hanging(tmp_path):
     try:
         assert process.stdout is not None and process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGTSTP)
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         time.sleep(4.0)  # longer than the timer, which must not fire
         (tmp_path / "continued").touch()
         process.send_signal(signal.SIGCONT)

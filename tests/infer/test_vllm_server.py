@@ -15,7 +15,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer import vllm_server
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState
-from tests.process_checks import runs
+from tests.support.processes import is_running
 
 SERVER_PROGRAM = """
     import json, os, signal, subprocess, sys, time
@@ -69,9 +69,9 @@ def read_child_pid(server: VLLMServer) -> int:
 def has_ended(pid: int) -> bool:
     """Wait for a process that was sent a signal."""
     deadline = time.monotonic() + 60
-    while runs(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not runs(pid)
+    return not is_running(pid)
 
 
 def test_server_is_started_and_stopped_with_its_children(launch):
@@ -82,7 +82,7 @@ def test_server_is_started_and_stopped_with_its_children(launch):
             assert server.state is VLLMServerState.READY
             posted = next(line for line in server.log.tail().splitlines() if line.startswith("posted"))
             assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
-            assert runs(read_child_pid(server))
+            assert is_running(read_child_pid(server))
 
     asyncio.run(asyncio.wait_for(main(), 90))
     assert server.state is VLLMServerState.STOPPED

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.free_ports import find_free_port
+from tests.support.processes import find_free_port
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ramify.launch.process import ProcessRole
 from ramify.launch.supervisor import Supervisor
-from tests.launch.scripts import IGNORES_SIGTERM, RUNS_FOREVER, build_spec
+from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec
 
 # A process that starts a daemon in another session.
 STARTS_DAEMON = f"""

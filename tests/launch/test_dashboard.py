@@ -12,7 +12,7 @@ from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus
-from tests.launch.status_stub import STATUS, serve_status
+from tests.support.status import STATUS, serve_status
 
 PROCESSES = [
     ProcessStatus("inference", ProcessState.READY, 11, 0, 5.0),

@@ -28,7 +28,7 @@ from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
 from ramify.train import weights_directory
-from tests.launch.scripts import RUNS_FOREVER, build_spec, pids
+from tests.support.processes import RUNS_FOREVER, build_spec, read_pids
 
 HOLDS_LOCK = """
 import fcntl, sys
@@ -75,7 +75,7 @@ def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     assert execute_plan(build_test_plan(tmp_path, four, max_steps=4), display=Display()).did_run
     assert execute_plan(build_test_plan(tmp_path, three), fresh=True, display=Display()).did_run
     assert (tmp_path / "run.old-1").is_dir()
-    assert len(pids(tmp_path, "orchestrator")) == 3
+    assert len(read_pids(tmp_path, "orchestrator")) == 3
 
 
 def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
@@ -149,7 +149,7 @@ def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
     assert not run("old").did_run
     with pytest.raises(EnvironmentChanged, match=r"reverse-text: mine\.py has changed"):
         run("new")
-    assert len(pids(tmp_path, "orchestrator")) == 1
+    assert len(read_pids(tmp_path, "orchestrator")) == 1
     assert not run("new", accept_changes=True).did_run
 
 

@@ -14,8 +14,8 @@ from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
-from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids
 from tests.launch.test_supervisor import supervise, waits_for
+from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
 # Appends the variables of the rank to a file, once per start.
 REPORTS = """
@@ -58,7 +58,7 @@ def test_ranks_are_told_who_they_are_and_where_rank_0_listens(tmp_path):
     assert len({(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports}) == 1
     assert int(reports[0]["MASTER_PORT"]) > 0
     assert {statuses[0].token for statuses in seen} == {"0"}
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_killed_rank_stops_all_and_the_gang_restarts_with_a_new_port_and_token(tmp_path):
@@ -70,8 +70,8 @@ def test_killed_rank_stops_all_and_the_gang_restarts_with_a_new_port_and_token(t
     assert {report["RAMIFY_GANG_TOKEN"] for report in first} == {"0"}
     assert {report["RAMIFY_GANG_TOKEN"] for report in second} == {"1"}
     assert {report["MASTER_PORT"] for report in first}.isdisjoint(report["MASTER_PORT"] for report in second)
-    assert len(pids(tmp_path, "trainer")) == 6
-    assert alive(tmp_path) == []
+    assert len(read_pids(tmp_path, "trainer")) == 6
+    assert list_running(tmp_path) == []
 
 
 def test_failure_shows_the_log_of_the_rank_that_failed(tmp_path):
@@ -79,7 +79,7 @@ def test_failure_shows_the_log_of_the_rank_that_failed(tmp_path):
     with pytest.raises(ProcessDied, match=r"exit code 5, after 0 restarts; last lines of .*trainer-2.log:\nno room$"):
         supervise(build_specs(tmp_path, fails, RUNS_FOREVER), restarts=0)
     assert (tmp_path / "trainer-1.log").exists()
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_gang_is_done_when_all_ranks_are(tmp_path):
@@ -87,7 +87,7 @@ def test_gang_is_done_when_all_ranks_are(tmp_path):
     code = "import time\nif rank == 0: time.sleep(0.3); open(DIR + '/done', 'w').close()"
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)\n"
     assert supervise(build_specs(tmp_path, code, leader)) is RunOutcome.FINISHED
-    assert len(pids(tmp_path, "trainer")) == 3
+    assert len(read_pids(tmp_path, "trainer")) == 3
 
 
 def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):

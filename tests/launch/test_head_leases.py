@@ -14,8 +14,8 @@ from ramify.launch.process import EarlierProcess, ProcessState
 from ramify.launch.run_record import RunRecord
 from ramify.launch.supervisor import ProcessStatus
 from ramify.store.head_replication import POLL_INTERVAL
-from tests.launch.scripts import build_spec
 from tests.launch.test_head import make_config, train_step
+from tests.support.processes import build_spec
 
 
 def make_specs(tmp_path, duration=60.0):

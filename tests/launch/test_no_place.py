@@ -10,7 +10,7 @@ from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor
-from tests.launch.scripts import RUNS_FOREVER, alive, build_spec, pids
+from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
 TIMEOUT = 60.0  # seconds for one test
 
@@ -86,8 +86,8 @@ def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path
     assert run([*specs, leader], launcher, on_change=on_change, lines=lines) is RunOutcome.FINISHED
     assert lines[0] == "second could not be placed; the run continues without second, which is tried again"
     assert (ProcessState.STARTING, ProcessState.READY) in seen
-    assert len(pids(tmp_path, "second")) == 1
-    assert alive(tmp_path) == []
+    assert len(read_pids(tmp_path, "second")) == 1
+    assert list_running(tmp_path) == []
 
 
 def test_process_that_nobody_replaces_ends_the_run(tmp_path):
@@ -95,7 +95,7 @@ def test_process_that_nobody_replaces_ends_the_run(tmp_path):
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="env could not be placed"):
         run([*specs, leader], FullLauncher(["env"]))
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_engines_that_all_wait_end_the_run(tmp_path):
@@ -103,7 +103,7 @@ def test_engines_that_all_wait_end_the_run(tmp_path):
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="could not be placed"):
         run([*specs, leader], FullLauncher(["first", "second"]))
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
@@ -119,7 +119,7 @@ def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="could not be placed"):
         run([first, build_engine(tmp_path, "second"), leader], launcher, max_restarts=1, on_change=on_change)
-    assert len(pids(tmp_path, "first")) == 1
+    assert len(read_pids(tmp_path, "first")) == 1
 
 
 def test_process_that_cannot_be_stopped_does_not_replace_the_outcome(tmp_path):
@@ -130,4 +130,4 @@ def test_process_that_cannot_be_stopped_does_not_replace_the_outcome(tmp_path):
     leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)
     assert run([*specs, leader], UnstoppableLauncher(["first"]), lines=lines) is RunOutcome.FINISHED
     assert "first could not be stopped: ConnectionResetError: the node is gone" in lines
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []

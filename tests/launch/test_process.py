@@ -18,7 +18,7 @@ from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding,
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.launch.launchers import build_leases
-from tests.launch.scripts import until
+from tests.support.processes import wait_until
 
 ENVIRONMENT = {"RAYON_NUM_THREADS": "3"}
 
@@ -81,7 +81,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
         spec = dataclasses.replace(help_spec, command=command_line, log=tmp_path / "serve.log")
         async with run_process(spec, client) as process:
             command = psutil.Process(process.pid)
-            until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
+            wait_until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
             watcher = command.parent()
             assert watcher.cmdline()[:4] == [sys.executable, "-m", "ramify.processes.watcher", str(STOP_TIMEOUT)]
             assert watcher.parent() == server
@@ -110,7 +110,7 @@ async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
             command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
             assert await asyncio.wait_for(process.wait_for_exit(), 60) in (-9, 128 + 9)
-            until(lambda: has_exited(command))
+            wait_until(lambda: has_exited(command))
 
 
 @with_timeout
@@ -132,7 +132,7 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
             command = psutil.Process(process.pid)
             server = command.parent().parent()
             server.kill()
-            until(lambda: has_exited(server))
+            wait_until(lambda: has_exited(server))
             assert command.is_running()
         assert has_exited(command)
 

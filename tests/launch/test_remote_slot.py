@@ -18,7 +18,7 @@ from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line, with_timeout
 from tests.launch.remote_launcher import InProcessLauncher
-from tests.launch.scripts import build_spec
+from tests.support.processes import build_spec
 
 TERMS = LeaseTerms(duration=3.0, slack=3.0)
 LEASED = Placement(lease=TERMS)

@@ -20,8 +20,8 @@ from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor, pars
 from ramify.processes import restart_budget
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
-from tests.launch.scripts import IGNORES_SIGTERM, RUNS_FOREVER, alive, build_spec, pids, until
 from tests.launch.supervisor_process import SAVES_CHECKPOINT
+from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec, list_running, read_pids, wait_until
 
 DONE = "sys.exit(0)"
 
@@ -55,8 +55,8 @@ def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
     assert supervise(specs) is RunOutcome.FINISHED
-    assert len(pids(tmp_path, "inference")) == 1
-    assert alive(tmp_path) == []
+    assert len(read_pids(tmp_path, "inference")) == 1
+    assert list_running(tmp_path) == []
 
 
 def test_crashed_process_is_restarted_and_reported(tmp_path):
@@ -65,7 +65,7 @@ def test_crashed_process_is_restarted_and_reported(tmp_path):
     lines = []
     leader = build_spec(tmp_path, "orchestrator", waits_for("env.pids") + leader, ProcessRole.LEADER)
     assert supervise([build_spec(tmp_path, "env", twice), leader], lines=lines) is RunOutcome.FINISHED
-    assert len(pids(tmp_path, "env")) == 2
+    assert len(read_pids(tmp_path, "env")) == 2
     assert lines == ["env was killed by SIGKILL; restarting in 0.5 s (restart 1 of 3)"]
 
 
@@ -74,8 +74,8 @@ def test_repeated_crashes_end_the_run_with_the_end_of_the_log(tmp_path):
     message = r"trainer ended with exit code 5, after 1 restarts; last lines of .*trainer.log:\nno room$"
     with pytest.raises(ProcessDied, match=message):
         supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=1)
-    assert len(pids(tmp_path, "trainer")) == 2
-    assert alive(tmp_path) == []
+    assert len(read_pids(tmp_path, "trainer")) == 2
+    assert list_running(tmp_path) == []
 
 
 def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
     broken = build_spec(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
     with pytest.raises(ProcessDied, match=r"ended with exit code 1, the same error 3 times in a row(.|\n)*ValueError"):
         supervise([broken], restarts=100)
-    assert len(pids(tmp_path, "orchestrator")) == 3
+    assert len(read_pids(tmp_path, "orchestrator")) == 3
 
 
 def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_permanent_failure_is_not_retried(tmp_path):
     )
     with pytest.raises(StorageFull, match=r"^no room on /data$"):
         supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
-    assert len(pids(tmp_path, "trainer")) == 1
+    assert len(read_pids(tmp_path, "trainer")) == 1
 
 
 def test_failure_of_the_leader_ends_the_run(tmp_path):
@@ -152,7 +152,7 @@ def stop_if_ready(statuses) -> None:
     if statuses[0].state is ProcessState.READY:
         process = psutil.Process(statuses[0].pid)
         process.suspend()
-        until(lambda: process.status() == psutil.STATUS_STOPPED)
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
 
 def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_port):
@@ -166,7 +166,7 @@ def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_por
             (tmp_path / "done").touch()  # for the restarted leader
 
     assert supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
-    first = pids(tmp_path, "orchestrator")[0]
+    first = read_pids(tmp_path, "orchestrator")[0]
     silent = rf"orchestrator \(process {first}, stopped\) has not answered at {leader.address} for \d+ s"
     assert re.fullmatch(silent, lines[0])
     assert lines[1] == "last state: step=3/4"
@@ -175,7 +175,7 @@ def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_por
     )
     states = [process.state for (process,) in seen]
     assert states.index(ProcessState.READY) < states.index(ProcessState.SILENT) < states.index(ProcessState.ENDED)
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_unresponsive_leader_is_killed_although_its_last_state_cannot_be_read(tmp_path, free_port, monkeypatch):
@@ -192,7 +192,7 @@ def test_leader_that_stays_unresponsive_ends_the_run(tmp_path, free_port):
     leader = answering_leader(tmp_path, free_port, hang_timeout=0.6)
     with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
         supervise([leader], restarts=0, on_change=stop_if_ready)
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port, monkeypatch):
@@ -212,7 +212,7 @@ def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port, monkeyp
     leader = answering_leader(tmp_path, free_port, hang_timeout=60.0)
     assert supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
     assert lines == []
-    assert len(pids(tmp_path, "orchestrator")) == 1
+    assert len(read_pids(tmp_path, "orchestrator")) == 1
 
 
 # -- starts and readiness ------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port):
         DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
     ):
         supervise([hangs, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_prepare_runs_before_each_start(tmp_path):
@@ -249,7 +249,7 @@ def test_files_of_a_process_that_cannot_be_prepared_in_time_end_the_run(tmp_path
     with pytest.raises(StorageFailed, match=r"the files of inference: the storage did not answer within 0.5 s"):
         supervise(specs)
     answers.set()
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_finished_follower_restarts_with_the_leader(tmp_path):
@@ -267,7 +267,7 @@ sys.exit(9 if starts == 1 else 0)
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
     assert supervise(specs) is RunOutcome.FINISHED
-    assert len(pids(tmp_path, "trainer")) == 2
+    assert len(read_pids(tmp_path, "trainer")) == 2
 
 
 def test_process_states_are_reported(tmp_path):
@@ -277,7 +277,7 @@ def test_process_states_are_reported(tmp_path):
     states = [process.state for (process,) in seen]
     assert states[0] is ProcessState.STARTING
     assert states[-1] is ProcessState.ENDED
-    assert seen[0][0].pid == pids(tmp_path, "orchestrator")[0]
+    assert seen[0][0].pid == read_pids(tmp_path, "orchestrator")[0]
 
 
 def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
@@ -319,7 +319,7 @@ def test_status_that_is_not_recorded_in_time_ends_the_run(tmp_path, monkeypatch)
         supervise([leader], lines=lines, on_change=lambda statuses: answers.wait())
     answers.set()
     assert lines[-1].startswith("the last status of the processes was not recorded: ")
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_report_that_was_overtaken_is_dropped(tmp_path):
@@ -357,37 +357,37 @@ def supervisor_process(tmp_path):
     command = [sys.executable, "-m", "tests.launch.supervisor_process", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     names = ("inference", "env", "daemon", "trainer", "orchestrator")
-    until(lambda: all(pids(tmp_path, name) for name in names) and (tmp_path / "listening").exists())
-    until(lambda: "ignoring" in (tmp_path / "trainer.log").read_text())
+    wait_until(lambda: all(read_pids(tmp_path, name) for name in names) and (tmp_path / "listening").exists())
+    wait_until(lambda: "ignoring" in (tmp_path / "trainer.log").read_text())
     yield process
     process.kill()
     process.communicate(timeout=60)
 
 
 def test_interrupts_end_all_processes_within_ten_seconds(supervisor_process, tmp_path):
-    assert len(alive(tmp_path)) == 5
+    assert len(list_running(tmp_path)) == 5
     assert STOP_TIMEOUT + DESCENDANTS_TIMEOUT + KILL_TIMEOUT <= 10
     supervisor_process.send_signal(signal.SIGINT)
     assert supervisor_process.wait(timeout=60) == 130
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
     assert "Traceback" not in supervisor_process.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_stop_signal_saves_a_checkpoint_and_exits_75(supervisor_process, tmp_path, number):
-    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
+    os.kill(read_pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
     supervisor_process.send_signal(number)
     assert supervisor_process.wait(timeout=60) == 75
     assert (tmp_path / "checkpoint").exists()
-    until(lambda: alive(tmp_path) == [])
+    wait_until(lambda: list_running(tmp_path) == [])
 
 
 def test_first_interrupt_saves_a_checkpoint(supervisor_process, tmp_path):
-    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
+    os.kill(read_pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
     supervisor_process.send_signal(signal.SIGINT)
     assert supervisor_process.wait(timeout=60) == 130
     assert (tmp_path / "checkpoint").exists()
-    until(lambda: alive(tmp_path) == [])
+    wait_until(lambda: list_running(tmp_path) == [])
 
 
 @pytest.mark.parametrize("first", ["interrupt", "request_stop"])
@@ -409,7 +409,7 @@ def test_interrupt_of_a_stopping_run_ends_it_at_once(tmp_path, first):
 
     assert asyncio.run(run()) is RunOutcome.INTERRUPTED
     assert lines[0].endswith("waiting up to 3600 s for a checkpoint; Ctrl-C ends the run at once")
-    assert alive(tmp_path) == []
+    assert list_running(tmp_path) == []
 
 
 def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
@@ -431,7 +431,7 @@ def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
 
 def test_killed_supervisor_leaves_no_process(supervisor_process, tmp_path):
     supervisor_process.kill()
-    until(lambda: alive(tmp_path) == [])
+    wait_until(lambda: list_running(tmp_path) == [])
 
 
 def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):

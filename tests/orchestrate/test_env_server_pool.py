@@ -16,7 +16,7 @@ from ramify.orchestrate.config import TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from tests.orchestrate.stub_env_server import QUICK, StubEnvServer
-from tests.wire.proxy import Proxy
+from tests.support.proxy import Proxy
 
 TASK = {"prompt": "?"}
 

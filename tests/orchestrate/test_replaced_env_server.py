@@ -20,7 +20,7 @@ from ramify.wire import WireSettings
 from tests.envserver.engine import instant
 from tests.envserver.helpers import make_config, task, wait_until
 from tests.orchestrate.test_core import World, open_core
-from tests.wire.proxy import Proxy
+from tests.support.proxy import Proxy
 
 QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=3.0)
 GROUP_REWARDS = frozenset({"rank"})

@@ -5,7 +5,6 @@ import functools
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from ramify.processes import child as child_module
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from tests.process_checks import runs
+from tests.support.processes import is_running, wait_until_ended
 
 PYTHON = (sys.executable, "-S", "-c")
 RUNS_FOREVER = "import signal; print('up', flush=True)\nwhile 1: signal.pause()"
@@ -65,13 +64,6 @@ async def wait_until_up(child: ChildProcess, log: ProcessLog) -> None:
     assert await child.wait_until_ready(is_up, timeout=60, poll_interval=0.01)
 
 
-def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)):
-        assert time.monotonic() < deadline, "a process is left"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
 )
@@ -97,7 +89,7 @@ async def test_stop_sends_sigterm_then_sigkill(tmp_path):
         await wait_until_up(child, log)
         assert child.poll() is None
         assert await child.stop() == 128 + number
-        assert not runs(child.pid)
+        assert not is_running(child.pid)
 
 
 @with_timeout
@@ -106,7 +98,7 @@ async def test_cancelled_stop_kills_the_process(tmp_path):
     await wait_until_up(child, log)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(child.stop(), 0.1)
-    wait_until_gone(child.pid)
+    wait_until_ended(child.pid)
 
 
 @with_timeout
@@ -135,10 +127,10 @@ async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_p
         await child.start(output.fileno(), command_forks_watcher=True)
     await wait_until_up(child, log)
     pid = child._watcher_pid  # of the command, which never became a watcher
-    assert runs(pid)
+    assert is_running(pid)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(child.stop(), 0.1)  # a cancelled stop kills it, too
-    wait_until_gone(pid)
+    wait_until_ended(pid)
 
 
 @with_timeout
@@ -185,10 +177,10 @@ async def test_daemons_are_killed_when_the_command_exits(tmp_path):
 
     assert await child.wait_until_ready(has_started, timeout=60, poll_interval=0.01)
     command, daemon = map(int, log.tail().split())
-    assert command == child.pid and runs(daemon)
+    assert command == child.pid and is_running(daemon)
     child.send_signal(signal.SIGKILL)
     assert await child.wait() == 128 + 9
-    assert not runs(daemon)
+    assert not is_running(daemon)
     await child.stop()
 
 
@@ -200,7 +192,7 @@ def test_killed_parent_leaves_no_process():
     assert len(pids) == 2
     parent.kill()
     parent.wait(60)
-    wait_until_gone(*pids)
+    wait_until_ended(*pids)
     parent.stdout.close()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ramify.processes.cleanup import MARKER_VARIABLE, _read_marker, kill_marked_processes
-from tests.process_checks import runs
+from tests.support.processes import is_running
 
 
 def test_process_that_constantly_calls_exec_is_killed(tmp_path):
@@ -21,7 +21,7 @@ def test_process_that_constantly_calls_exec_is_killed(tmp_path):
             while not (tmp_path / "begun").exists():
                 time.sleep(0.001)
             kill_marked_processes(marker, started_after=time.time())
-            assert not runs(process.pid)
+            assert not is_running(process.pid)
         finally:
             process.kill()
             process.wait()

@@ -11,8 +11,8 @@ import pytest
 from ramify.fencing.lease import read_lease_clock
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
-from tests.process_checks import runs
-from tests.processes.test_child import PYTHON, STARTS_DAEMON, wait_until_gone, with_timeout
+from tests.processes.test_child import PYTHON, STARTS_DAEMON, with_timeout
+from tests.support.processes import is_running, wait_until_ended
 
 LEASE = 0.5  # seconds
 IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEMON}"
@@ -56,7 +56,7 @@ async def test_tree_is_killed_when_the_lease_ends(tmp_path, is_stopped):
     child.set_lease_end(lease_end)
     assert await child.wait() == 128 + signal.SIGKILL
     assert read_lease_clock() >= lease_end
-    assert not any(map(runs, pids))
+    assert not any(map(is_running, pids))
     await child.stop()
 
 
@@ -71,7 +71,7 @@ async def test_renewed_lease_keeps_the_process(tmp_path):
     assert child.poll() is None
     child.set_lease_end(read_lease_clock() + LEASE)
     assert await child.wait() == 128 + signal.SIGKILL
-    assert not any(map(runs, pids))
+    assert not any(map(is_running, pids))
     await child.stop()
 
 
@@ -104,7 +104,7 @@ def test_lease_ends_while_the_parent_is_stopped():
         assert len(pids) == 2
         parent.stdin.write("grant\n")
         parent.stdin.flush()
-        wait_until_gone(*pids)
+        wait_until_ended(*pids)
         assert parent.poll() is None
     finally:
         parent.kill()

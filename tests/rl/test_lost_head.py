@@ -17,8 +17,8 @@ from ramify.fencing.token import FencingToken
 from ramify.launch.head import read_local_state
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.process_checks import runs
 from tests.rl.run_helpers import command, run_command, write_config
+from tests.support.processes import is_running
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="minutes; tests/launch has the parts"),
@@ -129,7 +129,7 @@ def test_head_that_lives_on_is_refused_and_stops_its_processes(tmp_path):
             assert old.returncode == 1, text[-3000:]
             assert "ProcessReplaced: " in text, text[-3000:]
             assert "a newer head took over" in text
-            wait_for(lambda: not any(runs(child.pid) for child in children), home, "a")
+            wait_for(lambda: not any(is_running(child.pid) for child in children), home, "a")
             wait_for(lambda: new.poll() is not None, home, "b")
             assert new.returncode == 0, (home / "b.txt").read_text()[-3000:]
     check_finished(home, "b", num_heads=2)

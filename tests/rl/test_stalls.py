@@ -37,9 +37,9 @@ from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
-from tests.free_ports import find_free_port
 from tests.rl import environments
 from tests.source_lines import line_number
+from tests.support.processes import find_free_port
 
 STALL = 4.0  # seconds without progress, in which a few groups are sampled also on a busy machine
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}

@@ -10,7 +10,7 @@ from ramify.env import Task
 from ramify.env.runtime import Capability, ResourceLimits
 from ramify.errors import SandboxError
 from ramify.runtime import LocalRuntime, LocalRuntimeConfig, cgroup
-from tests.process_checks import runs
+from tests.support.processes import is_running
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_program_that_hides_its_marker_is_killed_with_its_group(requires_limits)
         hidden = "env -i setsid sh -c 'echo $$ > pid; exec sleep 1000' & while [ ! -s pid ]; do sleep 0.01; done"
         await runtime.run(hidden, timeout=10)
         pid = int(await runtime.read("pid"))
-        assert runs(pid)
+        assert is_running(pid)
         await runtime.stop()
-        assert not runs(pid)
+        assert not is_running(pid)
 
     asyncio.run(asyncio.wait_for(test(), 30))

@@ -13,7 +13,7 @@ from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import LocalRuntime, LocalRuntimeConfig
-from tests.process_checks import runs
+from tests.support.processes import is_running
 
 # A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
 PROCESS_TREE = """
@@ -41,7 +41,7 @@ def with_runtime(test, task: Task | None = None, **settings):
 def running_pids(pids: str) -> list[int]:
     all_pids = [int(pid) for pid in pids.split()]
     assert all_pids
-    return [pid for pid in all_pids if runs(pid)]
+    return [pid for pid in all_pids if is_running(pid)]
 
 
 async def wait_for_file(path: Path) -> None:

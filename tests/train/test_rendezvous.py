@@ -10,7 +10,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessRepl
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.rendezvous import GangMember, find_interface, join_gang
-from tests.free_ports import find_free_port
+from tests.support.processes import find_free_port
 from tests.train.workers import TIMEOUT, context
 
 PATIENCE = 50.0  # seconds; no test waits as long

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ramify.display import Display
-from tests.free_ports import find_free_port
+from tests.support.processes import find_free_port
 from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
 TIMEOUT = 60.0

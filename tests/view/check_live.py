@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
-from tests.launch.status_stub import serve_status
+from tests.support.status import serve_status
 from tests.view.browser import check_accessibility, open_page, open_view, save_screenshots
 from tests.view.sample_runs import write_rl_run
 

@@ -18,7 +18,7 @@ from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
 from ramify.view.rollout_reader import list_messages
 from ramify.view.rollout_view import MAX_MESSAGE_CHARS
-from tests.launch.status_stub import WAITS, serve_status
+from tests.support.status import WAITS, serve_status
 from tests.view.sample_runs import (
     make_branching_trace,
     make_record,

@@ -14,7 +14,7 @@ from ramify.errors import PeerLost
 from ramify.wire import IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
 from ramify.wire.headers import CancelHeader, decode_header
 from ramify.wire.sequenced_stream import SequencedStream
-from tests.wire.proxy import Proxy
+from tests.support.proxy import Proxy
 
 FAST = WireSettings(heartbeat_interval=0.05, server_timeout=10.0, session_timeout=10.0)
 
