@@ -22,7 +22,7 @@ from ramify.store import Ledger, RolloutRecord, RunStore
 from ramify.store.ledger import GroupRecord
 from ramify.store.run_log import RunLog
 from ramify.terminal import EscapingStream, escape_controls, print_exception
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eabc\x7f \x1b[31mred"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\u009b31m\u202eabc\u007f \x1b[31mred"
@@ -73,7 +73,7 @@ def run(tmp_path_factory) -> Path:
         ledger = Ledger.open(store)
         await ledger.declare_source("reverse", 100)
         await ledger.issue_groups([GroupRecord(0, "reverse", 0, 1)])
-        record, traces = rollout(0, text=HOSTILE)
+        record, traces = make_rollout(0, text=HOSTILE)
         traces[0].metrics = {HOSTILE: 1.0}
         hostile = RolloutRecord("r0", HOSTILE, 0, HOSTILE, 0.5, None, {**record.summary, "stop": HOSTILE})
         await ledger.record_sampled(0, 0, hostile, traces)

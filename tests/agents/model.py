@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.render.models import BY_NAME, SPLIT
+from tests.support.renderers import BY_NAME, SPLIT
 
 ROOT = Path(__file__).parent.parent.parent
 VOCAB_SIZE = 4096

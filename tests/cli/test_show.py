@@ -9,7 +9,7 @@ import pytest
 from ramify.cli import export as export_command
 from ramify.cli.app import main
 from ramify.store import RolloutRecord, RunStore
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 COUNT = 1200
 HELD_OUT = "eval/held-out"
@@ -39,7 +39,7 @@ random.Random(0).shuffle(REWARDS)
 def path(tmp_path_factory):
     """A run with many rollouts whose traces are missing, so that reading one would fail."""
     path = tmp_path_factory.mktemp("run")
-    _, traces = rollout()
+    _, traces = make_rollout()
     with RunStore.open(path) as store:
         rows = [*map(row, range(COUNT)), RolloutRecord("held-out.0", "a", 0, HELD_OUT, 1.0)]
         store.submit_change(lambda *_: None, [(row, traces) for row in rows]).result(60)
@@ -115,7 +115,7 @@ def test_contradicting_flags_are_refused(path, capsys):
 
 def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
     with RunStore.open(tmp_path / "run") as store:
-        rows = list(map(rollout, range(12)))
+        rows = list(map(make_rollout, range(12)))
         store.submit_change(lambda *_: None, rows).result(60)
     assert main(["show", str(tmp_path / "run"), "r11"]) == 0
     assert "reply 11" in capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
 def test_export_reports_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_command, "PROGRESS_INTERVAL", 0.0)
     with RunStore.open(tmp_path / "run") as store:
-        rows = list(map(rollout, range(3)))
+        rows = list(map(make_rollout, range(3)))
         store.submit_change(lambda *_: None, rows).result(60)
     assert main(["export", str(tmp_path / "run"), "--to", "jsonl"]) == 0
     output = capsys.readouterr()

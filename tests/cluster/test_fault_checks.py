@@ -12,7 +12,7 @@ from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
 from tests.cluster.ledger_check import check_heads, check_ledger, check_trainer_logs, read_commits, read_trainer_logs
 from tests.cluster.process_monitor import Copy, compute_overlaps
 from tests.cluster.run_events import RunEvents
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 TRAINER_LOG = """
 trainer ranks=2 token=0 committed=0 layout=forest
@@ -31,7 +31,7 @@ async def _train_two_steps(ledger: Ledger) -> None:
         await ledger.register_trainer()
         token = ledger.progress().incarnation
         await ledger.issue_groups([GroupRecord(step, "reverse", step, 1, incarnation=token, version=step)])
-        await ledger.record_sampled(step, 0, *rollout(step))
+        await ledger.record_sampled(step, 0, *make_rollout(step))
         await ledger.record_scored(step)
         await ledger.record_batch(BatchRecord(step, (step,), b"", {}))
         await ledger.record_served(step, incarnation=token)

@@ -10,7 +10,7 @@ from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
 from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
-from tests.render.models import renderer
+from tests.support.renderers import renderer
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="  # 1 x 1
 

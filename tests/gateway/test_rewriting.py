@@ -13,7 +13,7 @@ from ramify.trace import Message, Trace
 from tests.gateway.fake_client import make_session
 from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
-from tests.render.models import renderer
+from tests.support.renderers import renderer
 
 
 def check_no_repeated_siblings(trace: Trace) -> None:

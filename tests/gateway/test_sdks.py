@@ -7,7 +7,7 @@ import pytest
 
 from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
-from tests.render.models import renderer
+from tests.support.renderers import renderer
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "number"}}}
 CALL = (

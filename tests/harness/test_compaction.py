@@ -18,8 +18,8 @@ from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace, decode_trace, encode_trace
 from tests.gateway.fake_client import FakeTokenClient
 from tests.gateway.fake_engine import check_tokens
-from tests.render.models import renderer
 from tests.rollout.helpers import TASK, OneTask, list_messages, load_env, tool_call
+from tests.support.renderers import renderer
 
 EXAMPLES = max(6, settings.default.max_examples // 6) if settings.default else 6
 TASK_NODE = 1  # the system prompt is node 0

@@ -25,14 +25,14 @@ TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free ther
 HEAD = """
 import itertools, random, sys, threading
 from pathlib import Path
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 from tests.launch.test_head import make_config, start
 from ramify.store.group_state import DropReason
 from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
 ledger = start(make_config(Path(sys.argv[1]), sys.argv[2]))
 def store_rollouts():
     for number in itertools.count(1000 * random.randrange(1000)):
-        ledger.store.submit_change(lambda _: None, [rollout(number)]).result()
+        ledger.store.submit_change(lambda _: None, [make_rollout(number)]).result()
 threading.Thread(target=store_rollouts, daemon=True).start()
 for group in ledger.open_groups():
     run_all(ledger.drop_group(group.number, DropReason.CANCELLED))

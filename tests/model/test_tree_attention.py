@@ -17,7 +17,7 @@ from ramify.model.pack_layout import PackLayout, choose_pack_layout
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.model import reference
-from tests.trace.forests import Size, group
+from tests.support.forests import Size, group
 from tests.train.conftest import one_thread
 from tests.train.models import CONFIGS, HYBRID
 

@@ -7,7 +7,7 @@ import pytest
 from ramify.env import plugin
 from ramify.errors import ConfigInvalid, TraceInvalid
 from ramify.trace import Message
-from tests.orchestrate.rollouts import group, rollout
+from tests.support.traces import make_group, make_trace
 
 
 def advantages(id: str, traces, **options) -> list[float]:
@@ -22,45 +22,49 @@ STD = math.sqrt(4 * 0.25 / 4)
 
 def test_grpo_is_the_distance_from_the_mean_in_standard_deviations():
     expected = [(reward - MEAN) / STD for reward in REWARDS]
-    assert advantages("grpo", group(*REWARDS)) == pytest.approx(expected, rel=1e-5)
+    assert advantages("grpo", make_group(*REWARDS)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_grpo_without_normalization_is_the_distance_from_the_mean():
     expected = [reward - MEAN for reward in REWARDS]
-    assert advantages("grpo", group(*REWARDS), normalize=False) == pytest.approx(expected)
-    assert advantages("dr_grpo", group(*REWARDS)) == pytest.approx(expected)
+    assert advantages("grpo", make_group(*REWARDS), normalize=False) == pytest.approx(expected)
+    assert advantages("dr_grpo", make_group(*REWARDS)) == pytest.approx(expected)
 
 
 def test_grpo_subtracts_the_length_penalty_from_the_reward():
-    traces = [rollout("a", 1.0, range(10, 12)), rollout("b", 1.0, range(10, 14)), rollout("c", 1.0, range(10, 18))]
+    traces = [
+        make_trace("a", 1.0, range(10, 12)),
+        make_trace("b", 1.0, range(10, 14)),
+        make_trace("c", 1.0, range(10, 18)),
+    ]
     rewards = [1.0, 1.0 - 0.3 * 2 / 6, 1.0 - 0.3]
     mean = sum(rewards) / 3
     computed = advantages("grpo", traces, normalize=False, length_penalty=0.3)
     assert computed == pytest.approx([reward - mean for reward in rewards])
-    same = [rollout("a", 1.0), rollout("b", 0.0)]
+    same = [make_trace("a", 1.0), make_trace("b", 0.0)]
     assert advantages("grpo", same, normalize=False, length_penalty=0.3) == pytest.approx([0.5, -0.5])
 
 
 def test_rloo_is_the_distance_from_the_mean_of_the_others():
     expected = [reward - (sum(REWARDS) - reward) / 4 for reward in REWARDS]
-    assert advantages("rloo", group(*REWARDS)) == pytest.approx(expected)
-    assert advantages("rloo", group(1.0)) == [0.0]
+    assert advantages("rloo", make_group(*REWARDS)) == pytest.approx(expected)
+    assert advantages("rloo", make_group(1.0)) == [0.0]
 
 
 def test_max_rl_divides_by_the_mean():
-    assert advantages("max_rl", group(1.0, 0.0, 0.0, 0.0)) == pytest.approx([3.0, -1.0, -1.0, -1.0])
-    assert advantages("max_rl", group(1.0, 1.0, 1.0, 0.0)) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
-    assert advantages("max_rl", group(0.0, 0.0)) == [0.0, 0.0]
+    assert advantages("max_rl", make_group(1.0, 0.0, 0.0, 0.0)) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert advantages("max_rl", make_group(1.0, 1.0, 1.0, 0.0)) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert advantages("max_rl", make_group(0.0, 0.0)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
 def test_equal_rewards_give_zero_advantages(id):
-    assert advantages(id, group(0.1, 0.1, 0.1)) == [0.0, 0.0, 0.0]
+    assert advantages(id, make_group(0.1, 0.1, 0.1)) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
 def test_only_replies_of_the_policy_are_annotated(id):
-    traces = [rollout("a", 1.0, turns=3), rollout("b", 0.0), rollout("judge", 0.5, trainable=False)]
+    traces = [make_trace("a", 1.0, turns=3), make_trace("b", 0.0), make_trace("judge", 0.5, trainable=False)]
     annotations = plugin.build_plugin("algorithm", {"id": id}).annotate(traces)
     assert [(annotation.trace_id, annotation.node) for annotation in annotations] == [
         ("a", 1),
@@ -73,7 +77,9 @@ def test_only_replies_of_the_policy_are_annotated(id):
 
 
 def test_advantages_are_computed_per_agent():
-    traces = [rollout(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))]
+    traces = [
+        make_trace(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))
+    ]
     annotations = plugin.build_plugin("algorithm", {"id": "dr_grpo"}).annotate(traces)
     assert {annotation.trace_id: annotation.advantage for annotation in annotations} == {
         "a0": -0.5,
@@ -85,7 +91,7 @@ def test_advantages_are_computed_per_agent():
 
 def test_missing_reward_is_refused():
     with pytest.raises(TraceInvalid, match="'t9'"):
-        advantages("grpo", [rollout("t0", 1.0), rollout("t9", None)])
+        advantages("grpo", [make_trace("t0", 1.0), make_trace("t9", None)])
 
 
 def test_unknown_option_is_refused_with_a_suggestion():
@@ -103,11 +109,11 @@ def test_custom_algorithm_is_loaded_like_any_plugin(tmp_path):
         "    def advantages(self, rewards, traces):\n"
         "        return (rewards == rewards.max()).astype(float)\n"
     )
-    assert advantages(str(file), group(0.1, 0.7, 0.3)) == [0.0, 1.0, 0.0]
+    assert advantages(str(file), make_group(0.1, 0.7, 0.3)) == [0.0, 1.0, 0.0]
 
 
 def turn_rollout(name: str, *turn_rewards: float | None, outcome: float = 0.0, weight: float = 1.0):
-    trace = rollout(name, outcome, turns=len(turn_rewards))
+    trace = make_trace(name, outcome, turns=len(turn_rewards))
     trace.rewards["step"] = (sum(value or 0.0 for value in turn_rewards), weight)
     trace.info["turn_rewards"] = {"step": list(turn_rewards)}
     return trace
@@ -129,7 +135,7 @@ def test_baseline_of_a_turn_does_not_depend_on_where_the_rollout_stopped():
 
 
 def test_turn_credit_without_turn_rewards_is_rloo():
-    traces = group(*REWARDS, turns=2)
+    traces = make_group(*REWARDS, turns=2)
     assert advantages("turn_credit", traces) == pytest.approx(advantages("rloo", traces))
 
 
@@ -144,7 +150,7 @@ def play_groups(*groups, **options) -> tuple[list[list[float]], dict[str, list[f
 
 def test_rae_compares_an_agent_with_its_earlier_groups():
     games = [
-        [rollout("a", first, agent="first"), rollout("b", second, agent="second")]
+        [make_trace("a", first, agent="first"), make_trace("b", second, agent="second")]
         for first, second in ((1.0, -1.0), (0.5, 0.5), (0.0, 2.0))
     ]
     advantages, state = play_groups(*games, decay=0.4)
@@ -154,13 +160,13 @@ def test_rae_compares_an_agent_with_its_earlier_groups():
 
 
 def test_rae_uses_no_reward_of_the_group_in_its_baseline():
-    (_, advantages), state = play_groups(group(0.0), group(*REWARDS))
+    (_, advantages), state = play_groups(make_group(0.0), make_group(*REWARDS))
     assert advantages == pytest.approx(REWARDS)
     assert state == {"": [pytest.approx(MEAN / 2), 2]}
 
 
 def test_echo_adds_cross_entropy_on_tool_output():
-    traces = group(1.0, 0.0)
+    traces = make_group(1.0, 0.0)
     node = traces[0].add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))
     annotations = plugin.build_plugin("algorithm", {"id": "echo", "role_weights": {"tool": 0.25}}).annotate(traces)
     (echoed,) = [annotation for annotation in annotations if annotation.ce]
@@ -169,7 +175,7 @@ def test_echo_adds_cross_entropy_on_tool_output():
 
 
 def test_distillation_weights():
-    traces = [rollout("a", 1.0), rollout("b", 0.25)]
+    traces = [make_trace("a", 1.0), make_trace("b", 0.25)]
     opd = plugin.build_plugin("algorithm", {"id": "opd"}).annotate(traces)
     assert [(note.trace_id, note.rl, note.ref_kl, note.needs_reference) for note in opd] == [
         ("a", 0.0, 1.0, True),
@@ -181,7 +187,7 @@ def test_distillation_weights():
 
 
 def test_group_without_trainable_calls_is_dropped_with_their_reasons():
-    traces = group(1.0, 0.0, turns=2)
+    traces = make_group(1.0, 0.0, turns=2)
     for trace in traces:
         for node in trace.sampled_nodes:
             trace.exclude_from_training(node, "structured output")

@@ -20,7 +20,7 @@ from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
 from ramify.trace.forest import LOSS_COMPONENTS, Targets
 from ramify.train.batch import Batch, PackSpec, pack_forests
-from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
+from tests.support.traces import make_trace, refuse_top_logprobs
 
 SEQ_LEN = 14
 
@@ -28,7 +28,7 @@ SEQ_LEN = 14
 def groups():
     """Two groups of three rollouts that share a prompt, from two sources; one rollout of the second was filtered."""
     for number, source, temperature in ((4, "reverse", 1.0), (1, "wordle", 0.7)):
-        traces = [rollout(f"{number}-{i}", i / 2, (10, 11 + i), turns=1 + i, version=i) for i in range(3)]
+        traces = [make_trace(f"{number}-{i}", i / 2, (10, 11 + i), turns=1 + i, version=i) for i in range(3)]
         annotations = plugin.build_plugin("algorithm", {"id": "grpo"}).annotate(traces)
         if number == 1:
             annotations = [annotation for annotation in annotations if annotation.trace_id != "1-0"]
@@ -105,7 +105,7 @@ def test_annotations_round_trip_through_encoding():
         Annotation("a", 3),
     )
     group = BatchGroup(3, "source", 0.5, ("r1", "r2"), annotations)
-    forest = BatchGroup(3, "source", 1.0, (), ()).build_forest([rollout("x")], None)
+    forest = BatchGroup(3, "source", 1.0, (), ()).build_forest([make_trace("x")], None)
     (decoded,), seq_len = decode_batch(encode_batch(0, [(group, forest)], None))
     assert seq_len is None
     assert (decoded.number, decoded.source_name, decoded.temperature) == (3, "source", 0.5)
@@ -116,7 +116,7 @@ def test_annotations_round_trip_through_encoding():
 
 
 def test_changed_traces_raise_batch_corrupt():
-    other = STORED | {"r4-2": [rollout("4-2", 1.0, (10, 11, 12), turns=3)]}
+    other = STORED | {"r4-2": [make_trace("4-2", 1.0, (10, 11, 12), turns=3)]}
     with pytest.raises(BatchCorrupt, match="batch 7 was formed with"):
         rebuild(BATCH, other)
     with pytest.raises(BatchCorrupt, match=r"annotations of traces \['4-2'\]"):

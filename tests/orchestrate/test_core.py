@@ -40,7 +40,7 @@ from ramify.store.ledger import CommitRecord, GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.view.token_check import check_trained_tokens
-from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
+from tests.support.traces import make_trace, refuse_top_logprobs
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
 TASKS = {"reverse": 3, "wordle": 4}
@@ -89,7 +89,7 @@ class World:
         trace_id = f"{rollout_id}{suffix}"
         if rollout_id not in self.counted:
             self.results.setdefault(rollout_id, []).append(trace_id)
-        trace = rollout(trace_id, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
+        trace = make_trace(trace_id, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
         progress = await core.record_attempt(group.number, attempt, [trace], {"stop": "done"})
         self.counted.add(rollout_id)
         return progress
@@ -253,7 +253,7 @@ def test_only_pending_attempts_are_queued_after_a_restart(ledger):
         (first, *_) = await core.issue_groups()
         assert first.size == 3
         taken = [core.next_attempt(99)[1] for _ in range(3)]
-        await core.record_attempt(0, taken[1].attempt, [rollout("0.1", 1.0)])
+        await core.record_attempt(0, taken[1].attempt, [make_trace("0.1", 1.0)])
 
     async def after():
         core = await open_core(ledger, World(size=3))
@@ -272,7 +272,7 @@ def test_missing_group_reward_drops_the_group_with_its_name(ledger):
         await core.issue_groups()
         for attempt in range(2):
             core.next_attempt(9)
-            trace = rollout(f"0.{attempt}", float(attempt))
+            trace = make_trace(f"0.{attempt}", float(attempt))
             trace.rewards["ranked"] = None
             progress = await core.record_attempt(0, attempt, [trace])
         assert progress is GroupProgress.COMPLETE
@@ -289,7 +289,7 @@ def test_group_rewards_are_stored_with_the_traces(ledger):
         await core.issue_groups()
         for attempt in range(2):
             core.next_attempt(9)
-            trace = rollout(f"0.{attempt}", 0.0)
+            trace = make_trace(f"0.{attempt}", 0.0)
             trace.rewards["ranked"] = None
             await core.record_attempt(0, attempt, [trace])
         for place, trace in enumerate(core.get_traces(0)):
@@ -307,7 +307,7 @@ async def sample_group(core: OrchestratorCore, number: int) -> None:
     while (queued := core.next_attempt(99)) is not None:
         if queued[1].group == number:
             name = f"{number}.{queued[1].attempt}"
-            await core.record_attempt(number, queued[1].attempt, [rollout(name, float(queued[1].attempt))])
+            await core.record_attempt(number, queued[1].attempt, [make_trace(name, float(queued[1].attempt))])
 
 
 def test_scores_of_a_teacher_survive_a_restart_and_move_into_the_batch(ledger):
@@ -355,7 +355,7 @@ def test_a_state_may_become_empty_again(ledger):
         groups, states_by_source = await core.issue_groups(), {}
         while (queued := core.next_attempt(99)) is not None:
             number, attempt = queued[1].group, queued[1].attempt
-            await core.record_attempt(number, attempt, [rollout(f"{number}.{attempt}", float(attempt))])
+            await core.record_attempt(number, attempt, [make_trace(f"{number}.{attempt}", float(attempt))])
         for group in groups:
             await core.score_group(group.number)
             states_by_source.setdefault(group.source, []).append(algorithm.states[group.number])
@@ -443,7 +443,7 @@ def test_dropped_attempt_drops_a_group_with_too_few_left(ledger):
         core.next_attempt(9), core.next_attempt(9)
         found = [await core.record_failure(0, 0, DIED) for _ in range(2)]
         assert core.attempt_queue.num_in_flight == 0
-        return [*found, await core.record_attempt(0, 1, [rollout("0.1", 1.0)])]
+        return [*found, await core.record_attempt(0, 1, [make_trace("0.1", 1.0)])]
 
     assert asyncio.run(main()) == [GroupProgress.OPEN, GroupProgress.TOO_FEW, GroupProgress.TOO_FEW]
     group = ledger.get_group(0)
@@ -463,7 +463,7 @@ def test_concurrent_calls_take_turns(ledger):
             if queued.group == 0:
                 failure = Failure("TokensRequired", "no token ids", "system", False)
                 return queued.group, await core.record_failure(queued.group, queued.attempt, failure)
-            trace = rollout(f"{queued.group}.{queued.attempt}", float(queued.attempt))
+            trace = make_trace(f"{queued.group}.{queued.attempt}", float(queued.attempt))
             return queued.group, await core.record_attempt(queued.group, queued.attempt, [trace])
 
         found = await asyncio.gather(*map(come_back, taken))
@@ -555,7 +555,7 @@ def test_failing_group_reward_is_retried_and_reported(ledger, monkeypatch, times
         await core.issue_groups()
         for attempt in range(2):
             core.next_attempt(99)
-            trace = rollout(f"0.{attempt}", 0.0, (10, 11 + attempt))
+            trace = make_trace(f"0.{attempt}", 0.0, (10, 11 + attempt))
             trace.rewards["best"] = None
             await core.record_attempt(0, attempt, [trace])
         client, failures = FlakyGroupReward([asleep] * times), []
@@ -592,7 +592,7 @@ def test_rollouts_that_no_model_can_score_end_the_run(ledger):
         await core.issue_groups()
         for attempt in range(2):
             core.next_attempt(99)
-            await core.record_attempt(0, attempt, [rollout(f"0.{attempt}", 0.0, (10, 11 + attempt))])
+            await core.record_attempt(0, attempt, [make_trace(f"0.{attempt}", 0.0, (10, 11 + attempt))])
         dispatcher = AttemptDispatcher(
             core,
             {"reverse": connect(FlakyGroupReward([]))},
@@ -655,7 +655,9 @@ def test_run_may_end_while_groups_of_an_earlier_process_are_scored(ledger):
         await core.issue_groups()
         while (taken := core.next_attempt(99)) is not None:
             _, queued = taken
-            await core.record_attempt(queued.group, queued.attempt, [rollout(f"{queued.group}.{queued.attempt}", 1.0)])
+            await core.record_attempt(
+                queued.group, queued.attempt, [make_trace(f"{queued.group}.{queued.attempt}", 1.0)]
+            )
         assert len(core.get_groups_to_score()) > 1
         client = FailingGroupReward(core)
         source = connect(client, group_rewards=frozenset(["best"]))
@@ -753,7 +755,7 @@ def test_filter_rates_are_step_metrics(ledger, mode):
         for queued in attempts:
             reward = 1.0 if queued.group == 0 else float(queued.attempt == 0)
             await core.record_attempt(
-                queued.group, queued.attempt, [rollout(f"{queued.group}.{queued.attempt}", reward)]
+                queued.group, queued.attempt, [make_trace(f"{queued.group}.{queued.attempt}", reward)]
             )
         source = connect(FlakyGroupReward([]))
         progress = RunProgress(RunLog(ledger.store))

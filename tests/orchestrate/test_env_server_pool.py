@@ -15,7 +15,7 @@ from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
-from tests.orchestrate.stub_env_server import QUICK, StubEnvServer
+from tests.support.env_server import QUICK, StubEnvServer
 from tests.support.proxy import Proxy
 
 TASK = {"prompt": "?"}

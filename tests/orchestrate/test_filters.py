@@ -7,7 +7,7 @@ import pytest
 from ramify.env import plugin
 from ramify.orchestrate.filters import FilterInput, apply_filters
 from ramify.trace import Annotation
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 VOCAB_SIZE = 1000
 LIMIT = -math.log(VOCAB_SIZE) - 2
@@ -15,36 +15,36 @@ CERTAIN = math.log(0.995)
 
 # Configuration of a filter, a rollout it fires on, and the nearest one it accepts.
 CASES = {
-    "zero_advantage": ({}, (rollout("bad"), 0.0), (rollout("good"), 0.01)),
+    "zero_advantage": ({}, (make_trace("bad"), 0.0), (make_trace("good"), 0.01)),
     "gibberish: odds": (
         {"token_id_threshold": 800},
-        (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
-        (rollout("good", reply=(10, 801), logprobs=(-0.1, LIMIT + 0.01)), 1.0),
+        (make_trace("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
+        (make_trace("good", reply=(10, 801), logprobs=(-0.1, LIMIT + 0.01)), 1.0),
     ),
     "gibberish: rare": (
         {"token_id_threshold": 800},
-        (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
-        (rollout("good", reply=(10, 800), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
+        (make_trace("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
+        (make_trace("good", reply=(10, 800), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
     ),
     "gibberish: both of one token": (
         {"token_id_threshold": 800},
-        (rollout("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
-        (rollout("good", reply=(10, 801), logprobs=(LIMIT - 0.01, -0.1)), 1.0),
+        (make_trace("bad", reply=(10, 801), logprobs=(-0.1, LIMIT - 0.01)), 1.0),
+        (make_trace("good", reply=(10, 801), logprobs=(LIMIT - 0.01, -0.1)), 1.0),
     ),
     "repetition: length": (
         {"window": 4},
-        (rollout("bad", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, CERTAIN, -1)), 1.0),
-        (rollout("good", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, -1, CERTAIN)), 1.0),
+        (make_trace("bad", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, CERTAIN, -1)), 1.0),
+        (make_trace("good", reply=range(10, 16), logprobs=(-1, CERTAIN, CERTAIN, CERTAIN, -1, CERTAIN)), 1.0),
     ),
     "repetition: certainty": (
         {"window": 2},
-        (rollout("bad", reply=(10, 11), logprobs=(CERTAIN, math.log(0.991))), 1.0),
-        (rollout("good", reply=(10, 11), logprobs=(CERTAIN, math.log(0.989))), 1.0),
+        (make_trace("bad", reply=(10, 11), logprobs=(CERTAIN, math.log(0.991))), 1.0),
+        (make_trace("good", reply=(10, 11), logprobs=(CERTAIN, math.log(0.989))), 1.0),
     ),
     "repetition: one reply": (
         {"window": 3},
-        (rollout("bad", reply=(10, 11, 12), logprobs=(CERTAIN,) * 3), 1.0),
-        (rollout("good", reply=(10, 11), logprobs=(CERTAIN,) * 2, turns=2), 1.0),
+        (make_trace("bad", reply=(10, 11, 12), logprobs=(CERTAIN,) * 3), 1.0),
+        (make_trace("good", reply=(10, 11), logprobs=(CERTAIN,) * 2, turns=2), 1.0),
     ),
 }
 
@@ -77,13 +77,13 @@ def test_only_enforced_filters_remove_annotations(case, mode):
 
 
 def test_zero_advantage_ignores_rollouts_with_another_loss_component():
-    trace = rollout("t")
+    trace = make_trace("t")
     only_ce = (Annotation("t", 1, rl=0.0, ce=1.0),)
     assert not plugin.build_plugin("filter", {"id": "zero_advantage"}).fires(FilterInput(trace, only_ce, VOCAB_SIZE))
 
 
 def test_all_fired_filters_are_named():
-    trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1))
+    trace = make_trace("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1))
     filters = [
         plugin.build_plugin("filter", {"id": "gibberish", "token_id_threshold": 800}),
         plugin.build_plugin("filter", {"id": "repetition", "window": 2}),
@@ -96,7 +96,7 @@ def test_all_fired_filters_are_named():
 
 
 def test_replies_of_another_model_are_not_filtered():
-    trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1), trainable=False)
+    trace = make_trace("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1), trainable=False)
     assert not plugin.build_plugin("filter", {"id": "gibberish", "token_id_threshold": 800}).fires(
         FilterInput(trace, (), VOCAB_SIZE)
     )

@@ -4,7 +4,7 @@ import pytest
 
 from ramify.errors import Failure
 from ramify.orchestrate.group_tracker import AttemptOutcome, GroupProgress, GroupTracker
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 DIED = Failure("WorkerDied", "exit code -9", "system", True)
 REFUSED = Failure("TokensRequired", "no token ids", "system", False)
@@ -13,21 +13,21 @@ REFUSED = Failure("TokensRequired", "no token ids", "system", False)
 def test_group_is_complete_when_all_attempts_returned():
     group = GroupTracker(0, 3)
     for attempt in (2, 0):
-        assert group.record_episode(attempt, [rollout(f"t{attempt}", 1.0)]) is AttemptOutcome.KEPT
+        assert group.record_episode(attempt, [make_trace(f"t{attempt}", 1.0)]) is AttemptOutcome.KEPT
         assert group.progress is GroupProgress.OPEN
     assert group.pending_attempts == [1]
-    group.record_episode(1, [rollout("t1", 0.0)])
+    group.record_episode(1, [make_trace("t1", 0.0)])
     assert group.progress is GroupProgress.COMPLETE
     assert [trace.id for trace in group.traces] == ["t0", "t1", "t2"]
 
 
 def test_policy_failure_is_a_result():
     group = GroupTracker(0, 1)
-    assert group.record_episode(0, [rollout("t", 0.0, failure="ContextOverflow")]) is AttemptOutcome.KEPT
+    assert group.record_episode(0, [make_trace("t", 0.0, failure="ContextOverflow")]) is AttemptOutcome.KEPT
 
 
 @pytest.mark.parametrize(
-    "trace", [rollout("t", 1.0, failure="ProviderError"), rollout("t", None)], ids=["failure", "reward"]
+    "trace", [make_trace("t", 1.0, failure="ProviderError"), make_trace("t", None)], ids=["failure", "reward"]
 )
 def test_system_failure_is_retried_and_then_dropped(trace):
     group = GroupTracker(0, 3, max_tries=3)
@@ -38,8 +38,8 @@ def test_system_failure_is_retried_and_then_dropped(trace):
     ]
 
     assert group.pending_attempts == [0, 2]
-    group.record_episode(0, [rollout("a", 1.0)])
-    group.record_episode(2, [rollout("b", 1.0)])
+    group.record_episode(0, [make_trace("a", 1.0)])
+    group.record_episode(2, [make_trace("b", 1.0)])
     assert group.progress is GroupProgress.COMPLETE
     assert [trace.id for trace in group.traces] == ["a", "b"]
 
@@ -47,7 +47,7 @@ def test_system_failure_is_retried_and_then_dropped(trace):
 def test_retry_may_succeed():
     group = GroupTracker(0, 1, max_tries=2)
     assert group.record_failure(0, DIED) is AttemptOutcome.RETRY
-    assert group.record_episode(0, [rollout("t", 1.0)]) is AttemptOutcome.KEPT
+    assert group.record_episode(0, [make_trace("t", 1.0)]) is AttemptOutcome.KEPT
     assert group.progress is GroupProgress.COMPLETE
 
 
@@ -68,12 +68,12 @@ def test_too_few_is_reported_as_soon_as_it_is_certain():
 
 def test_group_of_one_needs_one_attempt():
     group = GroupTracker(0, 1, min_group_size=2)
-    group.record_episode(0, [rollout("t", 1.0)])
+    group.record_episode(0, [make_trace("t", 1.0)])
     assert group.progress is GroupProgress.COMPLETE
 
 
 def test_group_reward_may_be_missing():
-    trace = rollout("t", 1.0)
+    trace = make_trace("t", 1.0)
     trace.rewards["ranked"] = None
     assert GroupTracker(0, 1, group_rewards=frozenset({"ranked"})).record_episode(0, [trace]) is AttemptOutcome.KEPT
     assert GroupTracker(0, 1).record_episode(0, [trace]) is AttemptOutcome.RETRY
@@ -82,7 +82,8 @@ def test_group_reward_may_be_missing():
 def test_episode_is_retried_if_one_agent_failed():
     group = GroupTracker(0, 1)
     assert (
-        group.record_episode(0, [rollout("a", 1.0, agent="a"), rollout("b", None, agent="b")]) is AttemptOutcome.RETRY
+        group.record_episode(0, [make_trace("a", 1.0, agent="a"), make_trace("b", None, agent="b")])
+        is AttemptOutcome.RETRY
     )
 
 
@@ -92,7 +93,7 @@ def test_episode_without_traces_is_retried():
 
 def test_restored_group_has_pending_attempts():
     group = GroupTracker(0, 4, max_tries=2)
-    group.restore({1: [rollout("t1", 1.0)]}, {3: DIED}, {0: 2})
+    group.restore({1: [make_trace("t1", 1.0)]}, {3: DIED}, {0: 2})
     assert group.pending_attempts == [0, 2]
     assert group.record_failure(0, DIED) is AttemptOutcome.DROPPED
     assert group.record_failure(2, DIED) is AttemptOutcome.RETRY

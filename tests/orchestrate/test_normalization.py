@@ -6,7 +6,7 @@ import pytest
 from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.trace import Annotation
-from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
+from tests.support.traces import make_trace, refuse_top_logprobs
 
 
 def build_groups(normalization: LossNormalization, source: str = "a", first: int = 0):
@@ -16,7 +16,7 @@ def build_groups(normalization: LossNormalization, source: str = "a", first: int
         annotations = []
         for attempt, length in enumerate(lengths):
             name = f"{number}.{attempt}"
-            traces[name] = [rollout(name, 1.0, range(10 * attempt + 10, 10 * attempt + 10 + length))]
+            traces[name] = [make_trace(name, 1.0, range(10 * attempt + 10, 10 * attempt + 10 + length))]
             annotations.append(Annotation(name, 1, advantage=1.0, rl=0.5))
         rollout_ids = tuple(f"{number}.{attempt}" for attempt in range(2))
         groups.append(BatchGroup(number, source, 1.0, rollout_ids, tuple(annotations), normalization))

@@ -10,7 +10,7 @@ from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.store import RunStore
 from ramify.store.run_log import MetricPoint
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 
 class SlowEvaluator(OnlineEvaluator):
@@ -70,7 +70,7 @@ class FakeEnvServer:
     async def run(self, task, *, id, timeout, **_):
         assert timeout == 9.0 + (task["timeout"] or 0.0)
         failure = "WorkerDied" if task["number"] == 1 else None
-        trace = rollout(id, None if failure else 1.0, failure=failure)
+        trace = make_trace(id, None if failure else 1.0, failure=failure)
         trace.episode, trace.rewards["together"] = id, None
         return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))
 

@@ -16,8 +16,8 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
-from tests.orchestrate.rollouts import refuse_top_logprobs, rollout
 from tests.orchestrate.test_core import MEMORY, Killed, KilledLedger, World, make_commit, open_core
+from tests.support.traces import make_trace, refuse_top_logprobs
 
 RAE = plugin.build_plugin("algorithm", {"id": "rae", "decay": 0.8})
 STEPS = 4 if os.environ.get("RAMIFY_FULL") else 2
@@ -38,7 +38,7 @@ def play_game(group: int, attempt: int) -> list[Trace]:
     rng = Random(f"{group}.{attempt}")
     rewards = {"first": 1 + rng.random(), "second": -rng.random()}
     name = f"{group}.{attempt}"
-    return [rollout(f"{name}.{agent}", reward, (10, 11 + attempt), agent=agent) for agent, reward in rewards.items()]
+    return [make_trace(f"{name}.{agent}", reward, (10, 11 + attempt), agent=agent) for agent, reward in rewards.items()]
 
 
 async def drive(ledger: Ledger) -> None:

@@ -18,7 +18,7 @@ from ramify.store import RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 ALGORITHMS = [{"id": "dr_grpo"}, {"id": "rloo"}, {"id": "grpo", "normalize": False}, {"id": "grpo"}, {"id": "max_rl"}]
 TYPICAL = [-0.5, -0.5]
@@ -42,7 +42,7 @@ async def sample(core: OrchestratorCore, number: int, rewards: tuple[float, floa
     """Record the two attempts of a group; the second has typical logprobs."""
     for attempt, reward in enumerate(rewards):
         core.next_attempt(9)
-        trace = rollout(f"{number}.{attempt}", reward, logprobs=TYPICAL if attempt else logprobs)
+        trace = make_trace(f"{number}.{attempt}", reward, logprobs=TYPICAL if attempt else logprobs)
         progress = await core.record_attempt(number, attempt, [trace])
     assert progress is GroupProgress.COMPLETE
 

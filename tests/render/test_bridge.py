@@ -7,8 +7,8 @@ import pytest
 from ramify.errors import TemplateRefused
 from ramify.render import BreakReason, RenderedPrompt, TemplateRendererConfig, TokenHistory, load_renderer
 from ramify.trace import Message, ToolCall
-from tests.render.models import MODELS, TOOLS, directory, renderer, token_id
-from tests.render.oracle import get_oracle
+from tests.support.reference_renderer import get_oracle
+from tests.support.renderers import MODELS, TOOLS, directory, renderer, token_id
 
 USER, FOLLOW_UP = Message("user", "What is 2+2?"), Message("user", "Sure?")
 CALL = Message("assistant", "", None, (ToolCall("call00001", "run", '{"code": "2+2"}'),))

@@ -10,7 +10,7 @@ import pytest
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render import BreakReason, FamilyRendererConfig, ParseProblemKind, TokenHistory, load_renderer
 from ramify.trace import Message, ToolCall
-from tests.render.models import LLAMA, QWEN, TOOLS, directory, family, tokenizer
+from tests.support.renderers import LLAMA, QWEN, TOOLS, directory, family, tokenizer
 
 GLM = [
     *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>"),

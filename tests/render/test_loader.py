@@ -13,7 +13,7 @@ from ramify.errors import ConfigInvalid, ImageInvalid, TemplateRefused
 from ramify.render import FamilyRendererConfig, RendererConfig, TemplateRendererConfig, load_renderer
 from ramify.render.model_files import ModelFiles
 from ramify.trace import MediaPart, Message, TextPart
-from tests.render.models import directory, tokenizer
+from tests.support.renderers import directory, tokenizer
 
 USER = [Message("user", "Well?")]
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

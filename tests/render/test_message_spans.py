@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ramify.render import RenderedPrompt, TokenHistory
 from ramify.trace import Message, ModelCall, ToolCall, Trace, TraceBuilder, Turn
-from tests.render.conversations import conversations
-from tests.render.models import MODELS, TOOLS, Model, renderer
-from tests.render.oracle import get_oracle
+from tests.support.conversations import conversations
+from tests.support.reference_renderer import get_oracle
+from tests.support.renderers import MODELS, TOOLS, Model, renderer
 
 EXAMPLES = min(400, max(6, settings.default.max_examples // 8)) if settings.default else 6
 MOVES_SYSTEM = (

@@ -8,11 +8,11 @@ import numpy as np
 
 from ramify.render import Renderer
 from ramify.trace import Message, ToolCall
-from tests.render.models import MODELS, TOOLS, renderer
-from tests.render.oracle import get_oracle
 from tests.render.test_family_renderer import FAMILIES, SHOWS_NO_THINKING
 from tests.render.test_family_renderer import renderer as family
 from tests.render.test_family_renderer import sampled as family_reply
+from tests.support.reference_renderer import get_oracle
+from tests.support.renderers import MODELS, TOOLS, renderer
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rendering.md").read_text("utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| (\S+) \| (\S+) \|$", re.MULTILINE)

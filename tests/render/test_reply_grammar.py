@@ -10,7 +10,7 @@ import pytest
 from ramify.errors import RequestInvalid
 from ramify.render import ParsedReply, Renderer, ReplyConstraint
 from ramify.trace import Message
-from tests.render.models import MODELS, renderer
+from tests.support.renderers import MODELS, renderer
 
 SEARCH = {
     "type": "object",

@@ -14,9 +14,9 @@ from ramify.render.reply_parser import CallIdGenerator
 from ramify.render.tool_parsers import TOOL_PARSERS
 from ramify.render.tool_parsers.base import MAX_PROBLEMS
 from ramify.trace import Message
-from tests.render.conversations import replies
-from tests.render.models import BY_NAME, MODELS, TOOLS, Model, directory, renderer
-from tests.render.oracle import get_oracle
+from tests.support.conversations import replies
+from tests.support.reference_renderer import get_oracle
+from tests.support.renderers import BY_NAME, MODELS, TOOLS, Model, directory, renderer
 
 EXAMPLES = min(400, max(10, settings.default.max_examples // 5)) if settings.default else 10
 QUESTION = [Message("user", "Well?")]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.render import RenderedPrompt
-from tests.render.conversations import Conversation, conversations, wild
-from tests.render.models import MODELS, Model, renderer
-from tests.render.oracle import get_oracle
+from tests.support.conversations import Conversation, conversations, wild
+from tests.support.reference_renderer import get_oracle
+from tests.support.renderers import MODELS, Model, renderer
 
 EXAMPLES = min(400, max(8, settings.default.max_examples // 6)) if settings.default else 8
 

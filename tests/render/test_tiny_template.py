@@ -8,7 +8,7 @@ import pytest
 import ramify
 from ramify.render import load_renderer
 from ramify.trace import Message, ToolCall
-from tests.render.models import TOOLS
+from tests.support.renderers import TOOLS
 
 TINY = Path(ramify.__file__).parent / "models" / "tiny"
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the packaged model is not built")

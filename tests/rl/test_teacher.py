@@ -12,8 +12,8 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.orchestrate.rollouts import refuse_top_logprobs
 from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command
+from tests.support.traces import refuse_top_logprobs
 
 STEPS, FAULTS = 24, 5
 STOP_SECONDS = 4.0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.store import RunStore
-from tests.store.rollouts import replies, rollout
+from tests.support.traces import make_rollout, read_replies
 
 SEGMENT, WAL = "traces/000000.seg", "run.sqlite-wal"
 NUM_COMMITS = 12
@@ -34,7 +34,7 @@ def make_killed_run() -> KilledRun:
         with RunStore.open(path) as store:
             segment_lengths, wal_lengths = [], []
             for number in range(NUM_COMMITS):
-                asyncio.run(store.add_rollout(*rollout(number, text=f"reply {number} " * (number + 1))))
+                asyncio.run(store.add_rollout(*make_rollout(number, text=f"reply {number} " * (number + 1))))
                 segment_lengths.append((path / SEGMENT).stat().st_size)
                 wal_lengths.append((path / WAL).stat().st_size)
             files = {name: (path / name).read_bytes() for name in (SEGMENT, WAL, "run.sqlite")}
@@ -67,17 +67,17 @@ def test_a_crash_keeps_acknowledged_rollouts_and_shows_no_incomplete_ones(crash)
         (path / WAL).write_bytes(make_killed_run().files[WAL][:wal] + torn_wal)
         (path / SEGMENT).write_bytes(make_killed_run().files[SEGMENT][:segment] + torn_segment)
         with RunStore.open(path) as store:
-            count = len(replies(store))
+            count = len(read_replies(store))
             assert count >= acknowledged
-            assert replies(store) == expected(count)
-            asyncio.run(store.add_rollout(*rollout(count, text=f"reply {count} " * (count + 1))))
+            assert read_replies(store) == expected(count)
+            asyncio.run(store.add_rollout(*make_rollout(count, text=f"reply {count} " * (count + 1))))
         with RunStore.open(path, write=False) as store:
-            assert replies(store) == expected(count + 1)
+            assert read_replies(store) == expected(count + 1)
 
 
 def test_frames_without_a_record_are_truncated_on_open(tmp_path):
     with RunStore.open(tmp_path) as store:
-        asyncio.run(store.add_rollout(*rollout(0)))
+        asyncio.run(store.add_rollout(*make_rollout(0)))
     committed = (tmp_path / SEGMENT).stat().st_size
     with (tmp_path / SEGMENT).open("ab") as file:
         file.write(os.urandom(100))
@@ -85,4 +85,4 @@ def test_frames_without_a_record_are_truncated_on_open(tmp_path):
     with RunStore.open(tmp_path) as store:
         assert (tmp_path / SEGMENT).stat().st_size == committed
         assert (tmp_path / "traces/000001.seg").stat().st_size == 0
-        assert replies(store) == {"r0": "reply 0"}
+        assert read_replies(store) == {"r0": "reply 0"}

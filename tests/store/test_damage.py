@@ -16,7 +16,7 @@ from ramify.store.integrity import check_storage
 from ramify.store.ledger import GroupRecord
 from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 IDENTITY = {"model": "tiny"}
@@ -28,7 +28,7 @@ def fill(path: Path, rollouts: int = 3) -> None:
         await ledger.declare_source("reverse", 100)
         for number in range(rollouts):
             await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
-            await ledger.record_sampled(number, 0, *rollout(number, text="a reply " * 50))
+            await ledger.record_sampled(number, 0, *make_rollout(number, text="a reply " * 50))
 
     with open_run(path, IDENTITY) as store:
         asyncio.run(add(store))
@@ -170,7 +170,7 @@ def test_a_changed_byte_anywhere_in_a_segment_is_reported(run):
 
 def test_frames_of_replaced_rollouts_are_checked(run):
     with RunStore.open(run) as store:
-        asyncio.run(store.add_rollout(*rollout(0, text="another reply")))
+        asyncio.run(store.add_rollout(*make_rollout(0, text="another reply")))
     path = run / "traces" / "000000.seg"
     intact = path.read_bytes()
     path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])  # in the frame of the replaced rollout

@@ -8,14 +8,14 @@ import pytest
 
 from ramify.errors import ConfigInvalid
 from ramify.store import RunStore, export_run
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 
 @pytest.fixture
 def store(tmp_path):
     with RunStore.open(tmp_path / "run") as store:
         for number in (2, 0, 1):
-            asyncio.run(store.add_rollout(*rollout(number, reward=None if number == 1 else 0.5)))
+            asyncio.run(store.add_rollout(*make_rollout(number, reward=None if number == 1 else 0.5)))
         yield store
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import StorageFull
 from ramify.store import RunStore
-from tests.store.rollouts import replies, rollout
+from tests.support.traces import make_rollout, read_replies
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-+ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -23,7 +23,7 @@ def fill(store: RunStore, limit: int = 1000) -> int:
     """Add rollouts until the disk is full; return how many were acknowledged."""
     for number in range(limit):
         try:
-            asyncio.run(store.add_rollout(*rollout(number, text=noise(number))))
+            asyncio.run(store.add_rollout(*make_rollout(number, text=noise(number))))
         except StorageFull as error:
             assert str(store.path) in error.message
             return number
@@ -38,12 +38,12 @@ def test_a_full_disk_raises_storage_full_until_there_is_room(small_disk):
         count = fill(store)
         assert count >= 3
         with pytest.raises(StorageFull):
-            asyncio.run(store.add_rollout(*rollout(count, text=noise(count) * 30)))
-        assert replies(store) == {f"r{number}": noise(number) for number in range(count)}
+            asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count) * 30)))
+        assert read_replies(store) == {f"r{number}": noise(number) for number in range(count)}
         ballast.unlink()
-        asyncio.run(store.add_rollout(*rollout(count, text=noise(count))))
+        asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count))))
     with RunStore.open(small_disk / "run") as store:
-        assert replies(store) == {f"r{number}": noise(number) for number in range(count + 1)}
+        assert read_replies(store) == {f"r{number}": noise(number) for number in range(count + 1)}
 
 
 LIMITED = """
@@ -63,6 +63,6 @@ def test_a_file_size_limit_raises_storage_full_and_the_next_process_resumes(tmp_
     count = int(done.stdout)
     assert count >= 3
     with RunStore.open(tmp_path) as store:
-        assert replies(store) == {f"r{number}": noise(number) for number in range(count)}
-        asyncio.run(store.add_rollout(*rollout(count, text=noise(count))))
+        assert read_replies(store) == {f"r{number}": noise(number) for number in range(count)}
+        asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count))))
         assert len(store.rollouts()) == count + 1

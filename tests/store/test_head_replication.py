@@ -20,8 +20,8 @@ from ramify.store.integrity import check_storage
 from ramify.store.ledger import Ledger
 from ramify.store.log_entry import LogEntry
 from tests.fencing.simulation import Storage
-from tests.store.rollouts import replies, rollout
 from tests.store.test_ledger import issue, issue_and_score, make_commit, record_batch, run_all, sample, states, train
+from tests.support.traces import make_rollout, read_replies
 
 TABLES = ("facts", "segments", "rollouts", "events", "marks", "states", "groups", "attempts", "batches", "commits")
 
@@ -86,13 +86,13 @@ def test_restored_run_is_the_run_at_its_last_commit(tmp_path, shared):
         issue(ledger, 5)
         sample(ledger, 5, 0)
         commit_step(ledger, 2, 6)
-        committed, texts = dump(ledger.store), replies(ledger.store)
+        committed, texts = dump(ledger.store), read_replies(ledger.store)
         sample(ledger, 5, 1)  # after the last commit: it is sampled again
     assert count_entries(shared) == 3
     restore_run(shared, tmp_path / "restored", epoch=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert dump(store) == committed
-        assert replies(store) == texts
+        assert read_replies(store) == texts
         assert (check_storage(store), audit(Ledger.open_readonly(store), finished=False)) == ([], [])
         assert head_replication.read_state(store).epoch == 1
         assert states(Ledger.open_readonly(store))[5] == "issued"
@@ -268,14 +268,14 @@ def test_run_that_was_local_before_is_in_its_first_entry(tmp_path, shared):
     with RunStore.open(tmp_path / "run") as store:
         ledger = Ledger.open(store)
         issue_and_score(ledger, 0)
-        run_all(store.add_rollout(*rollout(7)))
+        run_all(store.add_rollout(*make_rollout(7)))
     with open_head(tmp_path / "run", shared) as ledger:
         run_all(ledger.replicate())
         committed = dump(ledger.store)
     restore_run(shared, tmp_path / "restored", epoch=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert dump(store) == committed
-        assert len(replies(store)) == 3
+        assert len(read_replies(store)) == 3
 
 
 def test_new_epoch_has_a_higher_trainer(tmp_path, shared):
@@ -299,7 +299,7 @@ def test_rollout_that_is_stored_in_the_transaction_of_an_entry_is_complete_in_it
         run_all(ledger.replicate())
         store.submit_change(lambda _: (started.set(), release.wait(10)))
         assert started.wait(10)
-        store.submit_change(lambda _: None, [rollout(1)])
+        store.submit_change(lambda _: None, [make_rollout(1)])
         with ThreadPoolExecutor(1) as pool:
             entry = pool.submit(HeadReplicator(store, shared).replicate_blocking)
             deadline = time.monotonic() + 10
@@ -307,8 +307,8 @@ def test_rollout_that_is_stored_in_the_transaction_of_an_entry_is_complete_in_it
                 time.sleep(0.001)
             release.set()
             entry.result(10)
-        assert set(replies(store)) == {"r1"}
+        assert set(read_replies(store)) == {"r1"}
     restore_run(shared, tmp_path / "restored", epoch=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert check_storage(store) == []
-        assert set(replies(store)) == {"r1"}
+        assert set(read_replies(store)) == {"r1"}

@@ -10,13 +10,13 @@ from ramify.images import ImageStore
 from ramify.store import RunStore, export_run
 from ramify.trace import Media, MediaPart, MediaRef, Message, TextPart, Trace
 from tests.images.samples import make_media
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 IMAGES = [make_media(40, 30, seed=seed) for seed in range(2)]
 
 
 def image_rollout(number: int, *images: Media):
-    record, _ = rollout(number)
+    record, _ = make_rollout(number)
     url = f"data:image/png;base64,{base64.b64encode(IMAGES[0].data).decode()}"
     prompt = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
     trace = Trace(id=f"t{number}", task={"prompt": prompt})

@@ -16,7 +16,7 @@ from ramify.store.audit import audit
 from ramify.store.group_state import TRANSITIONS, DropReason, GroupState, check_transition
 from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
-from tests.store.rollouts import rollout
+from tests.support.traces import make_rollout
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 
@@ -46,7 +46,7 @@ def issue(ledger, number, *, size=2, **more):
 
 
 def sample(ledger, number, attempt):
-    run_all(ledger.record_sampled(number, attempt, *rollout(number * 10 + attempt)))
+    run_all(ledger.record_sampled(number, attempt, *make_rollout(number * 10 + attempt)))
 
 
 def issue_and_score(ledger, number, *, size=2, **more):
@@ -152,7 +152,7 @@ ILLEGAL_CHANGES = {
     "attempt 7 of group 0 was never issued": lambda ledger: ledger.retry_attempt(0, 7, "ProviderError"),
     "attempt 0 of group 1 is batched and cannot be retried": lambda ledger: ledger.retry_attempt(1, 0, "ProviderError"),
     "attempt 0 of group 1 is batched and cannot become sampled": lambda ledger: ledger.record_sampled(
-        1, 0, *rollout(3)
+        1, 0, *make_rollout(3)
     ),
     "batch 3 cannot be recorded: the next batch is 1": lambda ledger: ledger.record_batch(
         BatchRecord(3, (0,), b"", {})

@@ -21,8 +21,8 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
-from tests.store.rollouts import rollout
 from tests.store.test_ledger import make_commit
+from tests.support.traces import make_rollout
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 WAL = "run.sqlite-wal"
@@ -126,7 +126,7 @@ class Run(RuleBasedStateMachine):
             self.run(lambda ledger: ledger.retry_attempt(number, attempt, "WorkerDied"))
             return
         expected.end_attempt(number, attempt, outcome)
-        record_and_traces = rollout(100 * number + attempt)
+        record_and_traces = make_rollout(100 * number + attempt)
         if outcome == "sampled":
             self.run(lambda ledger: ledger.record_sampled(number, attempt, *record_and_traces), expected)
         else:
@@ -209,7 +209,7 @@ class Run(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for number, attempt in self.model.running():
-            asyncio.run(self.ledger.record_sampled(number, attempt, *rollout(100 * number + attempt)))
+            asyncio.run(self.ledger.record_sampled(number, attempt, *make_rollout(100 * number + attempt)))
         for group in self.ledger.open_groups():
             if group.state is not GroupState.SCORED:
                 asyncio.run(self.ledger.record_scored(group.number))

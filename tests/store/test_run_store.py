@@ -15,12 +15,12 @@ from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, Tr
 from ramify.store import RolloutRecord, RunStore, default_run_name, locks, open_run, run_store, segment_log
 from ramify.store.locks import find_writer, write_holder
 from ramify.store.run_store import LOCK_NAME
-from tests.store.rollouts import replies, rollout
+from tests.support.traces import make_rollout, read_replies
 
 
 def add(store: RunStore, *numbers: int, **options) -> None:
     async def add_all() -> None:
-        await asyncio.gather(*(store.add_rollout(*rollout(number, **options)) for number in numbers))
+        await asyncio.gather(*(store.add_rollout(*make_rollout(number, **options)) for number in numbers))
 
     asyncio.run(add_all())
 
@@ -30,7 +30,7 @@ def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
         add(store, 0, 1, 2)
     with RunStore.open(tmp_path, write=False) as store:
         assert [(row.task, row.repetition) for row in store.rollouts()] == [("task-0", 0), ("task-0", 1), ("task-1", 0)]
-        assert store.rollouts(task="task-1") == [rollout(2)[0]]
+        assert store.rollouts(task="task-1") == [make_rollout(2)[0]]
         (trace,) = store.read_traces("r1")
         assert trace.last_reply == "reply 1"
         assert trace.nodes[1].logprobs.tolist() == [-0.5, -0.25]
@@ -40,14 +40,14 @@ def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
 def test_a_rollout_can_be_read_as_soon_as_it_is_added(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 3)
-        assert replies(store) == {"r3": "reply 3"}
+        assert read_replies(store) == {"r3": "reply 3"}
 
 
 def test_a_rollout_with_the_same_id_replaces_the_first(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0, text="first", failure="ProviderError", reward=None)
         add(store, 0, text="second")
-        assert replies(store) == {"r0": "second"}
+        assert read_replies(store) == {"r0": "second"}
         assert store.rollouts()[0].failure is None
 
 
@@ -88,34 +88,34 @@ def test_a_full_segment_is_followed_by_a_new_one(tmp_path, monkeypatch):
     assert all((tmp_path / "traces" / name).stat().st_size <= 2000 for name in files)
     with RunStore.open(tmp_path) as store:
         add(store, 25)
-        assert replies(store) == {f"r{number}": f"reply {number}" for number in range(26)}
+        assert read_replies(store) == {f"r{number}": f"reply {number}" for number in range(26)}
 
 
 def test_a_rollout_that_cannot_be_encoded_fails_alone(tmp_path):
-    record, (trace,) = rollout(0)
+    record, (trace,) = make_rollout(0)
     trace.info["notes"] = []
     trace.info["notes"].append(object())
     with RunStore.open(tmp_path) as store:
         with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
             asyncio.run(store.add_rollout(record, [trace]))
         add(store, 1)
-        assert replies(store) == {"r1": "reply 1"}
+        assert read_replies(store) == {"r1": "reply 1"}
 
 
 def test_a_record_that_violates_a_constraint_fails_alone(tmp_path):
-    _, traces = rollout(0)
+    _, traces = make_rollout(0)
     bad = RolloutRecord(None, "task", summary={})  # type: ignore[arg-type]
 
     async def both() -> list:
         return await asyncio.gather(
-            store.add_rollout(bad, traces), store.add_rollout(*rollout(1)), return_exceptions=True
+            store.add_rollout(bad, traces), store.add_rollout(*make_rollout(1)), return_exceptions=True
         )
 
     with RunStore.open(tmp_path) as store:
         error, result = asyncio.run(both())
         assert "NOT NULL" in str(error)
         assert result is None
-        assert replies(store) == {"r1": "reply 1"}
+        assert read_replies(store) == {"r1": "reply 1"}
 
 
 def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypat
     with RunStore.open(tmp_path) as store:
         for number in range(2):  # queued before the thread failed, and after
             with pytest.raises(StorageFailed, match="unable to open"):
-                asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(number)), 10))
+                asyncio.run(asyncio.wait_for(store.add_rollout(*make_rollout(number)), 10))
 
 
 def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, monkeypatch):
@@ -145,9 +145,9 @@ def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, mon
             patch.setattr(os, "statvfs", raise_io_error)
             patch.setattr(segment_log.SegmentLog, "append", raise_no_space)
             with pytest.raises(StorageFull, match="free space unknown"):
-                asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(0)), 10))
+                asyncio.run(asyncio.wait_for(store.add_rollout(*make_rollout(0)), 10))
         add(store, 1)
-        assert replies(store) == {"r1": "reply 1"}
+        assert read_replies(store) == {"r1": "reply 1"}
 
 
 def test_facts_are_stored(tmp_path):
@@ -180,7 +180,7 @@ def test_readers_share_a_run(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0)
     with RunStore.open(tmp_path, write=False) as one, RunStore.open(tmp_path, write=False) as two:
-        assert replies(one) == replies(two) == {"r0": "reply 0"}
+        assert read_replies(one) == read_replies(two) == {"r0": "reply 0"}
         with pytest.raises(ConfigInvalid, match="read-only"):
             add(one, 1)
 
@@ -263,7 +263,7 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
             add(store, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1", "run.old-2"]
     with RunStore.open(tmp_path / "run.old-1", write=False) as store:
-        assert replies(store) == {"r0": "reply 0"}
+        assert read_replies(store) == {"r0": "reply 0"}
 
 
 def test_fresh_does_not_move_a_run_in_use(tmp_path):
@@ -288,15 +288,15 @@ def test_a_path_that_is_too_long_raises_storage_failed(tmp_path, write):
 def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written(tmp_path):
     with RunStore.open(tmp_path) as writer:
         assert find_writer(tmp_path / LOCK_NAME) == os.getpid()
-        asyncio.run(writer.add_rollout(*rollout(0)))
+        asyncio.run(writer.add_rollout(*make_rollout(0)))
         with RunStore.open(tmp_path, write=False, lock=False) as reader:
-            assert list(replies(reader)) == ["r0"]
-            asyncio.run(writer.add_rollout(*rollout(1)))
-            assert list(replies(reader)) == ["r0"]  # all that is read together is of one commit
+            assert list(read_replies(reader)) == ["r0"]
+            asyncio.run(writer.add_rollout(*make_rollout(1)))
+            assert list(read_replies(reader)) == ["r0"]  # all that is read together is of one commit
             with pytest.raises(ConfigInvalid, match="read-only"):
                 reader.set_fact("a", 1)
         with RunStore.open(tmp_path, write=False, lock=False) as reader:
-            assert list(replies(reader)) == ["r0", "r1"]
+            assert list(read_replies(reader)) == ["r0", "r1"]
     assert find_writer(tmp_path / LOCK_NAME) is None
     with RunStore.open(tmp_path, write=False, lock=False), RunStore.open(tmp_path):
         pass  # a reader without the lock keeps nobody from writing

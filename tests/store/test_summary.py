@@ -6,7 +6,7 @@ import pytest
 
 from ramify.errors import Failure
 from ramify.store.summary import find_agent_failure, get_agent_failure, summarize_rollout
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 INVALID = {"path": "/v1/responses", "status": 400, "name": "RequestInvalid", "message": "input: no text", "count": 2}
 UNKNOWN_PATH = {
@@ -40,7 +40,7 @@ PROGRAM = {"exit_code": 1, "stderr": "Traceback\nKeyError: 'x'\n"}
     ],
 )
 def test_agent_failures_are_recognized(turns: int, stop: str, info: dict[str, Any], expected: tuple[str, str] | None):
-    trace = rollout(turns=turns)
+    trace = make_trace(turns=turns)
     trace.stop = stop
     trace.info.update(info)
     failure = find_agent_failure([trace])
@@ -49,8 +49,8 @@ def test_agent_failures_are_recognized(turns: int, stop: str, info: dict[str, An
 
 
 def test_error_before_the_first_reply_is_a_failure_of_the_agent():
-    trace = rollout(turns=0)
+    trace = make_trace(turns=0)
     trace.errors.append(Failure("AgentExit", "code 2", "policy", False))
     assert find_agent_failure([trace]) == trace.errors[0]
-    late = rollout(failure="ContextOverflow")
+    late = make_trace(failure="ContextOverflow")
     assert find_agent_failure([late]) is None

@@ -16,7 +16,7 @@ from ramify.env import plugin
 from ramify.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from tests.gateway.fake_client import FakeTokenClient
-from tests.render.models import renderer
+from tests.support.renderers import renderer
 from tests.tasksets.scripted_agent import play
 
 EXAMPLES = max(6, settings.default.max_examples // 8) if settings.default else 6

@@ -1,12 +1,26 @@
 """Assigning packs to ranks: every pack once, equal rounds, loads as even as a Karmarkar-Karp partition."""
 
+import heapq
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.trace import balance_packs
-from tests.trace.forests import karmarkar_karp
+
+
+def karmarkar_karp(costs: Sequence[float], ranks: int) -> float:
+    """The heaviest of `ranks` parts by the largest differencing method, as the textbook has it."""
+    heap = [(-cost, number, [0.0] * (ranks - 1) + [cost]) for number, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    for number in range(len(costs), 2 * len(costs) - 1):
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        sums = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
+        heapq.heappush(heap, (sums[0] - sums[-1], number, sums))
+    return max(heap[0][2])
 
 
 def loads(costs, table):

@@ -30,9 +30,10 @@ from ramify.trace import (
     encode_trace,
     to_json,
 )
-from tests.trace import frames, oracle
+from tests.support import trace_frames as frames
+from tests.support import trace_oracle as oracle
+from tests.support.trace_scripts import IMAGES, Script, decorate, replay, scripts
 from tests.trace.make_golden import GOLDEN, golden_episode, golden_trace
-from tests.trace.strategies import IMAGES, Script, decorate, replay, scripts
 
 RANDOM = st.randoms(use_true_random=False)
 

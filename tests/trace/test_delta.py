@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ramify.errors import DeltaLost, DeltaRepeated, RamifyError, SchemaUnsupported, TraceCorrupt, TraceInvalid
 from ramify.trace import Message, Trace, TraceBuilder, TraceDeltaDecoder, TraceDeltaEncoder, decode_trace, encode_trace
-from tests.trace import frames, oracle
-from tests.trace.strategies import IMAGES, Script, big_script, decorate, scripts
+from tests.support import trace_frames as frames
+from tests.support import trace_oracle as oracle
+from tests.support.trace_scripts import IMAGES, Script, big_script, decorate, scripts
 
 RANDOM = st.randoms(use_true_random=False)
 

@@ -21,7 +21,7 @@ from ramify.trace import (
     concat_forests,
     make_padding_forest,
 )
-from tests.trace.forests import (
+from tests.support.forests import (
     COMPONENTS,
     Attempt,
     Paths,

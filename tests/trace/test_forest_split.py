@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.trace import Annotation, DroppedTargets, build_forest, split_forest
-from tests.trace.forests import (
+from tests.support.forests import (
     Attempt,
     Paths,
     Planned,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from ramify.trace import Annotation, Forest, build_forest, pack_trees, split_forest
-from tests.trace.forests import COMPONENTS, Attempt, Planned, Size, group
+from tests.support.forests import COMPONENTS, Attempt, Planned, Size, group
 
 SEEDS = range(20 if os.environ.get("RAMIFY_FULL") else 2)
 VOCAB, DIM, HEADS, LAYERS = 50, 48, 4, 3

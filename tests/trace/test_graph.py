@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ramify.errors import RamifyError, TraceInvalid, ValueRefused
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionRun, encode_trace
-from tests.trace import oracle
-from tests.trace.strategies import IMAGES, KINDS, PLACEHOLDER, Script, big_script, replay, scripts, write_script
+from tests.support import trace_oracle as oracle
+from tests.support.trace_scripts import IMAGES, KINDS, PLACEHOLDER, Script, big_script, replay, scripts, write_script
 
 RANDOM = st.randoms(use_true_random=False)
 USER = Message("user", "hi")

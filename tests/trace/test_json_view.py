@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import Failure, WorkerDied
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, ToolCall, Trace, to_json
-from tests.trace.strategies import Script, decorate, replay, scripts
+from tests.support.trace_scripts import Script, decorate, replay, scripts
 
 RANDOM = st.randoms(use_true_random=False)
 

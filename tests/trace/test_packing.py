@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.trace import Annotation, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
-from tests.trace.forests import (
+from tests.support.forests import (
     Attempt,
     Paths,
     Planned,

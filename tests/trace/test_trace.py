@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 
 from ramify.trace import Branch, MediaPart, Message, ModelCall, Trace
-from tests.trace.strategies import Script, replay, scripts
+from tests.support.trace_scripts import Script, replay, scripts
 
 
 @given(scripts())

@@ -25,8 +25,8 @@ from ramify.trace import (
     decode_trace,
     encode_trace,
 )
-from tests.trace import oracle
-from tests.trace.strategies import IMAGES, PLACEHOLDER, Script, replay, scripts, tidy_scripts
+from tests.support import trace_oracle as oracle
+from tests.support.trace_scripts import IMAGES, PLACEHOLDER, Script, replay, scripts, tidy_scripts
 
 RANDOM = st.randoms(use_true_random=False)
 

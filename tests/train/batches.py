@@ -5,7 +5,7 @@ from random import Random
 
 from ramify.trace import Annotation, build_forest
 from ramify.train.batch import Batch, pack_forests
-from tests.trace.forests import Attempt, Planned
+from tests.support.forests import Attempt, Planned
 from tests.train.models import VOCAB
 
 

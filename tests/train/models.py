@@ -14,7 +14,7 @@ from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
-from tests.trace.forests import COMPONENTS, Attempt, Planned
+from tests.support.forests import COMPONENTS, Attempt, Planned
 
 SINGLE_RANK = Ranks(torch.device("cpu"))
 VOCAB = 50

@@ -16,7 +16,7 @@ from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, Targets, build_forest, make_padding_forest, split_forest
 from ramify.train.batch import Batch, PackSpec, count_unique_tokens, pack_forests, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch, encode_batch
-from tests.trace.forests import Size, group
+from tests.support.forests import Size, group
 
 SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=50, logprobs=(-5.0, -0.1))
 

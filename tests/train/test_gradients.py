@@ -14,7 +14,7 @@ from ramify.model.pack_layout import PackLayout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
-from tests.trace.forests import Attempt, Size, group
+from tests.support.forests import Attempt, Size, group
 from tests.train.batches import build_attempt, build_group
 from tests.train.models import (
     CONFIGS,

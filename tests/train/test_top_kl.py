@@ -17,7 +17,7 @@ from ramify.train.batch import Batch, pack_forests
 from ramify.train.batch_codec import decode_batch, encode_batch
 from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.losses import compute_top_kl
-from tests.trace.forests import Attempt
+from tests.support.forests import Attempt
 from tests.train.batches import build_attempt, build_group
 from tests.train.models import CONFIGS, VOCAB, build_model, build_policy, count_entries, get_gradients, train_forest
 

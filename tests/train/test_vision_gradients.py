@@ -15,7 +15,7 @@ from ramify.train.build import freeze_vision_tower
 from ramify.train.lora import add_adapters
 from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
-from tests.trace.forests import Attempt
+from tests.support.forests import Attempt
 from tests.train.batches import build_attempt
 from tests.train.models import (
     CONFIGS,

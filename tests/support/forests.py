@@ -5,7 +5,6 @@ that is expected of their forest. Nothing here uses the code that merges, lays o
 through one naive trie (`Paths`) that numbers every distinct path of (token, image) pairs it is shown.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -453,18 +452,3 @@ def _value(rng: Random, count: int, choices: Sequence[float]) -> Any:
     if rng.random() < 0.5:
         return rng.choice(choices)
     return np.array([rng.choice(choices) for _ in range(count)], np.float32)
-
-
-# -- a partition to compare with -----------------------------------------------------------------------------------
-
-
-def karmarkar_karp(costs: Sequence[float], ranks: int) -> float:
-    """The heaviest of `ranks` parts by the largest differencing method, as the textbook has it."""
-    heap = [(-cost, number, [0.0] * (ranks - 1) + [cost]) for number, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    for number in range(len(costs), 2 * len(costs) - 1):
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        sums = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
-        heapq.heappush(heap, (sums[0] - sums[-1], number, sums))
-    return max(heap[0][2])

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.sandbox
 
 from ramify.trace import Message
-from tests.render.models import BY_NAME, tokenizer
+from tests.support.renderers import BY_NAME, tokenizer
 
 
 def to_dict(message: Message) -> dict[str, Any]:

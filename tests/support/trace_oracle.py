@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ramify.trace import Branch, Node, Trace
-from tests.trace.strategies import Script
+from tests.support.trace_scripts import Script
 
 Images = list[tuple[int, int, str]]
 

@@ -1,6 +1,6 @@
 """Small model directories, one per chat template, built offline: only the files that rendering needs.
 
-Templates are those of `templates/`, written after the originals. Tokenizers are byte-level BPE trained on a page of
+The templates in `templates/` are written after the originals. Tokenizers are byte-level BPE trained on a page of
 text, with the control tokens of their family and the pre-tokenizer that Qwen and Llama 3 use; the older families get
 one that treats spaces as SentencePiece does.
 """

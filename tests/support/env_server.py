@@ -16,7 +16,7 @@ from ramify.envserver.messages import (
 from ramify.errors import RamifyError
 from ramify.trace import Episode, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
-from tests.orchestrate.rollouts import rollout
+from tests.support.traces import make_trace
 
 QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=1.0, session_timeout=5.0)
 
@@ -87,7 +87,7 @@ class StubEnvServer:
         if self.refusal is not None:
             raise self.refusal
         self.finished.append(request_id)
-        episode = encode_episode(Episode((rollout(request_id, 1.0),)))
+        episode = encode_episode(Episode((make_trace(request_id, 1.0),)))
         return WireMessage.encode(RolloutResponse(worker=self.name, starts=1), episode)
 
     async def _addresses(self, request: IncomingRequest) -> WireMessage:

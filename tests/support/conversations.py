@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ramify.trace import Message, ToolCall
-from tests.render.models import TOOLS, Model
+from tests.support.renderers import TOOLS, Model
 
 # Letters of several scripts, and the characters of templates and tool formats, without control tokens.
 LETTERS = "ab zA9éß日本🙂'\"{}[]():,;.\\/-_\n"
