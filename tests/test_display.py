@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ramify.display import Display, LiveDisplay, LogDisplay, choose_display, open_display
+from tests.support.display import RecordingDisplay
 
 
 class CountContent:
@@ -38,23 +39,18 @@ def test_live_display_draws_the_page_of_its_content():
 
 
 def test_open_display_refreshes_until_it_is_left():
-    states, reached = [], asyncio.Event()
-
-    class RecordingDisplay(Display):
-        def refresh(self, state):
-            states.append(state)
-            if state == 3:
-                reached.set()
+    reached = asyncio.Event()
+    display = RecordingDisplay(lambda state: reached.set() if state == 3 else None)
 
     async def get_state():
-        return len(states) + 1
+        return len(display.states) + 1
 
     async def run():
-        async with open_display(RecordingDisplay(), get_state, 0.0), asyncio.timeout(30):
+        async with open_display(display, get_state, 0.0), asyncio.timeout(30):
             await reached.wait()
 
     asyncio.run(run())
-    assert states[:3] == [1, 2, 3]
+    assert display.states[:3] == [1, 2, 3]
 
 
 def test_a_failed_refresh_is_reported_when_the_display_is_left(capsys):

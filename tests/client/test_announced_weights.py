@@ -12,8 +12,8 @@ from ramify.model.weights import get_untied_tensors
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.trace.version import PolicyVersion
 from tests.client.test_replica_pool import QUICK, bounded, until
-from tests.infer.llama import build_core, publish_as, reference, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import build_core, publish_as, reference, write_llama
+from tests.support.native_server import run_server
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import build_core, publish_as, write_llama
+from tests.support.native_server import run_server
 
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 PROMPT = [5, 17, 33, 60, 8, 91]

@@ -9,8 +9,8 @@ from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
 from ramify.trace.version import PolicyVersion
 from tests.contract.target import Target, VLLMTarget
-from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import VOCAB, build_core, publish_as, write_llama
+from tests.support.native_server import run_server
 
 VLLM_PYTHON = os.environ.get("RAMIFY_VLLM_PYTHON")
 

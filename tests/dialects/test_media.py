@@ -9,7 +9,7 @@ import pytest
 from ramify.dialects.media import media_from_base64, media_to_url, parse_client_url, read_environment_url
 from ramify.errors import ImageInvalid
 from ramify.images.decode import MAX_BYTES
-from tests.images.samples import encode_image, make_pixels
+from tests.support.images import encode_image, make_pixels
 
 PNG = encode_image(make_pixels(40, 30))
 

@@ -10,7 +10,7 @@ from ramify.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.env.helpers import make_context, run
 from tests.gateway.test_images import data_url
-from tests.images.samples import make_media
+from tests.support.images import make_media
 
 IMAGE = make_media(8, 8)
 PART = {"type": "image_url", "image_url": {"url": data_url(IMAGE)}}

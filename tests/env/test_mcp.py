@@ -14,7 +14,7 @@ from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
 from tests.env.chat_server import serving
 from tests.env.helpers import make_context, run
-from tests.images.samples import make_media
+from tests.support.images import make_media
 
 SERVER = textwrap.dedent('''
     import base64, os, sys

@@ -12,7 +12,7 @@ from ramify.env import Tool, ToolSet, tool
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import Media, MediaPart, TextPart, ToolCall
 from tests.env.helpers import make_context, run
-from tests.images.samples import make_media
+from tests.support.images import make_media
 
 
 class Place(BaseModel):

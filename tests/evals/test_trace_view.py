@@ -7,7 +7,7 @@ from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.trace_view import render_trace_tree
 from ramify.images import ImageStore
 from ramify.trace import MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage
-from tests.images.samples import make_media
+from tests.support.images import make_media
 
 
 def printed(trace: Trace, **options) -> str:

@@ -18,8 +18,14 @@ from ramify.render.prompt_images import MAX_PROMPT_IMAGES
 from ramify.trace import Media, decode_trace, encode_trace
 from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
-from tests.images.samples import encode_image, make_animation, make_pixels, make_png_header, make_square
-from tests.images.vision_models import write_vision_model
+from tests.support.images import (
+    encode_image,
+    make_animation,
+    make_pixels,
+    make_png_header,
+    make_square,
+    write_vision_directory,
+)
 
 RED, GREEN, BLUE = (make_square(color) for color in [(255, 0, 0), (0, 255, 0), (0, 0, 255)])
 SCRIPT = ["A", "AB", "ABC"]
@@ -38,7 +44,7 @@ def data_url(media: Media) -> str:
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
-    return load_renderer(write_vision_model(tmp_path_factory.mktemp("model"), "tiny"))
+    return load_renderer(write_vision_directory(tmp_path_factory.mktemp("model"), "tiny"))
 
 
 async def converse_with_chat(scenario: Scenario, images: list[list[Media]]) -> list[str]:
@@ -151,7 +157,7 @@ def test_images_of_tool_results_reach_the_model(run_scenario, vision):
 
 
 def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_images(run_scenario, tmp_path):
-    directory = write_vision_model(tmp_path, "tiny")
+    directory = write_vision_directory(tmp_path, "tiny")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
     num_images = MAX_PROMPT_IMAGES + 1  # the limit is for images that the model sees
@@ -272,7 +278,7 @@ class SlowFamily:
 @pytest.fixture
 def slow_vision(tmp_path):
     """A renderer that is slow to process BLUE, and keeps the arrays of one image only; and its family."""
-    renderer = load_renderer(write_vision_model(tmp_path, "tiny"))
+    renderer = load_renderer(write_vision_directory(tmp_path, "tiny"))
     image_family = load_image_family(tmp_path)
     assert image_family is not None
     family: Any = SlowFamily(image_family, slow=BLUE)
@@ -323,7 +329,7 @@ def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):
 
 
 def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision, tmp_path):
-    family = load_image_family(write_vision_model(tmp_path, "tiny"))
+    family = load_image_family(write_vision_directory(tmp_path, "tiny"))
     assert family is not None
     num_image_tokens = family.process(RED).num_tokens + 3  # and the tokens around them
 

@@ -26,8 +26,8 @@ from ramify.trace import Trace
 from tests.gateway.fake_client import make_session, user_request
 from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
-from tests.infer.llama import build_core
-from tests.infer.serving import run_server
+from tests.support.models import build_core
+from tests.support.native_server import run_server
 
 SCHEMA = {
     "type": "object",

@@ -8,7 +8,6 @@ import ramify as rf
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.harness.initial_messages import build_initial_messages, join_prompt_text
 from ramify.trace import Media, MediaPart, TextPart
-from tests.images.samples import make_media
 from tests.rollout.helpers import (
     TASK,
     OneTask,
@@ -18,6 +17,7 @@ from tests.rollout.helpers import (
     run_one,
     tool_call,
 )
+from tests.support.images import make_media
 
 SERVER = """
 import mcp.server.mcpserver as server

@@ -10,7 +10,7 @@ from ramify.errors import ImageInvalid
 from ramify.images import decode_image, describe_image, read_image_header
 from ramify.images.decode import MAX_BYTES, check_image
 from ramify.images.image_header import MAX_JPEG_MARKERS
-from tests.images.samples import encode_image, make_animation, make_pixels, make_png_header
+from tests.support.images import encode_image, make_animation, make_pixels, make_png_header
 
 PNG = encode_image(make_pixels(40, 30))
 JPEG = encode_image(make_pixels(40, 30), "JPEG")

@@ -14,7 +14,7 @@ from ramify.dialects.media import media_to_url
 from ramify.errors import ConfigInvalid, ImageInvalid, ModelUnsupported
 from ramify.images import ImageCache, ProcessedImage, load_image_family
 from ramify.trace import Media
-from tests.images.samples import (
+from tests.support.images import (
     encode_image,
     make_media,
     make_pixels,

@@ -5,7 +5,7 @@ import pytest
 from ramify.errors import RunDamaged
 from ramify.images import ImageStore
 from ramify.trace import Media
-from tests.images.samples import make_media
+from tests.support.images import make_media
 
 
 def test_an_image_is_written_once_and_read_back(tmp_path):

@@ -17,11 +17,9 @@ from ramify.client.generate_api import RequestImage
 from ramify.dialects.media import media_to_url
 from ramify.render import load_renderer
 from ramify.trace import MediaPart, Message, TextPart
-from tests.images.samples import make_square
-from tests.images.vision_models import write_vision_model
-from tests.infer.llama import build_core
-from tests.infer.serving import run_server
-from tests.vision import CONFIGS
+from tests.support.images import make_square, write_vision_directory
+from tests.support.models import VISION_CONFIGS, build_core
+from tests.support.native_server import run_server
 
 RED, BLUE = make_square((255, 0, 0)), make_square((0, 0, 255))
 
@@ -29,10 +27,10 @@ RED, BLUE = make_square((255, 0, 0)), make_square((0, 0, 255))
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A server of a random vision model with a tokenizer, its core and its renderer."""
-    directory = write_vision_model(tmp_path_factory.mktemp("model"), "tiny")
+    directory = write_vision_directory(tmp_path_factory.mktemp("model"), "tiny")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
-    config = deepcopy(CONFIGS["idefics3"])
+    config = deepcopy(VISION_CONFIGS["idefics3"])
     config.text_config.vocab_size = tokenizer.get_vocab_size()
     config.image_token_id = json.loads(files["config.json"])["image_token_id"]
     config.vision_config.image_size, config.vision_config.patch_size = 32, 8

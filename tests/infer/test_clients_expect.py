@@ -10,8 +10,8 @@ import pytest
 from ramify.infer import openai_api, tokenize_api
 from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, ByteTokenizer, run_server
+from tests.support.models import build_core, publish_as, write_llama
+from tests.support.native_server import ByteRenderer, ByteTokenizer, run_server
 
 
 class FailingRenderer(ByteRenderer):

@@ -19,7 +19,7 @@ from ramify.infer.scheduler import Scheduler
 from ramify.model import attention_plan
 from ramify.model.weights import StagedWeights, stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import (
+from tests.support.models import (
     DEVICE,
     DTYPE,
     POSITIONS,
@@ -31,8 +31,8 @@ from tests.infer.llama import (
     sampled_ids,
     scores,
     write_llama,
+    write_qwen3_next,
 )
-from tests.infer.qwen3_next import write_qwen3_next
 
 KVRun = tuple[PolicyVersion, int]
 A, B = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)

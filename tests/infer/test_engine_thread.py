@@ -14,7 +14,7 @@ from ramify.infer.engine_core import LaunchedStep
 from ramify.infer.request import SamplingParams
 from ramify.model.cpu.c_library import CLibraryUnavailable, find_torch_symbol
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
-from tests.infer.llama import build_core, write_llama
+from tests.support.models import build_core, write_llama
 
 
 @pytest.fixture(scope="module")

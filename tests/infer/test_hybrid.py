@@ -17,8 +17,7 @@ from ramify.infer.scheduler import Scheduler
 from ramify.infer.state_slots import StateSlots
 from ramify.model.weights import stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, publish_as, reference, run, sampled_ids, scores
-from tests.infer.qwen3_next import write_qwen3_next
+from tests.support.models import build_core, publish_as, reference, run, sampled_ids, scores, write_qwen3_next
 
 A, B = PolicyVersion("hybrid", 0, 1), PolicyVersion("hybrid", 0, 2)
 SYSTEM = [(7 * index) % 90 + 3 for index in range(40)]

@@ -21,8 +21,8 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.server import serve
 from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, ByteTokenizer, run_server
+from tests.support.models import build_core, publish_as, write_llama
+from tests.support.native_server import ByteRenderer, ByteTokenizer, run_server
 
 USER = [{"role": "user", "content": "x"}]
 

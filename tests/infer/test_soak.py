@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import build_core, publish_as, write_llama
+from tests.support.native_server import run_server
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 SECONDS, UPDATES, CLIENTS = (120, 20, 64) if FULL else (3, 4, 64)

@@ -6,8 +6,7 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.infer.step_work import StepWork, build_step_work
 from ramify.model.hardware import DEVICE_PEAKS, DevicePeaks, get_device_peaks
-from tests.infer.llama import VOCAB, build_core, run, write_llama
-from tests.infer.qwen3_next import write_qwen3_next
+from tests.support.models import VOCAB, build_core, run, write_llama, write_qwen3_next
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 64, 4, 2, 8, 2
 LLAMA_WEIGHTS = LAYERS * (HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INNER)

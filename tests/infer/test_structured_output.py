@@ -17,8 +17,8 @@ from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.render.tokenizer import Tokenizer
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import DEVICE, build_core, reference, run, sampled_ids, scores, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import DEVICE, build_core, reference, run, sampled_ids, scores, write_llama
+from tests.support.native_server import run_server
 
 VOCAB = 300  # 17 more tokens than the tokenizer has: logits are often padded
 STOP_ID = 258
@@ -168,7 +168,7 @@ def test_tokenizer_that_the_library_does_not_support_is_named(tmp_path):
 
 def test_weights_may_change_during_a_reply_with_a_grammar(core, source):
     from ramify.model.weights import stage_weights
-    from tests.infer.llama import publish_as
+    from tests.support.models import publish_as
 
     version = PolicyVersion("llama", 0, 1)
     staged = stage_weights(publish_as(source.parent / "v1", source, version), core.model.module)

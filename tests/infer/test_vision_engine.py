@@ -20,9 +20,19 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.fused_model import FusedModel
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import build_core, run, sampled_ids, write_llama
-from tests.infer.serving import run_server
-from tests.vision import FAMILIES, IMAGE, build_image_inputs, draw_image_run, process, write_vision_model
+from tests.support.models import (
+    FAMILIES,
+    IMAGE,
+    build_core,
+    build_image_inputs,
+    draw_image_run,
+    process,
+    run,
+    sampled_ids,
+    write_llama,
+    write_vision_model,
+)
+from tests.support.native_server import run_server
 
 A, B = PolicyVersion("vision", 0, 1), PolicyVersion("vision", 0, 2)
 CLOSE = 1e-4

@@ -28,6 +28,7 @@ from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
 from ramify.train import weights_directory
+from tests.support.display import RecordingDisplay
 from tests.support.processes import RUNS_FOREVER, build_spec, read_pids
 
 HOLDS_LOCK = """
@@ -56,17 +57,6 @@ def build_test_plan(tmp_path, leader: str = "", **more) -> LaunchPlan:
     return dataclasses.replace(build_plan(config, gpus=[]), process_specs=specs)
 
 
-class RecordingDisplay(Display):
-    def __init__(self):
-        self.lines, self.num_refreshes = [], 0
-
-    def print_line(self, line):
-        self.lines.append(line)
-
-    def refresh(self, state):
-        self.num_refreshes += 1
-
-
 def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     three, four = COMMITS_STEPS.format(steps=3), COMMITS_STEPS.format(steps=4)
     first = execute_plan(build_test_plan(tmp_path, three), display=Display())
@@ -86,17 +76,11 @@ def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
     file = path / SNAPSHOT_FILE  # of a machine whose clock is an hour ahead
     file.write_text(json.dumps({**json.loads(file.read_text()), "time": time.time() + 3600}))
     os.mkfifo(fifo)
-    startup_waits = []
-
-    class WaitDisplay(Display):
-        def refresh(self, state):
-            startup_waits.append(state.startup_wait)
-            pipe.write(b"x")
-
     ends_after_a_refresh = 'open(DIR + "/refreshed").read(1)' + COMMITS_STEPS.format(steps=3)
     with fifo.open("r+b", buffering=0) as pipe:
-        execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=WaitDisplay())
-    assert set(startup_waits) == {""}
+        display = RecordingDisplay(lambda state: pipe.write(b"x"))
+        execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=display)
+    assert {state.startup_wait for state in display.states} == {""}
     snapshot = read_snapshot(path)
     assert snapshot is not None
     assert read_record(path)["earlier_snapshot_time"] == snapshot.time
@@ -164,7 +148,7 @@ def test_run_record_has_status_address_and_processes(tmp_path):
     assert set(record["versions"]) == {"ramify", "python"}
     line = "orchestrator ended with exit code 9; restarting in 0.5 s (restart 1 of 10)"
     assert display.lines == [line]
-    assert display.num_refreshes
+    assert display.states
     assert line in (tmp_path / "run" / "logs" / "launch.log").read_text()
 
 

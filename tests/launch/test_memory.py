@@ -11,8 +11,8 @@ from ramify.launch.memory import ModelSize, estimate_memory
 from ramify.launch.plan import build_plan
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
-from tests.infer.qwen3_next import write_qwen3_next
 from tests.launch.test_plan import config
+from tests.support.models import write_qwen3_next
 
 
 def test_model_size_is_read_or_guessed():

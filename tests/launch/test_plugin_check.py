@@ -7,8 +7,8 @@ import pytest
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
-from tests.images.samples import make_square
 from tests.processes.other_interpreter import TASKSET, make_interpreter
+from tests.support.images import make_square
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 

@@ -14,7 +14,7 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model import attention_plan
 from ramify.model.attention_plan import build_plan, order_by_prefix
-from tests.infer.llama import build_core, reference, run, sampled_ids, scores, write_llama
+from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Padding rows of the interpreter divide 0 by 0; they are not stored.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.utils.logging import warning_once
 
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
@@ -15,24 +15,11 @@ from ramify.infer.request import SamplingParams
 from ramify.launch.memory import ModelSize
 from ramify.model.load import load_config, load_model
 from ramify.model.resolve import resolve_model_path
-from tests.infer.llama import build_core, reference, run, sampled_ids, scores, write_llama
+from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_random_model
 
-SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128, "head_dim": 8, "rotary_dim": 4}
-SMALL |= {"pad_token_id": 0, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "ffn_dim": 48}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRIDS = {"qwen3_5_text": LINEAR, "olmo_hybrid": LINEAR, "lfm2": {"layer_types": ["conv", "full_attention"]}}
-
-
-def write_random_model(model_type: str, directory: Path, **settings) -> Path:
-    """Write a small random model of a type."""
-    defaults = AutoConfig.for_model(model_type)
-    sizes = {key: value for key, value in SMALL.items() if hasattr(defaults, key)}
-    config = AutoConfig.for_model(model_type, **sizes, **settings)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(directory)
-    return directory
 
 
 @pytest.mark.parametrize(

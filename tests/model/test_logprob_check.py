@@ -14,8 +14,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
-from tests.infer.llama import build_core, reference, run, sampled_ids, scores
-from tests.model.test_load import write_random_model
+from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model
 from tests.train.models import SIZES
 
 SINGLE_RANK = Ranks(torch.device("cpu"))

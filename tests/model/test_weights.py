@@ -17,7 +17,7 @@ from ramify.model.manifest import MANIFEST_FILE, Manifest, compute_checksum
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.infer.llama import publish_as, reference, write_llama
+from tests.support.models import publish_as, reference, write_llama
 
 VERSION = PolicyVersion("policy", 2, 30)
 

@@ -15,8 +15,8 @@ from ramify.images import ImageStore
 from ramify.monitor import build_samples, check_sinks_installed, open_monitor_sinks
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import MediaPart, Message, TextPart, ToolCall, Trace
-from tests.images.samples import make_media
 from tests.monitor.wandb_file import read_history
+from tests.support.images import make_media
 
 IMAGE = make_media(40, 30)
 BASE64 = base64.b64encode(IMAGE.data).decode()

@@ -12,8 +12,8 @@ from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.named_models import connect_model
 from ramify.render.tokenizer import Tokenizer
 from tests.client.fake import Fake
-from tests.infer.llama import build_core, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import build_core, write_llama
+from tests.support.native_server import run_server
 
 TINY = resolve_model_path("tiny")
 

@@ -18,8 +18,8 @@ from ramify.orchestrate.reference_scores import (
     score_annotations,
 )
 from ramify.trace import Media, MediaRef, Message, Trace
-from tests.infer.llama import VOCAB, build_core, reference, write_llama
-from tests.infer.serving import run_server
+from tests.support.models import VOCAB, build_core, reference, write_llama
+from tests.support.native_server import run_server
 
 REPLY = 160
 OPD = Opd(OpdConfig())

@@ -12,8 +12,7 @@ from ramify.errors import ConfigInvalid, ImageInvalid, TemplateRefused
 from ramify.render import ParsedReply, load_renderer
 from ramify.render.prompt_images import find_image_parts
 from ramify.trace import MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, TraceBuilder, Turn
-from tests.images.samples import make_media, make_square
-from tests.images.vision_models import TEMPLATES, TINY, write_vision_model
+from tests.support.images import TEMPLATES, TINY, make_media, make_square, write_vision_directory
 
 WIDE, TALL = make_media(90, 40, seed=1), make_media(30, 80, seed=2)
 RED, BLUE = make_square((255, 0, 0)), make_square((0, 0, 255))
@@ -41,12 +40,12 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def renderer(request, tmp_path_factory):
-    return load_renderer(write_vision_model(tmp_path_factory.mktemp("model"), request.param))
+    return load_renderer(write_vision_directory(tmp_path_factory.mktemp("model"), request.param))
 
 
 @pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory):
-    return write_vision_model(tmp_path_factory.mktemp("model"), "smolvlm")
+    return write_vision_directory(tmp_path_factory.mktemp("model"), "smolvlm")
 
 
 def render_with_idefics3(model_dir, messages) -> list[int]:
@@ -156,7 +155,7 @@ def test_an_image_token_in_a_text_is_plain_text(renderer):
 
 
 def test_an_image_token_in_the_description_of_a_tool_is_plain_text(tmp_path):
-    renderer = load_renderer(write_vision_model(tmp_path, "tiny"))
+    renderer = load_renderer(write_vision_directory(tmp_path, "tiny"))
     tool = {"type": "function", "function": {"name": "look", "description": "Show an <image>", "parameters": {}}}
     prompt = renderer.render(CONVERSATIONS["image, text"], [tool], media=MEDIA)
     assert len(prompt.images) == 1
@@ -177,7 +176,7 @@ def test_no_text_becomes_an_image_token(renderer):
 
 
 def test_a_tool_that_the_template_writes_late_may_have_the_marker(tmp_path):
-    model = write_vision_model(tmp_path, "tiny")
+    model = write_vision_directory(tmp_path, "tiny")
     late_tools = "{%- if tools %}{{ tools | tojson }}{% endif -%}"
     opening = "{%- if add_generation_prompt %}"
     template = TEMPLATES["tiny"].replace(opening, late_tools + opening)
@@ -208,14 +207,14 @@ def test_a_text_model_takes_no_images():
 
 
 def test_a_template_that_does_not_write_an_image_is_refused(tmp_path):
-    model = write_vision_model(tmp_path, "tiny")
+    model = write_vision_directory(tmp_path, "tiny")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(TemplateRefused, match="wrote 0 of 2 images"):
         load_renderer(model).render(CONVERSATIONS["only images"], media=MEDIA)
 
 
 def test_a_tokenizer_without_the_image_token_is_refused(tmp_path):
-    model = write_vision_model(tmp_path, "tiny")
+    model = write_vision_directory(tmp_path, "tiny")
     (model / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigInvalid, match="add the image token"):
         load_renderer(model).render(CONVERSATIONS["only images"], media=MEDIA)

@@ -9,7 +9,7 @@ import pytest
 from ramify.images import ImageStore
 from ramify.store import RunStore, export_run
 from ramify.trace import Media, MediaPart, MediaRef, Message, TextPart, Trace
-from tests.images.samples import make_media
+from tests.support.images import make_media
 from tests.support.traces import make_rollout
 
 IMAGES = [make_media(40, 30, seed=seed) for seed in range(2)]

@@ -19,7 +19,6 @@ import pytest
 from pydantic import ValidationError
 
 from ramify.cli import main
-from ramify.display import Display
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
@@ -36,6 +35,7 @@ from ramify.train.sft.example_order import ExampleOrder, split_held_out
 from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
+from tests.support.display import RecordingDisplay
 from tests.train.workers import TIMEOUT, run_ranks, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
@@ -328,29 +328,20 @@ def test_a_killed_run_resumes_exactly(world, lora):
     assert finish(config) == (22, 0)  # a finished run runs no more steps
 
 
-class RecordingDisplay(Display):
-    """Records the order in which steps are started and shown."""
-
-    def __init__(self, order: list[str]) -> None:
-        self.order = order
-
-    def refresh(self, progress) -> None:
-        self.order.append(f"shown {progress.metrics.step}")
-
-
 def test_starting_a_step_before_the_last_one_is_recorded_changes_nothing(world, monkeypatch):
     order, start_step = [], Trainer.start_step
+    display = RecordingDisplay(lambda progress: order.append(f"shown {progress.metrics.step}"))
 
     def recording_start_step(trainer: Trainer, batch: Batch) -> PendingStep:
         order.append(f"started {batch.step}")
         return start_step(trainer, batch)
 
     monkeypatch.setattr(Trainer, "start_step", recording_start_step)
-    run_sft(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=RecordingDisplay(order))
+    run_sft(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=display)
     assert order == [f"{what} {step}" for step in range(4) for what in ("started", "shown")]
     order.clear()
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
-    run_sft(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=RecordingDisplay(order))
+    run_sft(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=display)
     # A checkpoint after step 2 waits for all steps before it.
     until_checkpoint = ["started 0", "started 1", "shown 0", "started 2", "shown 1", "shown 2"]
     assert order == [*until_checkpoint, "started 3", "shown 3"]
@@ -499,14 +490,6 @@ def test_a_step_that_one_rank_cannot_prepare_fails_on_all_and_pending_steps_are_
     assert [step for step, _ in read_metrics(world / "runs" / "unprepared")["train/loss"]] == [0, 1]
 
 
-class LineDisplay(Display):
-    def __init__(self):
-        self.lines = []
-
-    def print_line(self, line):
-        self.lines.append(line)
-
-
 def test_truncated_tokens_are_counted(world, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
     config = settings(world, "long") | {
@@ -514,7 +497,7 @@ def test_truncated_tokens_are_counted(world, tmp_path):
         "validation": {"fraction": 0},
         "epochs": 1,
     }
-    display = LineDisplay()
+    display = RecordingDisplay()
     run_sft(SftConfig.model_validate(config), display=display)
     assert "3 trained tokens beyond seq_len = 64 were cut off" in display.lines
 

@@ -16,6 +16,7 @@ from ramify.train.lora import add_adapters
 from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
 from tests.support.forests import Attempt
+from tests.support.models import FAMILIES, build_image_inputs, build_vision_model, draw_image_run, load_image
 from tests.train.batches import build_attempt
 from tests.train.models import (
     CONFIGS,
@@ -26,7 +27,6 @@ from tests.train.models import (
     get_gradients,
     train_flat,
 )
-from tests.vision import FAMILIES, build_image_inputs, build_vision_model, draw_image_run, load_image
 
 SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
 
