@@ -66,6 +66,18 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The directory of a finished run of `ramify rl`, shared by all workers: only read it, or copy it first.
+
+    Two steps on reverse-text with `tiny` that alternated sampling and training, sources `warm` and `cool` of different
+    temperatures, the eval `held-out`, recorded batches and token statistics. Its `rl.toml` is two directories above.
+    """
+    from tests.support.runs import share_finished_run
+
+    return share_finished_run(tmp_path_factory)
+
+
 @pytest.fixture
 def check_plugins_in_process(monkeypatch):
     """Check the plugin tables of a run without a process, for tests of what is checked, not of where."""

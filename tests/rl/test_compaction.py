@@ -1,24 +1,30 @@
 """`ramify rl` trains on compacted rollouts of the harness bash, in every runtime of this machine."""
 
-import os
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 
+import ramify as rf
+from ramify.harness.compaction import SUMMARY_REQUEST
 from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.store import RunStore
 from ramify.trace import Forest, Trace
 from ramify.train.batch_source import BatchRecording
-from tests.rl.note_taking import NUM_DIGITS
-from tests.rl.run_helpers import run_command
+from tests.rollout.helpers import tool_call
 from tests.scripted_server import run_scripted_server
+from tests.support.runs import run_command
 
 RUNTIMES = ["local"] if find_unsupported_reason() else ["local", "sandbox"]
+NUM_DIGITS = 4
 STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="a minute of two cores; tests/harness has the parts"),
+    pytest.mark.full("a minute of two cores; tests/harness has the parts"),
 ]
 
 CONFIG = f"""
@@ -39,7 +45,7 @@ lr = 1e-4
 SOURCE = f"""
 [[train]]
 name = "RUNTIME"
-taskset = {{ id = "tests.rl.note_taking:NoteTaking" }}
+taskset = {{ id = "tests.rl.test_compaction:NoteTaking" }}
 harness = {{ id = "bash", system_prompt = "", compact_at = {COMPACT_AT} }}
 runtime = {{ id = "RUNTIME" }}
 sampling = {{ max_tokens = 150 }}
@@ -47,11 +53,46 @@ max_turns = 30
 """
 
 
+class NoteTaking(rf.Taskset):
+    """The agent appends digits to a file, one command each; the reward is their mean.
+
+    It cannot remember more than its summary says.
+    """
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(4):
+            yield rf.Task(system="Count.", prompt=f"Write {NUM_DIGITS} digits for {number}.", key=f"task-{number}")
+
+    @rf.reward
+    async def mean_digit(self, runtime: rf.Runtime) -> float:
+        return fmean(await read_digits(runtime)) / 9
+
+    @rf.metric
+    async def num_digits(self, runtime: rf.Runtime) -> float:
+        return float(len(await read_digits(runtime)))
+
+
+async def read_digits(runtime: rf.Runtime) -> list[int]:
+    return [int(line) for line in (await runtime.read("digits.txt")).split()]
+
+
+def reply_to(prompt: str, seed: int) -> str:
+    """Return the agent's reply: the next command, a summary, or the answer."""
+    remembered = re.findall(r"I wrote (\d) digits", prompt)
+    num_written = int(remembered[-1] if remembered else 0) + prompt.count("</tool_response>")
+    if SUMMARY_REQUEST.text in prompt:
+        return f"I wrote {num_written} digits."
+    if num_written == NUM_DIGITS:
+        return "I wrote all digits."
+    digit = random.Random(seed).randrange(10)
+    return tool_call("bash", command=f"echo {digit} >> digits.txt; wc -l digits.txt")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("compacted")
-    with run_scripted_server(home, "tests.rl.note_taking:reply_to") as server:
+    with run_scripted_server(home, "tests.rl.test_compaction:reply_to") as server:
         sources = "".join(SOURCE.replace("RUNTIME", runtime) for runtime in RUNTIMES)
         (home / "rl.toml").write_text(CONFIG.replace("BASE_URL", server.url) + sources)
         result = run_command("rl", "@", str(home / "rl.toml"), "-o", str(home / "outputs"), cwd=Path.cwd())

@@ -1,7 +1,6 @@
 """A run whose head is lost continues on another one, from shared storage; a head that lives on is refused."""
 
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -17,11 +16,11 @@ from ramify.fencing.token import FencingToken
 from ramify.launch.head import read_local_state
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.rl.run_helpers import command, run_command, write_config
 from tests.support.processes import is_running
+from tests.support.runs import command, run_command, write_config
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="minutes; tests/launch has the parts"),
+    pytest.mark.full("minutes; tests/launch has the parts"),
     pytest.mark.timeout(1200),
 ]
 
@@ -89,7 +88,7 @@ def check_finished(home: Path, head: str, num_heads: int) -> None:
 
 @pytest.mark.parametrize("moment", SAVED)
 def test_command_repeated_elsewhere_continues_a_lost_run(tmp_path, moment):
-    home = write_config(tmp_path, steps=STEPS, off_policy=2)
+    home = write_config(tmp_path, steps=STEPS, max_staleness=2)
     conditions = {
         "before the first commit": lambda: count_entries(home, 0) >= 1,
         "after a commit": lambda: count_entries(home, 0) >= 3,
@@ -119,7 +118,7 @@ def test_command_repeated_elsewhere_continues_a_lost_run(tmp_path, moment):
 
 
 def test_head_that_lives_on_is_refused_and_stops_its_processes(tmp_path):
-    home = write_config(tmp_path, steps=STEPS, off_policy=2)
+    home = write_config(tmp_path, steps=STEPS, max_staleness=2)
     with start_head(home, "a") as old:
         wait_for(lambda: count_entries(home, 0) >= 2, home, "a")
         children = psutil.Process(old.pid).children(recursive=True)
@@ -137,7 +136,7 @@ def test_head_that_lives_on_is_refused_and_stops_its_processes(tmp_path):
 
 def test_stopped_head_that_wakes_up_is_refused(tmp_path):
     """A machine that was suspended continues beside its replacement, in the middle of what it did."""
-    home = write_config(tmp_path, steps=STEPS, off_policy=2)
+    home = write_config(tmp_path, steps=STEPS, max_staleness=2)
     with start_head(home, "a") as old:
         wait_for(lambda: count_entries(home, 0) >= 2, home, "a")
         processes = [psutil.Process(old.pid), *psutil.Process(old.pid).children(recursive=True)]

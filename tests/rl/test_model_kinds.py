@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ramify.model.resolve import resolve_model_path
 from tests.rl import environments
-from tests.rl.run_helpers import FULL, metrics, run_command
+from tests.support.runs import read_values, run_command
 
 CONFIG = f"""
 name = "run"
@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-needs_full = pytest.mark.skipif(not FULL, reason="a run of two steps, continued by a third")
+needs_full = pytest.mark.full("a run of two steps, continued by a third")
 
 
 def write_random_model(directory: Path, model_type: str, **settings) -> None:
@@ -59,13 +59,14 @@ def run_random_model(home: Path, model_type: str, **settings) -> str:
     (home / "rl.toml").write_text(CONFIG)
     result = run_command("rl", "@", "rl.toml", cwd=home)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert metrics(home, "train/skipped") == [0.0, 0.0]
-    assert all(norm > 0 for norm in metrics(home, "train/grad_norm"))
-    divergences = metrics(home, "mismatch_kl")
+    run = home / "outputs" / "run"
+    assert read_values(run, "train/skipped") == [0.0, 0.0]
+    assert all(norm > 0 for norm in read_values(run, "train/grad_norm"))
+    divergences = read_values(run, "mismatch_kl")
     assert len(divergences) == 2 and max(divergences) < 1e-8  # with the weights of the step, also after an update
-    assert len(metrics(home, "time/step")) == 1  # since the step before
-    assert not metrics(home, "train/mfu") and not metrics(home, "utilization")  # the peaks of a CPU are unknown
-    return next((home / "outputs/run").rglob("trainer*.log")).read_text()
+    assert len(read_values(run, "time/step")) == 1  # since the step before
+    assert not read_values(run, "train/mfu") and not read_values(run, "utilization")  # the peaks of a CPU are unknown
+    return next(run.rglob("trainer*.log")).read_text()
 
 
 @pytest.mark.timeout(600)
@@ -94,4 +95,5 @@ def check_weights(home: Path) -> None:
     """The run goes on from its checkpoint with the same weights, which transformers and the engine can load."""
     result = run_command("rl", "@", "rl.toml", "--max-steps", "3", cwd=home)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(metrics(home, "mismatch_kl")) == 3 and max(metrics(home, "mismatch_kl")) < 1e-8
+    divergences = read_values(home / "outputs" / "run", "mismatch_kl")
+    assert len(divergences) == 3 and max(divergences) < 1e-8

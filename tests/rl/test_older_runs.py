@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from tests.rl.run_helpers import run_command
+from tests.support.runs import run_command
 
 OLDER_RUNS = Path(__file__).parents[1] / "fixtures" / "older_runs"
 

@@ -1,20 +1,25 @@
 """`ramify rl` with the harness rlm: calls of llm are trained as branches of the rollout."""
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import ramify as rf
 from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.store import RunStore
 from ramify.trace import Trace
 from ramify.train.batch_source import BatchRecording
-from tests.rl.recursion import NUM_CALLS
-from tests.rl.run_helpers import FULL, metrics, run_command
+from tests.rollout.helpers import tool_call
 from tests.scripted_server import run_scripted_server
+from tests.support.runs import read_values, run_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wikispeedia" / "rl_rlm.toml"
+CODE = "parts = [llm('Say 1'), llm('Say 2'), *llm_batch(['Say 3', 'Say 4', 'Say 5'])]\nprint(parts)"
+NUM_CALLS = 5  # of llm in this code
 STEPS = 2
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not FULL, reason="runs of half a minute of two cores")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full("runs of half a minute of two cores")]
 CONFIG = f"""
 name = "run"
 max_steps = {STEPS}
@@ -28,18 +33,40 @@ group_size = 4
 max_staleness = 0
 
 [[train]]
-taskset = {{ id = "tests.rl.recursion:Recursion" }}
+taskset = {{ id = "tests.rl.test_rlm:Recursion" }}
 harness = {{ id = "rlm" }}
 runtime = {{ id = "RUNTIME" }}
 sampling = {{ max_tokens = 200 }}
 """
 
 
+class Recursion(rf.Taskset):
+    """The reward is the last digit of the answer."""
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(4):
+            yield rf.Task(prompt=f"Ask for digits, {number}.", key=f"task-{number}")
+
+    @rf.reward
+    def last_digit(self, trace: rf.Trace) -> float:
+        return int(trace.last_reply[-1]) / 9
+
+
+def reply_to(prompt: str, seed: int) -> str:
+    """Return the reply of the policy: a digit to a call of llm, code to the task."""
+    digit = random.Random(seed).randrange(10)
+    if "Ask for digits" not in prompt:
+        return str(digit)
+    if "</tool_response>" not in prompt:
+        return tool_call("python", code=CODE)
+    return tool_call("python", code=f"answer = ''.join(parts) + '{digit}'")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """The directory of a finished run."""
     home = tmp_path_factory.mktemp("recursive")
-    with run_scripted_server(home, "tests.rl.recursion:reply_to") as server:
+    with run_scripted_server(home, "tests.rl.test_rlm:reply_to") as server:
         config = CONFIG.replace("BASE_URL", server.url).replace(
             "RUNTIME", "local" if find_unsupported_reason() else "sandbox"
         )
@@ -81,4 +108,4 @@ def test_the_example_trains_two_steps(tmp_path):
     result = run_command("rl", "@", str(EXAMPLE), "--name", "run", "--max_steps", "2", cwd=tmp_path, timeout=580)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "finished: all 2 steps" in result.stdout
-    assert len(metrics(tmp_path, "reward/all/mean")) == 2
+    assert len(read_values(tmp_path / "outputs/run", "reward/all/mean")) == 2

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.rl.run_helpers import FULL, run_command, write_config
+from tests.support.runs import run_command, write_config
 
 STEPS = ["--checkpoint.interval", "2", "--max_steps"]
 
 
-@pytest.mark.skipif(not FULL, reason="three starts of everything; tests/train and tests/store have the parts")
+@pytest.mark.full("three starts of everything; tests/train and tests/store have the parts")
 def test_damaged_checkpoint_is_refused_until_a_rollback(tmp_path):
-    home = write_config(tmp_path, steps=4, off_policy=1)
+    home = write_config(tmp_path, steps=4, max_staleness=1)
     assert run_command("rl", "@", "rl.toml", *STEPS, "4", cwd=home).returncode == 0
     weights = home / "outputs/run/checkpoints/step_000004-0/__0_0.distcp"
     content = bytearray(weights.read_bytes())

@@ -12,7 +12,7 @@ import pytest
 from ramify.orchestrate.core import ALGORITHM_STATE_PREFIX
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.rl.run_helpers import FULL, command, metrics, run_command
+from tests.support.runs import command, read_values, run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "reverse_text"
 STEPS, KILLS = 10, 4
@@ -90,7 +90,7 @@ def wait_for_step(run: subprocess.Popen[bytes], path: Path, step: int, process: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not FULL, reason="three runs, two of them with kills")
+@pytest.mark.full("three runs, two of them with kills")
 def test_baselines_after_kills_equal_those_of_an_undisturbed_run(tmp_path):
     baselines = {}
     for killed in ("none", "orchestrator", "trainer"):
@@ -108,7 +108,7 @@ def test_baselines_after_kills_equal_those_of_an_undisturbed_run(tmp_path):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not FULL, reason="minutes of two cores")
+@pytest.mark.full("minutes of two cores")
 def test_rae_learns_and_no_baseline_is_slower(tmp_path):
     (tmp_path / "reinforce.py").write_text(NO_BASELINE)
     evals = {}
@@ -120,6 +120,6 @@ def test_rae_learns_and_no_baseline_is_slower(tmp_path):
         arguments = ["rl", "@", str(EXAMPLES / "duel.toml"), *options, *algorithm]
         result = run_command(*arguments, cwd=home, timeout=RUN_TIMEOUT)
         assert result.returncode == 0, result.stdout + result.stderr
-        evals[id] = metrics(home, "eval/held-out/avg")
+        evals[id] = read_values(home / "outputs/run", "eval/held-out/avg")
     assert evals["rae"][-1] >= evals["rae"][0] + 0.3
     assert evals["reinforce.py"][-1] <= evals["rae"][-1] - 0.03

@@ -12,7 +12,7 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.rl.run_helpers import FULL, TIMEOUT, command, metrics, run_command
+from tests.support.runs import TIMEOUT, command, read_values, run_command
 from tests.support.traces import refuse_top_logprobs
 
 STEPS, FAULTS = 24, 5
@@ -47,7 +47,7 @@ teacher = "teacher"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not FULL, reason="a run in which the teacher is killed and stopped ten times")
+@pytest.mark.full("a run in which the teacher is killed and stopped ten times")
 def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
     (tmp_path / "rl.toml").write_text(CONFIG)
     path = tmp_path / "outputs" / "run"
@@ -66,7 +66,7 @@ def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
         finally:
             run.kill()
             run.wait()
-    assert len(metrics(tmp_path, "train/grad_norm")) == STEPS
+    assert len(read_values(tmp_path / "outputs/run", "train/grad_norm")) == STEPS
     assert run_command("why", "outputs/run", "--audit", cwd=tmp_path).returncode == 0
     with RunStore.open(path, write=False) as store:
         for batch in Ledger.open_readonly(store).batches():

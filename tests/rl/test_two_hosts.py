@@ -33,7 +33,7 @@ def replace_addresses(text: str) -> str:
     return text
 
 
-@pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="starts everything; tests/launch has the parts")
+@pytest.mark.full("starts everything; tests/launch has the parts")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_commands_of_the_page_train_over_two_addresses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RAMIFY_SECRET", "between the two of us")
