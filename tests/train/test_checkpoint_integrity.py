@@ -18,12 +18,11 @@ from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.sft import SftConfig, run_sft
+from tests.support.trainer import FakeOrchestrator, run_ranks
 from tests.train.batches import random_batches
-from tests.train.fake_orchestrator import FakeOrchestrator
 from tests.train.models import SINGLE_RANK
 from tests.train.test_process import arguments
 from tests.train.test_sft import settings, world
-from tests.train.workers import run_ranks
 
 __all__ = ["world"]  # a fixture
 

@@ -13,9 +13,9 @@ from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, init_distributed
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
+from tests.support.trainer import run_ranks
 from tests.train.batches import random_batches
 from tests.train.models import CONFIGS, SINGLE_RANK, build_model
-from tests.train.workers import run_ranks
 
 STEPS, SAVED_STEP = 20, 10
 SHAPES = ["llama", "mixed"] if os.environ.get("RAMIFY_FULL") else ["llama"]

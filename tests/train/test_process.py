@@ -19,9 +19,8 @@ from ramify.train.batch import Batch, PackSpec, split_across_ranks
 from ramify.train.batch_codec import encode_batch
 from ramify.train.batch_source import BatchRecording, ReplayBatchSource
 from ramify.train.remote_batch_source import RemoteBatchSource
+from tests.support.trainer import TIMEOUT, FakeOrchestrator, context, run_ranks
 from tests.train.batches import random_batches
-from tests.train.fake_orchestrator import FakeOrchestrator
-from tests.train.workers import TIMEOUT, context, run_ranks
 
 STEPS = 9
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2

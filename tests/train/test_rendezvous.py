@@ -11,7 +11,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.rendezvous import GangMember, find_interface, join_gang
 from tests.support.processes import find_free_port
-from tests.train.workers import TIMEOUT, context
+from tests.support.trainer import TIMEOUT, context
 
 PATIENCE = 50.0  # seconds; no test waits as long
 

@@ -36,7 +36,7 @@ from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 from tests.support.display import RecordingDisplay
-from tests.train.workers import TIMEOUT, run_ranks, start_sft, write_model
+from tests.support.trainer import TIMEOUT, run_ranks, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
