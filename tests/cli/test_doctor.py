@@ -15,7 +15,6 @@ from ramify.cli import doctor_checks
 from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_limits
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.processes.probe import run_probe
-from tests.cli.installed_command import ramify_command
 
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])
 
@@ -99,8 +98,10 @@ def test_cpu_operators_are_reported(bare):
     assert "float32: torch (" in bare["CPU operators"]["found"]
 
 
-def test_report_without_a_terminal_names_every_check(bare):
-    result = ramify_command("doctor", env={"PATH": "", "COLUMNS": "60", "PYTHONIOENCODING": "ascii"})
+def test_report_without_a_terminal_names_every_check(bare, ramify, monkeypatch):
+    for name, value in {"PATH": "", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    result = ramify("doctor")
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
     for name in bare:
@@ -108,8 +109,8 @@ def test_report_without_a_terminal_names_every_check(bare):
     assert "needed for: " in result.stdout
 
 
-def test_unknown_argument_is_exit_2():
-    assert ramify_command("doctor", "--jsn").returncode == 2
+def test_unknown_argument_is_exit_2(ramify):
+    assert ramify("doctor", "--jsn").returncode == 2
 
 
 # -- extras -----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.installed_command import COMMAND
 from tests.evals import environments
 from tests.evals.scripted_engine import run_scripted_engine
 from tests.support.processes import wait_until
+from tests.support.runs import command
 
 BLOCKING = f"{environments.__file__}:Blocking"
 TIMEOUT = 60.0  # seconds; the limits that are tested are shorter
@@ -24,8 +24,9 @@ def engine():
 def start(engine, folder: Path, where: str, *more: str) -> subprocess.Popen[str]:
     arguments = ["eval", BLOCKING, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
     keys = ["--taskset.where", where, "--taskset.begun", str(folder / "begun"), *more]
-    command = [COMMAND, *arguments, *keys]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command(*arguments, *keys), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def end(eval: subprocess.Popen[str]) -> tuple[int, str]:

@@ -7,13 +7,12 @@ import tomllib
 
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
-from tests.cli.installed_command import ramify_command
 from tools.tiny.local_model import open_local_model
 
 
-def test_generated_package_works_unchanged(tmp_path):
+def test_generated_package_works_unchanged(ramify, tmp_path):
     place = tmp_path / "letter-count"
-    result = ramify_command("init", "letter-count", "-o", str(place))
+    result = ramify("init", "letter-count", "-o", str(place))
     assert result.returncode == 0, result.stderr
     assert "ramify validate letter_count.py" in result.stdout
     project = tomllib.loads((place / "pyproject.toml").read_text())

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-import ramify
+from ramify import __version__
 from ramify.cli import app
-from tests.cli.installed_command import COMMAND, ramify_command
+
+COMMAND = str(Path(sys.executable).parent / "ramify")
 
 
 @pytest.fixture
@@ -25,23 +27,19 @@ def command(monkeypatch, tmp_path):
     return define
 
 
-def test_version():
-    result = ramify_command("--version")
-    assert (result.returncode, result.stdout.strip()) == (0, f"ramify {ramify.__version__}")
+@pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "ramify"]], ids=["installed", "module"])
+def test_version(command):
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, f"ramify {__version__}\n")
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
-def test_help_lists_every_command(args):
-    result = ramify_command(*args)
+def test_help_lists_every_command(args, ramify):
+    result = ramify(*args)
     assert result.returncode == 0
     for name, command in app.COMMANDS.items():
         assert f"  {name}" in result.stdout
         assert command.help in result.stdout
-
-
-def test_python_m_ramify_is_the_command():
-    result = subprocess.run([sys.executable, "-m", "ramify", "--version"], capture_output=True, text=True, timeout=60)
-    assert result.stdout == ramify_command("--version").stdout
 
 
 def test_help_imports_no_heavy_library():
@@ -54,22 +52,19 @@ def test_help_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
-def test_command_without_arguments_refers_to_its_help():
-    result = ramify_command("eval")
+def test_command_without_arguments_refers_to_its_help(ramify):
+    result = ramify("eval")
     assert result.returncode == 2
     assert "taskset: required, but not given\n'ramify eval --help' shows the arguments" in result.stderr
 
 
-def test_unknown_command_suggests_the_nearest():
-    result = ramify_command("docter")
+def test_unknown_command_or_option_is_refused(ramify):
+    result = ramify("docter")
     assert result.returncode == 2
     assert "unknown command 'docter'" in result.stderr
     assert "ramify doctor" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_unknown_option_is_refused():
-    result = ramify_command("--nonsense")
+    result = ramify("--nonsense")
     assert result.returncode == 2
     assert "--nonsense" in result.stderr
 
@@ -139,8 +134,8 @@ def test_broken_pipe_of_another_file_keeps_its_traceback(command):
         app.main(["scratch"])
 
 
-@pytest.mark.parametrize("name", ["..", ".", "/elsewhere", "a/../../b"])
 @pytest.mark.parametrize("words", ["rl reverse-text", "eval reverse-text", "trainer", "sft"])
-def test_run_name_must_stay_below_output(words, name, capsys):
-    assert app.main([*words.split(), "--name", name, "--dry-run"]) == 2
-    assert "below `output`" in capsys.readouterr().err
+def test_run_name_must_stay_below_output(words, capsys):
+    for name in ("..", ".", "/elsewhere", "a/../../b"):
+        assert app.main([*words.split(), "--name", name, "--dry-run"]) == 2
+        assert "below `output`" in capsys.readouterr().err

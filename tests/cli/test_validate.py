@@ -1,7 +1,6 @@
 """`ramify validate`: every task without a model, and an exit code that says whether all are valid."""
 
 from ramify.cli import main
-from tests.cli.installed_command import ramify_command
 
 TASKSET = """
 import ramify as rf
@@ -113,15 +112,15 @@ class Pictures(rf.Taskset):
 """
 
 
-def test_built_in_taskset_is_valid():
-    result = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
+def test_built_in_taskset_is_valid(ramify):
+    result = ramify("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "20 tasks, 20 valid, 0 checked in part, 0 failed" in result.stdout
 
 
-def test_one_failing_task_fails_the_command(tmp_path):
+def test_one_failing_task_fails_the_command(ramify, tmp_path):
     (tmp_path / "mixed.py").write_text(TASKSET)
-    result = ramify_command("validate", str(tmp_path / "mixed.py"))
+    result = ramify("validate", str(tmp_path / "mixed.py"))
     assert result.returncode == 1
     lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
     assert "fine" not in lines and "silent" not in lines
@@ -230,9 +229,9 @@ GOLD = {
 """
 
 
-def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
+def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(ramify, tmp_path):
     (tmp_path / "shop.py").write_text(SHOP)
-    result = ramify_command("validate", str(tmp_path / "shop.py"))
+    result = ramify("validate", str(tmp_path / "shop.py"))
     lines = {words[1]: line for line in result.stdout.splitlines() if len(words := line.split()) > 3}
     for name in ("plain", "together", "openai"):
         assert name not in lines

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ramify.cli import main
 from ramify.config import write_toml
 from ramify.envserver import EnvClient
 from ramify.envserver.server_process import EnvServerProcess
 from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled, StorageFailed
 from ramify.processes import server_process
-from tests.cli.installed_command import ramify_command
 from tests.envserver.helpers import QUICK, descendants, make_config, task, wait_until, wait_until_gone
 
 PARENT = """
@@ -147,8 +147,7 @@ def test_all_output_is_read_and_the_address_is_found(engine, tmp_path, monkeypat
     asyncio.run(main())
 
 
-def test_public_address_without_a_secret_is_refused(engine, tmp_path):
+def test_public_address_without_a_secret_is_refused(engine, tmp_path, capsys):
     write_toml(make_config(engine.url, tmp_path, address="tcp://0.0.0.0:0"), tmp_path / "config.toml")
-    completed = ramify_command("env-server", "@", str(tmp_path / "config.toml"), "--dry-run")
-    assert completed.returncode == 2
-    assert "set a secret" in completed.stderr
+    assert main(["env-server", "@", str(tmp_path / "config.toml"), "--dry-run"]) == 2
+    assert "set a secret" in capsys.readouterr().err
