@@ -28,7 +28,7 @@ from ramify.train.protocol import (
     UnsavedRequest,
 )
 from ramify.wire import IncomingRequest, WireMessage, WireServer
-from tests.free_ports import find_free_port
+from tests.support.processes import find_free_port
 
 TIMEOUT = 60.0
 
