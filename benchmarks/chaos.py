@@ -198,7 +198,7 @@ class Run:
 
     def audit(self) -> tuple[int, str]:
         command = ramify("why", str(self.path), "--audit")
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
         return result.returncode, result.stdout + result.stderr
 
 
