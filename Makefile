@@ -6,6 +6,12 @@ PYTHON ?= python3
 # `make UV= ...` insists on pip, `make UV=uv ...` on uv.
 UV ?= $(if $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index-url|find-links|no-index'),,$(shell command -v uv))
 
+# The versions that are installed. `make LOCK= ...` takes the newest that pyproject.toml allows.
+LOCK ?= requirements-dev.lock
+
+# Options of `uv pip compile` for `lock`.
+LOCK_ARGS ?=
+
 # A second interpreter with `verifiers` installed, for the benchmarks that compare against it.
 VERIFIERS_PYTHON ?=
 
@@ -46,11 +52,12 @@ COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) 
 	$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
 	$(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
+COMMA := ,
 BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 DEV_STAMP := .venv/.installed-dev
-COMMA := ,
 RUN_EXTRAS := local,plot,vision
+DEV_EXTRAS := $(RUN_EXTRAS),lora,math,mcp,parquet,prime,renderers,tensorboard,wandb
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 PYTEST := $(BIN)/pytest -q
 # With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
@@ -59,6 +66,9 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 CREATE = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
 PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' && $(CREATE); }
+# The option --group needs pip 25.1; the pip that comes with Python 3.11 is older.
+HAS_GROUPS := import pip; raise SystemExit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))
+UPDATE_PIP = $(if $(UV),true,$(BIN)/python -c '$(HAS_GROUPS)' || $(INSTALL) -q --upgrade pip)
 # Without a backend uv takes the CUDA build of torch, several gigabytes, also on a machine without a GPU.
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --no-compile --disable-pip-version-check)
 # Pip compiles bytecode on one core, this on all. Some packages have files that do not compile, so its exit status is ignored.
@@ -70,18 +80,18 @@ PROGRESS_SECONDS ?= 10
 with_progress = (while sleep $(PROGRESS_SECONDS) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do $(2); done) & progress=$$!; \
 	$(1); status=$$?; kill $$progress 2>/dev/null; [ $$status = 0 ]
 
-# $(call install,EXTRAS) shows the last line of what pip or uv writes, and more of it if the installation fails.
+# $(call install,WHAT,ARGUMENTS) shows the last line of what pip or uv writes, and more of it if the installation fails.
 INSTALL_LOG := .venv/install.log
 define install
 @$(PREPARE)
 @echo "installing $(1) into .venv (some minutes the first time); the output is in $(INSTALL_LOG)"
-@$(call with_progress,$(INSTALL) -e '.[$(2)]' >$(INSTALL_LOG) 2>&1,tail -n 1 $(INSTALL_LOG) | cut -c 1-110) || { tail -n 30 $(INSTALL_LOG); exit 1; }
+@$(call with_progress,$(INSTALL) $(if $(LOCK),-c $(LOCK)) $(2) >$(INSTALL_LOG) 2>&1,tail -n 1 $(INSTALL_LOG) | cut -c 1-110) || { tail -n 30 $(INSTALL_LOG); exit 1; }
 @echo "compiling the installed packages (one or two minutes)"
 @$(call with_progress,$(COMPILE),$(COUNT_COMPILED))
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
+.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -91,13 +101,23 @@ help:  ## show the targets
 env: $(DEV_STAMP)  ## create .venv and install the package with all that the targets need
 
 # Rebuilt only when the requirements change: an editable install sees source edits by itself.
-$(RUN_STAMP): pyproject.toml
-	$(call install,what a run needs,$(RUN_EXTRAS))
+$(RUN_STAMP): pyproject.toml $(LOCK)
+	$(call install,what a run needs,-e '.[$(RUN_EXTRAS)]')
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml
-	$(call install,what a run and the tests need,$(RUN_EXTRAS)$(COMMA)dev)
+$(DEV_STAMP): pyproject.toml $(LOCK)
+	@$(PREPARE)
+	@$(UPDATE_PIP)
+	$(call install,what a run and the tests need,--group dev -e '.[$(DEV_EXTRAS)]')
 	@touch $(RUN_STAMP) $@
+
+# Universal: one file for every platform and for Python 3.11 and newer. Without hashes, since a version of torch has one file for the
+# CPU and one for each CUDA, and without addresses, so that any index or mirror serves it.
+lock:  ## write the versions of requirements-dev.lock, keeping those that still fit: make lock LOCK_ARGS=--upgrade for the newest
+	@mkdir -p .venvs
+	@test -n "$(UV)" || test -x .venvs/uv/bin/uv || { $(PYTHON) -m venv .venvs/uv && .venvs/uv/bin/pip install -q uv; }
+	$(or $(UV),.venvs/uv/bin/uv) pip compile --quiet --universal --python-version 3.11 --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+		--group dev $(addprefix --extra ,$(subst $(COMMA), ,$(DEV_EXTRAS))) $(LOCK_ARGS) -o requirements-dev.lock pyproject.toml
 
 style: env  ## ruff, formatting and structure
 	$(BIN)/ruff check .

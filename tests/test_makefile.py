@@ -31,7 +31,7 @@ class Clone:
         self.calls = folder / "calls"
         self.folder.mkdir()
         self.tools.mkdir()
-        for name in ("Makefile", "pyproject.toml"):
+        for name in ("Makefile", "pyproject.toml", "requirements-dev.lock"):
             shutil.copy(ROOT / name, self.folder)
         self.add_tool("python3")
 
@@ -75,13 +75,14 @@ def installs(calls: list[str]) -> list[str]:
 def test_each_target_installs_what_it_needs_once_without_its_output(clone: Clone) -> None:
     calls, output, status = clone.make("rl")
     (install,) = installs(calls)
-    assert status == 0 and "[local,plot,vision]" in install and "dev" not in install
+    assert status == 0 and "[local,plot,vision]" in install and "--group" not in install
+    assert "-c requirements-dev.lock" in install
     assert "Downloading something" not in output, "two hundred such lines hide what matters"
     assert [call.split()[1] for call in calls if call.startswith("ramify")] == ["rl", "plot"]
 
     assert installs(clone.make("rl")[0]) == []
     (install,) = installs(clone.make("test")[0])
-    assert "dev" in install and "local" in install
+    assert "--group dev" in install and "[local,plot,vision," in install
     assert installs(clone.make("test")[0]) == [] == installs(clone.make("rl")[0])
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.processes.probe import run_probe
 
+ROOT = Path(__file__).parents[2]
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])
 
 
@@ -117,7 +119,8 @@ def test_unknown_argument_is_exit_2(ramify):
 
 
 def test_every_extra_has_a_purpose():
-    assert set(doctor_checks.EXTRA_PURPOSES) == EXTRAS
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(doctor_checks.EXTRA_PURPOSES) == set(project["optional-dependencies"])
 
 
 def test_extra_is_missing_if_one_requirement_is(monkeypatch):

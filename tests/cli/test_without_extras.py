@@ -61,7 +61,7 @@ print(json.dumps(ended))
 def extras() -> list[str]:
     """Return the import names of packages that are installed only with an extra."""
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = [requirement for name, requirements in found.items() if name != "dev" for requirement in requirements]
+    wanted = [requirement for requirements in found.values() for requirement in requirements]
     return [re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted]
 
 

@@ -51,7 +51,6 @@ EXTRA_PURPOSES = {
     "verifiers-v0": "the taskset verifiers, with environments of its generation v0",
     "wandb": "metrics in Weights & Biases",
     "renderers": "hand-written renderers of model families whose chat template is not sufficient",
-    "dev": "the checks of this repository: make test, make lint",
 }
 
 
