@@ -43,6 +43,7 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
+@pytest.mark.process
 def test_observations_are_messages_and_replies_are_actions():
     async def play():
         async with serving(StandInServer()) as url, Gateway() as gateway:
@@ -128,6 +129,7 @@ def test_one_server_must_be_named():
         load("http://127.0.0.1:9", command=["server"])
 
 
+@pytest.mark.process
 def test_local_server_is_started_again_after_it_was_killed():
     async def check():
         server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=60)
@@ -144,6 +146,7 @@ def test_local_server_is_started_again_after_it_was_killed():
     run(check())
 
 
+@pytest.mark.process
 def test_server_that_exits_is_named():
     async def check():
         await LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=60).get_base_url()

@@ -14,6 +14,8 @@ from ramify.launch.ray_launcher import RayLauncher
 from ramify.model.resolve import read_max_positions, resolve_model_path
 from ramify.store import open_run
 
+pytestmark = pytest.mark.process
+
 TASKSETS = """
 import ramify as rf
 

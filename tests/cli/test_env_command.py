@@ -13,6 +13,8 @@ from ramify.processes import interpreter
 from tests.evals.scripted_engine import run_scripted_engine
 from tests.processes.other_interpreter import TASKSET, make_interpreter
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:

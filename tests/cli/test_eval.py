@@ -18,6 +18,8 @@ from tests.evals.scripted_engine import run_scripted_engine
 from tests.source_lines import line_number
 from tests.support.runs import FULL, command
 
+pytestmark = pytest.mark.process
+
 ECHO = f"{environments.__file__}:Echo"
 FILE = environments.__file__
 UNREWARDED = f"{environments.__file__}:Unrewarded"

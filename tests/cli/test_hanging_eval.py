@@ -11,6 +11,8 @@ from tests.evals.scripted_engine import run_scripted_engine
 from tests.support.processes import wait_until
 from tests.support.runs import command
 
+pytestmark = pytest.mark.process
+
 BLOCKING = f"{environments.__file__}:Blocking"
 TIMEOUT = 60.0  # seconds; the limits that are tested are shorter
 

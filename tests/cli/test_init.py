@@ -5,11 +5,14 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
 from tools.tiny.local_model import open_local_model
 
 
+@pytest.mark.process
 def test_generated_package_works_unchanged(ramify, tmp_path):
     place = tmp_path / "letter-count"
     result = ramify("init", "letter-count", "-o", str(place))

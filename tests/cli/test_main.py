@@ -27,12 +27,14 @@ def command(monkeypatch, tmp_path):
     return define
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "ramify"]], ids=["installed", "module"])
 def test_version(command):
     result = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, f"ramify {__version__}\n")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
 def test_help_lists_every_command(args, ramify):
     result = ramify(*args)
@@ -42,6 +44,7 @@ def test_help_lists_every_command(args, ramify):
         assert command.help in result.stdout
 
 
+@pytest.mark.process
 def test_help_imports_no_heavy_library():
     script = "import sys; before = set(sys.modules); from ramify.cli import main; main(['--help']); " + (
         "print(*sorted(set(sys.modules) - before), file=sys.stderr)"
@@ -52,6 +55,7 @@ def test_help_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
+@pytest.mark.process
 def test_command_without_arguments_refers_to_its_help(ramify):
     result = ramify("eval")
     assert result.returncode == 2
@@ -118,6 +122,7 @@ def test_missing_torch_or_transformers_is_exit_2_with_the_extra(command, capsys,
     assert capsys.readouterr().err == f"{library} is not installed; pip install 'ramify[local]'\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("buffered", "args"), [("", ["--help"]), ("1", ["--help"]), ("", ["model", "list"])])
 def test_closed_output_pipe_prints_no_traceback(buffered, args):
     read, write = os.pipe()

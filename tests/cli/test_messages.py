@@ -116,6 +116,7 @@ def test_taskset_without_suffix_suggests_the_file(name, file, capsys):
 # -- runs in use -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_busy_run_names_the_writing_process(tmp_path):
     with (
         holder("from ramify.store import RunStore", "RunStore.open(Path('run'))") as pid,
@@ -124,6 +125,7 @@ def test_busy_run_names_the_writing_process(tmp_path):
         RunStore.open(Path("run"))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux says who holds a lock that others share")
 def test_busy_run_names_a_reading_process(tmp_path):
     RunStore.open(Path("run")).close()  # so that this process is the last writer
@@ -135,6 +137,7 @@ def test_busy_run_names_a_reading_process(tmp_path):
     assert str(os.getpid()) not in caught.value.message
 
 
+@pytest.mark.process
 def test_supervised_run_names_its_supervisor():
     with (
         holder("from ramify.launch.run_lock import lock_run", "lock_run(Path('outputs/run'))") as pid,

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 
 def test_packaged_models_are_listed(ramify):
     result = ramify("model", "list")

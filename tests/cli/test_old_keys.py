@@ -36,6 +36,7 @@ def test_every_renamed_key_leads_to_a_key_and_no_old_name_is_in_use():
         assert set(get_renamed_values(cls)) <= set(cls.model_fields), cls
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -16,6 +16,8 @@ from tests.envserver.engine import instant
 from tests.rl import environments
 from tests.support.processes import wait_until
 
+pytestmark = pytest.mark.process
+
 RUN = """
 name = "run"
 max_steps = 3

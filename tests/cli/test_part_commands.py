@@ -60,6 +60,7 @@ def file(tmp_path, monkeypatch):
     return "run.toml"
 
 
+@pytest.mark.process
 def test_serve_takes_model_and_length_of_the_run(file):
     config, run_config = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
     assert (config.inference.max_running_requests, config.inference.max_model_len) == (8, 300)
@@ -67,6 +68,7 @@ def test_serve_takes_model_and_length_of_the_run(file):
     assert run_config == parse(RunConfig, ["@", file])
 
 
+@pytest.mark.process
 def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     outside = ["@", file, "--inference.engine", "vllm"]
     run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
@@ -82,6 +84,7 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     assert "at http://b:2" in capsys.readouterr().out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("table", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
 def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
@@ -182,6 +185,7 @@ def test_unknown_key_suggests_the_nearest_in_file_and_flags(file, capsys, comman
     assert "checkpoint.intervall: unknown key; did you mean checkpoint.interval?" in capsys.readouterr().err
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("command", "flag", "nearest"),
     [

@@ -20,6 +20,8 @@ from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 from tests.support.processes import RUNS_FOREVER, list_running, read_pids, wait_until
 
+pytestmark = pytest.mark.process
+
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = {"lora.toml"}  # merged over another file

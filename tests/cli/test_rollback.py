@@ -187,6 +187,7 @@ def test_rollback_that_was_given_up_is_complete_when_it_is_repeated(run, capsys,
         assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
 
 
+@pytest.mark.process
 def test_storage_that_hangs_while_a_checkpoint_is_verified_does_not_delay_the_exit(run):
     command = [sys.executable, "-c", HANGS, str(run), "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

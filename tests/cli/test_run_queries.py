@@ -315,6 +315,7 @@ with RunStore.open(path):
 """
 
 
+@pytest.mark.process
 def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
     log = run / "logs" / "orchestrator.log"
     log.parent.mkdir()

@@ -33,6 +33,7 @@ def test_list_names_every_capability_and_the_reason_for_a_missing_one(capsys):
     assert any(line.startswith("  isolation: no: its programs are not isolated") for line in lines)
 
 
+@pytest.mark.process
 def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -14,6 +14,8 @@ import pytest
 
 from ramify.cli.app import COMMANDS
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 RUN = """
 max_steps = 2

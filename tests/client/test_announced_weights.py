@@ -41,6 +41,7 @@ class AnnouncingTrainer:
         return self.directory / name, make_version(step, self.incarnation)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("trainer_restarts", [False, True])
 def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(model, tmp_path, trainer_restarts):
     @bounded

@@ -249,6 +249,7 @@ def tls_certificate(tmp_path):
     pytest.skip("openssl is not installed")
 
 
+@pytest.mark.process
 def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
     context, certificate = tls_certificate
 

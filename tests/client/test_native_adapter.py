@@ -178,6 +178,7 @@ def test_refused_weights_keep_the_old_ones_and_the_servers_up(run, tmp_path):
     run(check)
 
 
+@pytest.mark.process
 def test_the_client_needs_no_torch():
     script = "import sys; from ramify.client import InferenceClient, ClientSampling, WeightUpdateAck; InferenceClient('http://127.0.0.1:1')"
     result = subprocess.run(

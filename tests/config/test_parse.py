@@ -246,6 +246,7 @@ def test_a_config_refuses_unknown_keys_in_python():
         Small(b=2)  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.process
 def test_configuration_does_not_load_torch():
     script = "import sys, ramify.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

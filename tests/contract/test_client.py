@@ -9,6 +9,8 @@ from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.errors import ContextOverflow, WeightsRefused
 from ramify.trace.version import PolicyVersion
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
 CLOSE = 1e-3  # the two sets of weights are nats apart
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)

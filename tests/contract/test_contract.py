@@ -6,6 +6,8 @@ import pytest
 
 from tests.contract.target import Target, logprobs
 
+pytestmark = pytest.mark.process
+
 CLOSE = 2e-4
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
 LONG = [(11 * index) % 90 + 3 for index in range(200)]

@@ -16,6 +16,8 @@ from tests.env.chat_server import serving
 from tests.env.helpers import make_context, run
 from tests.support.images import make_media
 
+pytestmark = pytest.mark.process
+
 SERVER = textwrap.dedent('''
     import base64, os, sys
     from mcp.server.mcpserver import Image, MCPServer

@@ -27,6 +27,7 @@ def test_wire_form_leaves_out_defaults():
     assert Task(prompt="p", answer="a").to_wire() == {"prompt": "p", "answer": "a"}
 
 
+@pytest.mark.process
 def test_identity_is_a_content_digest_that_is_equal_in_every_process():
     task = Task(prompt="p", answer={"b": 1, "a": 2})
     assert task.identity == Task(answer={"a": 2, "b": 1}, prompt="p").identity

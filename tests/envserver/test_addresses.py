@@ -12,6 +12,8 @@ from tests.client.fake import hang
 from tests.envserver.engine import instant
 from tests.envserver.helpers import QUICK, make_config, task, wait_until
 
+pytestmark = pytest.mark.process
+
 TIMEOUT = 60.0
 
 

@@ -5,12 +5,15 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from ramify.envserver import EnvClient, EnvServer
 from ramify.trace import Media
 from tests.envserver import image_senders
 from tests.envserver.helpers import QUICK, make_config, wait_until
 from tests.gateway.test_images import BAD_CONTENTS, RED, data_url
+
+pytestmark = pytest.mark.process
 
 MAX_GROWTH = 64 * 2**20  # bytes of memory; one bomb would need 300 MB
 FILL_BYTES = Media.from_bytes(b"\xff\xd8" + b"\xff" * 2**20, "image/jpeg")

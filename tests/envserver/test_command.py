@@ -19,6 +19,8 @@ from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled, StorageFail
 from ramify.processes import server_process
 from tests.envserver.helpers import QUICK, descendants, make_config, task, wait_until, wait_until_gone
 
+pytestmark = pytest.mark.process
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path

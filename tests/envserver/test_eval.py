@@ -2,10 +2,14 @@
 
 import json
 
+import pytest
+
 import ramify as rf
 from ramify.store import RunStore
 from ramify.trace import to_json
 from tests.envserver.helpers import TASKSETS_FILE
+
+pytestmark = pytest.mark.process
 
 
 def test_eval_in_workers_gives_the_same_results_as_in_process(engine, tmp_path):

@@ -21,6 +21,8 @@ from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.wire import WireMessage
 from tests.envserver.helpers import make_config, task, wait_until
 
+pytestmark = pytest.mark.process
+
 
 def test_rollout_is_scored_and_reports_progress(shared):
     runner, _, client = shared

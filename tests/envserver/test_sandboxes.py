@@ -22,9 +22,11 @@ NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 24
 CONCURRENCY = 32
 DEADLINE = 60.0
 
-pytestmark = pytest.mark.skipif(
-    find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.promise,
+    pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"),
+]
 
 
 def list_boxes(nap: str) -> list[str]:

@@ -21,6 +21,8 @@ from ramify.wire import LoopMonitor
 from tests.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
 from tests.support.proxy import Proxy
 
+pytestmark = pytest.mark.process
+
 DEADLINE = 60.0
 
 

@@ -30,6 +30,7 @@ def settings(engine, tmp_path):
     }
 
 
+@pytest.mark.process
 def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
     async def cell():
         plain = rf.evaluate(Echo, **settings)

@@ -6,8 +6,11 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.process
 
 PROGRAM = """
 import asyncio

@@ -20,6 +20,7 @@ def create_all(directory, process):
     return [number for number in range(NUM_NAMES) if store.create(f"entries/{number}", data)]
 
 
+@pytest.mark.process
 def test_each_name_is_created_once_and_complete(tmp_path):
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=context) as pool:

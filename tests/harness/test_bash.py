@@ -10,6 +10,8 @@ from ramify.harness.config import BASH_SYSTEM_PROMPT
 from tests.rollout.helpers import TASK, OneTask, error_names, list_messages, load_env, run_one, tool_call
 from tests.runtime.conftest import RUNTIMES, skip_unless_available
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(params=["local", "sandbox"])
 def runtime(request) -> dict[str, str]:

@@ -218,6 +218,7 @@ def test_invalid_prompt_message_is_reported_with_its_index():
     assert "task.prompt[0]" in trace.errors[0].message
 
 
+@pytest.mark.process
 def test_mcp_tools_are_added_to_the_tasksets_tools():
     harness = {"mcp": {"box": {"command": [sys.executable, "-c", SERVER]}}}
     trace = run_one(
@@ -227,6 +228,7 @@ def test_mcp_tools_are_added_to_the_tasksets_tools():
     assert [text for role, text in list_messages(trace) if role == "tool"] == ["HI", "2"]
 
 
+@pytest.mark.process
 def test_mcp_server_that_cannot_be_opened_is_a_system_failure():
     harness = {"mcp": {"box": {"command": ["/nonexistent"]}}}
     trace = run_one(load_env(Adding, harness=harness), ["ok"], TASK)

@@ -13,6 +13,8 @@ from ramify.env import plugin
 from ramify.gateway import Gateway
 from tests.rollout.helpers import OneTask, load_env, run_one_async
 
+pytestmark = pytest.mark.process
+
 PROGRAMS = {"codex": "codex", "claude-code": "claude", "opencode": "opencode", "pi": "pi", "mini-swe-agent": "mini"}
 CONFIG_FILES = {
     "codex": ".codex/config.toml",

@@ -20,6 +20,8 @@ from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one_async
 from tests.runtime.conftest import build_runtime_table, skip_unless_available
 
+pytestmark = pytest.mark.process
+
 AGENT = (Path(__file__).parent / "script_agent.py").read_text()
 COMMAND = ["python3", "agent.py", "openai"]
 

@@ -10,9 +10,11 @@ from ramify.gateway import Gateway
 from ramify.runtime.bwrap import find_unsupported_reason
 from tests.rollout.helpers import OneTask, load_env, run_one_async
 
-pytestmark = pytest.mark.skipif(
-    find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.promise,
+    pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"),
+]
 
 # Asks the model once with its own key, then tries other keys, and prints what happened.
 AGENT = """

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from ramify.env import RuntimeProcess
 from ramify.harness.repl import REPL_SCRIPT, Repl, ReplSettings
 from ramify.runtime import LocalRuntime
@@ -47,6 +49,7 @@ def test_message_that_a_timeout_divides_is_read_to_its_end():
     assert result.output == "all of it\nerror: interrupted after 1 s"
 
 
+@pytest.mark.process
 def test_interrupt_waits_until_a_message_is_sent():
     repl = subprocess.Popen(
         [sys.executable, "-u", "-c", REPL_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

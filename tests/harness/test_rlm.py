@@ -13,6 +13,8 @@ from ramify.trace import AnnotatedTrace, Annotation, build_forest
 from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one, tool_call
 from tests.runtime.conftest import skip_unless_available
 
+pytestmark = pytest.mark.process
+
 
 def python(code: str) -> str:
     return tool_call("python", code=code)

@@ -21,6 +21,8 @@ from tests.support.images import make_square, write_vision_directory
 from tests.support.models import VISION_CONFIGS, build_core
 from tests.support.native_server import run_server
 
+pytestmark = pytest.mark.process
+
 RED, BLUE = make_square((255, 0, 0)), make_square((0, 0, 255))
 
 

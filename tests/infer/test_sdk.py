@@ -24,6 +24,8 @@ from ramify.model.manifest import Manifest, compute_checksum
 from ramify.model.resolve import resolve_model_path
 from ramify.trace.version import PolicyVersion
 
+pytestmark = pytest.mark.process
+
 PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
 TOOL = {
     "type": "function",

@@ -17,6 +17,8 @@ from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMCon
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState
 from tests.support.processes import is_running
 
+pytestmark = pytest.mark.process
+
 SERVER_PROGRAM = """
     import json, os, signal, subprocess, sys, time
     from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -95,6 +95,7 @@ def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     ]
 
 
+@pytest.mark.process
 def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
     args = ["--cluster.trainer.num_ranks", "5", "--cluster.env_servers.cores", "32"]
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", *args]) == 2

@@ -31,6 +31,8 @@ from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.processes import RUNS_FOREVER, build_spec, read_pids
 
+pytestmark = pytest.mark.process
+
 HOLDS_LOCK = """
 import fcntl, sys
 file = open(sys.argv[1], "w"); fcntl.flock(file, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()

@@ -17,6 +17,8 @@ from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from tests.launch.test_supervisor import supervise, waits_for
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
+pytestmark = pytest.mark.process
+
 # Appends the variables of the rank to a file, once per start.
 REPORTS = """
 import json

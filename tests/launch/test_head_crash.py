@@ -18,6 +18,8 @@ from ramify.store.integrity import check_storage
 from ramify.store.ledger import Ledger
 from tests.launch.test_head import make_config
 
+pytestmark = pytest.mark.process
+
 ROUNDS = 40 if os.environ.get("RAMIFY_FULL") else 3
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 

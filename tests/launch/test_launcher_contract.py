@@ -26,6 +26,8 @@ from tests.launch.launchers import (
 )
 from tests.launch.remote_launcher import InProcessLauncher
 
+pytestmark = pytest.mark.process
+
 FOREVER = "\nwhile 1: signal.pause()"
 RAY_ADDRESS = os.environ.get("RAMIFY_RAY", "")  # of a running cluster, of which this machine is a node
 UP = "import signal; print('up', flush=True)" + FOREVER

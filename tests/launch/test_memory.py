@@ -61,6 +61,7 @@ def test_states_take_memory_of_the_cache(tmp_path):
     assert recurrent.inference - plain.inference == (8 + 2) * 10**6 * 4
 
 
+@pytest.mark.process
 def test_paths_longer_than_a_pack_are_warned_about_not_refused(tmp_path):
     gpus, model = [Gpu("0", "a GPU", 80 << 30), Gpu("1", "a GPU", 80 << 30)], {"name": "org/Some-1B"}
 

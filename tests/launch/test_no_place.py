@@ -12,6 +12,8 @@ from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
+pytestmark = pytest.mark.process
+
 TIMEOUT = 60.0  # seconds for one test
 
 

@@ -27,6 +27,8 @@ from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
 
+pytestmark = pytest.mark.process
+
 GIB = 1 << 30
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}

@@ -36,6 +36,7 @@ def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, algorithm):
     assert check_plugin_tables(config(tmp_path, train=[source], models={"larger": {"base_url": ["http://h:1"]}}))
 
 
+@pytest.mark.process
 def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     wrong = config(
         tmp_path,
@@ -68,6 +69,7 @@ def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
     assert "train.0.runtime.workdir_rot: unknown key; did you mean train.0.runtime.workdir_root?" in text
 
 
+@pytest.mark.process
 def test_plugin_check_returns_environment_identities(tmp_path):
     checked = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
     assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
@@ -136,12 +138,14 @@ def test_a_first_task_with_an_image_is_refused_for_a_text_model(tmp_path):
         check_plugin_tables(config(tmp_path, train=looking, eval=[], model={"name": "tiny"}), include_start_checks=True)
 
 
+@pytest.mark.process
 def test_plugin_that_exits_raises_environment_fault(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="could not be checked:\nbye"):
         check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))
 
 
+@pytest.mark.process
 def test_source_is_checked_in_its_own_interpreter(tmp_path):
     python = make_interpreter(tmp_path / "other")
     (tmp_path / "only_there.py").write_text("import sys\nassert sys.prefix.endswith('other'), sys.prefix\n" + TASKSET)
@@ -152,6 +156,7 @@ def test_source_is_checked_in_its_own_interpreter(tmp_path):
     assert set(checked) == {str(tmp_path / "only_there.py"), "eval/ours"}
 
 
+@pytest.mark.process
 def test_missing_core_in_an_interpreter_names_source_and_venv(tmp_path):
     python = make_interpreter(tmp_path / "empty", with_packages=False)
     with pytest.raises(ConfigInvalid, match=r"train.0.python: .*/empty lacks the package ramify"):

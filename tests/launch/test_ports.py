@@ -42,6 +42,7 @@ def is_free(port: int) -> bool:
     return True
 
 
+@pytest.mark.process
 def test_reserved_port_is_exclusive_through_restarts():
     with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as reservation:
         ports = [get_port(reservation.addresses["wire"]), get_port(reservation.addresses["status"])]

@@ -20,6 +20,8 @@ from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.launch.launchers import build_leases
 from tests.support.processes import wait_until
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = {"RAYON_NUM_THREADS": "3"}
 
 

@@ -98,6 +98,7 @@ def test_failure_of_ray_is_named(ray):
         connect_to_ray("auto")
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_without_an_answer_plans_the_configured_nodes(ray, closed_address, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

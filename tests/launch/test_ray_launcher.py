@@ -276,6 +276,7 @@ def test_disconnecting_ends_with_its_deadline_if_ray_hangs(monkeypatch, released
         released.set()
 
 
+@pytest.mark.process
 def test_process_exits_although_ray_hangs():
     command, root = [sys.executable, "-c", RAY_HANGS_AT_EXIT], Path(__file__).parents[2]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=True)

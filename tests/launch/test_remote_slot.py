@@ -36,6 +36,7 @@ def log(tmp_path) -> ProcessLog:
     return ProcessLog(tmp_path / "process.log")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ending", [FOREVER, STOPS_ITSELF])
 @with_timeout
 async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_path, ending):
@@ -55,6 +56,7 @@ async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_
         assert read_lease_clock() - launcher.clients[0].replied_at >= TERMS.replacement_delay
 
 
+@pytest.mark.process
 @with_timeout
 async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, log):
     async with open_slots(launcher, placement=LEASED) as (slot,):
@@ -71,6 +73,7 @@ async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, l
         assert await slot.stop() == 128 + signal.SIGTERM
 
 
+@pytest.mark.process
 @with_timeout
 async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
     """The head can still reach rank 1, but grants it no more renewals once rank 0 is lost."""
@@ -84,6 +87,7 @@ async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
         assert not is_locked(tmp_path / "lock")
 
 
+@pytest.mark.process
 @with_timeout
 async def test_lost_rank_is_named_although_another_failed_first(launcher, tmp_path):
     lines = []
@@ -112,6 +116,7 @@ time.sleep(60)
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("head_node", "report"),
     [
@@ -158,6 +163,7 @@ async def test_supervisor_reports_a_node_that_does_not_answer(launcher, monkeypa
     assert supervisor.get_process_statuses()[0].node == "node-0"
 
 
+@pytest.mark.process
 @with_timeout
 async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_stopped(launcher, monkeypatch, tmp_path):
     for name in ("STOP_TIMEOUT", "KILL_TIMEOUT", "STOP_MARGIN"):
@@ -187,6 +193,7 @@ async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_s
     assert lines[-1] == "inference may still run on node-0, which does not answer, until its lease has ended"
 
 
+@pytest.mark.process
 @with_timeout
 async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     process = NodeProcess(LeaseTerms(duration=0.1, slack=1.0), node="node", host="127.0.0.1")

@@ -116,6 +116,7 @@ def test_fresh_run_keeps_the_old_one_with_its_shared_files(tmp_path):
     assert [path.name for path in shared.glob("*.old-*")] == ["checkpoints.old-1"]
 
 
+@pytest.mark.process
 def test_executed_run_is_linked_and_its_checkpoints_are_not_taken_for_those_of_a_new_run(tmp_path):
     cluster = {"shared_directory": tmp_path / "shared"}
     execute_plan(build_test_plan(tmp_path, "sys.exit(75)", cluster=cluster), display=Display())

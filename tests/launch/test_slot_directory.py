@@ -31,6 +31,7 @@ def test_directory_is_removed_by_its_owner(temp_root):
     assert list(temp_root.iterdir()) == []
 
 
+@pytest.mark.process
 def test_directory_of_a_killed_owner_is_removed_with_the_next_slot(temp_root):
     command = [sys.executable, "-c", OWNER, str(temp_root)]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -18,6 +18,8 @@ from ramify.errors import ConfigInvalid
 from ramify.launch.slurm import build_batch_script
 from ramify.orchestrate.config import RunConfig
 
+pytestmark = pytest.mark.process
+
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 CLUSTER = {
     "launcher": "ray",

@@ -23,6 +23,8 @@ from ramify.processes.watcher import DESCENDANTS_TIMEOUT
 from tests.launch.supervisor_process import SAVES_CHECKPOINT
 from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec, list_running, read_pids, wait_until
 
+pytestmark = pytest.mark.process
+
 DONE = "sys.exit(0)"
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
+
 if torch.cuda.is_available():
     from tests.model.cuda_kernels import *  # noqa: F403 - the tests
 else:

@@ -78,6 +78,7 @@ def test_invalid_version_text_is_none(text):
     assert PolicyVersion.parse(text) is None
 
 
+@pytest.mark.process
 def test_manifest_does_not_import_torch():
     script = "import sys; from ramify.model import Manifest; from ramify.model.manifest import verify_weights"
     subprocess.run([sys.executable, "-c", f"{script}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -19,6 +19,8 @@ from ramify.model.weights import apply_weights, get_untied_tensors, publish_weig
 from ramify.trace.version import PolicyVersion
 from tests.support.models import publish_as, reference, write_llama
 
+pytestmark = pytest.mark.process
+
 VERSION = PolicyVersion("policy", 2, 30)
 
 

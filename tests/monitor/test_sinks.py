@@ -63,6 +63,7 @@ def test_the_label_of_an_image_in_a_stored_trace_comes_from_its_file(tmp_path):
     assert build_samples(trace, source="look")[0].messages[0][1] == f"What is this? [image {IMAGE.hash[:4]}]"
 
 
+@pytest.mark.process
 def test_the_offline_file_of_wandb_has_samples_with_tasks_and_no_base64(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -102,6 +102,7 @@ def sink(request, tmp_path, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.process
 def test_points_logged_out_of_order_and_after_a_resume_are_all_stored(tmp_path, sink):
     logged = log_run(tmp_path, sink, range(6))
     if sink == "wandb":  # names its directories by the second: a second start in it would overwrite the first

@@ -247,6 +247,7 @@ def test_plugins_and_source_mix_are_built(read):
     assert choice is not None and (choice.source, choice.epoch) == ("reverse", 0)
 
 
+@pytest.mark.process
 def test_orchestrate_does_not_import_torch_or_environments():
     script = (
         "import sys, pkgutil, importlib, ramify.orchestrate as o\n"

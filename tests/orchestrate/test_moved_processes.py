@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from contextlib import AsyncExitStack
 
+import pytest
+
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.run_context import RunContext
@@ -12,6 +14,8 @@ from ramify.store.audit import audit
 from tests.envserver.engine import Instant, instant
 from tests.envserver.helpers import wait_until
 from tests.orchestrate.test_run_context import ChangingRun
+
+pytestmark = pytest.mark.process
 
 
 def start_engine(stack: contextlib.ExitStack) -> Instant:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ramify.envserver import EnvServer
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.connected_source import ConnectedSource
@@ -21,6 +23,8 @@ from tests.envserver.engine import instant
 from tests.envserver.helpers import make_config, task, wait_until
 from tests.orchestrate.test_core import World, open_core
 from tests.support.proxy import Proxy
+
+pytestmark = pytest.mark.process
 
 QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=3.0)
 GROUP_REWARDS = frozenset({"rank"})

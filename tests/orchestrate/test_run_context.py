@@ -29,6 +29,8 @@ from ramify.store.summary import REVISION_KEY
 from tests.envserver.engine import instant
 from tests.envserver.helpers import wait_until
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = """
 from itertools import count
 from pathlib import Path

@@ -17,6 +17,8 @@ from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.support.processes import is_running, wait_until_ended
 
+pytestmark = pytest.mark.process
+
 PYTHON = (sys.executable, "-S", "-c")
 RUNS_FOREVER = "import signal; print('up', flush=True)\nwhile 1: signal.pause()"
 IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN)\n{RUNS_FOREVER}"

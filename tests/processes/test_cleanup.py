@@ -11,6 +11,7 @@ from ramify.processes.cleanup import MARKER_VARIABLE, _read_marker, kill_marked_
 from tests.support.processes import is_running
 
 
+@pytest.mark.process
 def test_process_that_constantly_calls_exec_is_killed(tmp_path):
     """Such a process has no environment for a sixth of the time, so one check in six would not see its marker."""
     (tmp_path / "becomes").write_text(": > begun; exec sh ./becomes\n")

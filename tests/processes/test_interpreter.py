@@ -9,6 +9,8 @@ from ramify.errors import ConfigInvalid
 from ramify.processes import interpreter
 from tests.processes.other_interpreter import make_interpreter
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def environments(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ramify.processes import training_lock
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 
@@ -28,6 +30,7 @@ def test_the_lock_is_held_during_a_step_by_any_number_of_ranks(tmp_path):
     assert not engine.should_wait()
 
 
+@pytest.mark.process
 def test_a_killed_trainer_releases_the_lock(tmp_path):
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD_FOREVER, str(path)], stdout=subprocess.PIPE, text=True) as holder:

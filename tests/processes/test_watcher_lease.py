@@ -14,6 +14,8 @@ from ramify.processes.log import ProcessLog
 from tests.processes.test_child import PYTHON, STARTS_DAEMON, with_timeout
 from tests.support.processes import is_running, wait_until_ended
 
+pytestmark = pytest.mark.process
+
 LEASE = 0.5  # seconds
 IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEMON}"
 # A parent that grants its child one lease when it is told to, and then stops itself.

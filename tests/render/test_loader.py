@@ -25,6 +25,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.process
 def test_rendering_does_not_import_torch():
     script = f"""
 import sys
@@ -41,6 +42,7 @@ print(*sorted({{"torch", "transformers", "renderers", "huggingface_hub"}} & set(
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.process
 def test_a_family_does_not_import_torch(tmp_path: Path):
     tokenizer((*TOKENS, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")).save(
         str(tmp_path / "tokenizer.json")
@@ -56,6 +58,7 @@ print(*sorted({{"torch", "transformers"}} & set(sys.modules)))
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.process
 def test_the_config_imports_neither_tokenizers_nor_jinja():
     script = "import sys, ramify.render as r; r.RendererConfig; print({'tokenizers', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

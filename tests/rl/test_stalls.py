@@ -41,6 +41,8 @@ from tests.rl import environments
 from tests.source_lines import line_number
 from tests.support.processes import find_free_port
 
+pytestmark = pytest.mark.run
+
 STALL = 4.0  # seconds without progress, in which a few groups are sampled also on a busy machine
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
 REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does not keep a core busy

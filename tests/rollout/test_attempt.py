@@ -356,6 +356,7 @@ spawned: list = []
 tool_called = asyncio.Event()
 
 
+@pytest.mark.process
 def test_cancelled_attempt_cleans_up():
     async def check() -> None:
         tool_called.clear()

@@ -7,6 +7,8 @@ import ramify as rf
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one, tool_call
 from tests.runtime.conftest import skip_unless_available
 
+pytestmark = pytest.mark.process
+
 COMMANDS = {
     "writes": "echo solution > answer.txt; chmod +x answer.txt; mkdir -p pkg/deep; echo part > pkg/deep/part.txt; "
     "echo x > other.txt",

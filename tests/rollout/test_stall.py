@@ -23,6 +23,8 @@ from tests.client.fake import Exchange, Fake, hang
 from tests.gateway.fake_engine import TINY, FakeEngine
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env
 
+pytestmark = pytest.mark.process
+
 QUICK_CLIENT = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)
 HARNESS_TIMEOUT = 4.0  # seconds of harness.timeout
 STALL_SECONDS = 5.0  # seconds for which an engine is stalled

@@ -1,7 +1,11 @@
 """`task.setup` prepares the runtimes of the agent and of the rewards, `task.pre_run` only that of the agent."""
 
+import pytest
+
 import ramify as rf
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one
+
+pytestmark = pytest.mark.process
 
 
 class CommandTaskset(OneTask):

@@ -97,6 +97,7 @@ def test_many_members_take_no_memory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("format", ["gnu", "posix", "ustar", "v7"])
 def test_archives_of_tar_keep_names_modes_and_contents(format, tmp_path):
     if shutil.which("tar") is None:

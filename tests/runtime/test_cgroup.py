@@ -67,6 +67,7 @@ def test_limit_whose_file_is_missing_is_not_ignored(tmp_path):
         group.set_limits(ResourceLimits(max_processes=10))
 
 
+@pytest.mark.process
 def test_group_with_groups_and_processes_in_it_is_removed(requires_limits):
     group = cgroup.Cgroup()
     directory = group._directories["pids"]
@@ -84,6 +85,7 @@ def test_group_with_groups_and_processes_in_it_is_removed(requires_limits):
         process.wait()
 
 
+@pytest.mark.process
 def test_program_that_hides_its_marker_is_killed_with_its_group(requires_limits):
     async def test():
         runtime = LocalRuntime(LocalRuntimeConfig(limits={"max_processes": 100}))

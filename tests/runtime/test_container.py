@@ -69,6 +69,7 @@ def test_missing_engine_is_named(monkeypatch):
         ContainerRuntime(ContainerRuntimeConfig(engine="podman")).check_task(Task())
 
 
+@pytest.mark.process
 def test_limit_that_the_engine_does_not_have_is_refused(make_engine):
     make_engine(DOCKER_INFO)
     runtime = ContainerRuntime()
@@ -77,6 +78,7 @@ def test_limit_that_the_engine_does_not_have_is_refused(make_engine):
         runtime.check_task(Task(resources={"cpus": 1}))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -91,6 +93,7 @@ def test_missing_way_to_the_gateway_is_refused(make_engine, settings, reason):
         capabilities.check(Capability.GATEWAY, "the harness 'program'", "container")
 
 
+@pytest.mark.process
 def test_open_network_is_not_called_private(make_engine):
     make_engine(DOCKER_INFO)
     runtime = ContainerRuntime(ContainerRuntimeConfig(network="bridge", gateway_url="http://gateway.example:80"))
@@ -99,12 +102,14 @@ def test_open_network_is_not_called_private(make_engine):
         runtime.check_task(Task(requires=("private_network",)))
 
 
+@pytest.mark.process
 def test_engine_that_lets_sockets_to_the_host_pass_has_no_private_network(make_engine):
     make_engine({**DOCKER_INFO, "ServerVersion": "20.10.5"})
     with pytest.raises(ConfigInvalid, match=r"needs private_network .*AF_VSOCK"):
         ContainerRuntime().check_task(Task(requires=("private_network",)))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "args",
     [
@@ -128,6 +133,7 @@ def test_argument_that_opens_a_container_withdraws_its_isolation(make_engine, ar
             runtime.check_task(Task(requires=(name,)))
 
 
+@pytest.mark.process
 def test_harmless_arguments_keep_the_isolation(make_engine):
     make_engine(DOCKER_INFO)
     args = ["--runtime", "runc", "--ulimit", "nofile=1024:1024", "--shm-size=1g"]
@@ -135,6 +141,7 @@ def test_harmless_arguments_keep_the_isolation(make_engine):
     runtime.check_task(Task(requires=(ISOLATION, "private_network")))
 
 
+@pytest.mark.process
 def test_argument_that_sets_a_limit_withdraws_it(make_engine):
     make_engine(DOCKER_INFO)
     runtime = ContainerRuntime(ContainerRuntimeConfig(engine_args=["--memory=0"]))
@@ -142,6 +149,7 @@ def test_argument_that_sets_a_limit_withdraws_it(make_engine):
         runtime.check_task(Task())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("options", [[], ["name=seccomp,profile=unconfined"]])
 def test_engine_without_seccomp_has_no_isolation(make_engine, options):
     make_engine({**DOCKER_INFO, "SecurityOptions": options})
@@ -150,6 +158,7 @@ def test_engine_without_seccomp_has_no_isolation(make_engine, options):
             ContainerRuntime().check_task(Task(requires=(name,)))
 
 
+@pytest.mark.process
 def test_network_of_the_machine_is_no_isolation(make_engine):
     make_engine(DOCKER_INFO)
     runtime = ContainerRuntime(ContainerRuntimeConfig(network="host", gateway_url="http://127.0.0.1:80"))
@@ -157,6 +166,7 @@ def test_network_of_the_machine_is_no_isolation(make_engine):
         runtime.check_task(Task(requires=(ISOLATION,)))
 
 
+@pytest.mark.process
 def test_engine_of_another_user_has_no_way_to_the_gateway(make_engine, monkeypatch):
     make_engine(DOCKER_INFO)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -164,6 +174,7 @@ def test_engine_of_another_user_has_no_way_to_the_gateway(make_engine, monkeypat
     assert "only root may enter the networks of this docker" in reasons[Capability.GATEWAY]
 
 
+@pytest.mark.process
 def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
     make_engine(DOCKER_INFO)
 
@@ -177,6 +188,7 @@ def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
+@pytest.mark.process
 def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
     pid_file = tmp_path / "pid"
     make_engine(DOCKER_INFO, f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 600 & wait")
@@ -196,11 +208,13 @@ def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
             assert os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.process
 def test_command_of_the_engine_that_takes_too_long_is_named():
     with pytest.raises(SandboxError, match=r"podman -f did not end in 0.2 s"):
         asyncio.run(ContainerEngine("podman", ("tail",), None).run("-f", "/dev/null", timeout=0.2))
 
 
+@pytest.mark.process
 @pytest.mark.timeout(60)
 def test_command_of_the_engine_ends_although_its_descendants_hold_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(container_engine, "KILL_TIMEOUT", 0.2)

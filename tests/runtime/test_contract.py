@@ -10,6 +10,8 @@ from ramify.env import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime
 
+pytestmark = pytest.mark.process
+
 
 def test_command_runs_in_the_work_directory_with_input_and_output(kind):
     async def test(runtime):

@@ -36,6 +36,7 @@ def test_refused_key_is_a_failure_of_the_sandbox(prime_fake, monkeypatch):
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
+@pytest.mark.process
 def test_sandbox_has_the_image_and_the_limits_of_its_task(prime_fake):
     async def test(runtime):
         assert len(prime_fake.sandboxes) == 1
@@ -57,6 +58,7 @@ def test_gateway_without_a_public_address_is_refused():
         asyncio.run(runtime.expose("http://127.0.0.1:8000/v1"))
 
 
+@pytest.mark.process
 def test_lost_sandbox_is_a_failure_of_the_sandbox(prime_fake):
     async def test(runtime):
         await asyncio.to_thread(prime_fake.remove, next(iter(prime_fake.sandboxes)))
@@ -66,6 +68,7 @@ def test_lost_sandbox_is_a_failure_of_the_sandbox(prime_fake):
     run_with_runtime("hosted", test)
 
 
+@pytest.mark.process
 def test_sandbox_of_an_ended_process_is_cleaned_and_no_other(prime_fake):
     async def test(runtime):
         (living,) = prime_fake.sandboxes.values()

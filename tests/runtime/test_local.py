@@ -15,6 +15,8 @@ from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import LocalRuntime, LocalRuntimeConfig
 from tests.support.processes import is_running
 
+pytestmark = pytest.mark.process
+
 # A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
 PROCESS_TREE = """
 sleep 1000 & echo $! >> pids

@@ -107,6 +107,7 @@ def test_repacked_shares_hold_the_entries_of_the_batch(flat):
     assert repacked_tokens > tokens if flat else repacked_tokens == tokens
 
 
+@pytest.mark.process
 def test_packing_splitting_and_encoding_need_no_torch():
     code = "import sys; sys.modules['torch'] = None; import ramify.train.remote_batch_source, ramify.train.sft.plan"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -88,6 +88,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(model, tmp_path):
         checkpoints.load(make_trainer(model), 1)
 
 
+@pytest.mark.process
 def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, small_disk):
     trainer = make_trainer(model)
     trainer.step(random_batches(1)[0])
@@ -108,6 +109,7 @@ def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, sma
     checkpoints.remove_before(1, keep_last=1)
 
 
+@pytest.mark.process
 def test_a_disk_with_room_for_two_checkpoints_keeps_the_last_one_until_the_next_is_complete(model, small_disk):
     trainer, lines = make_trainer(model), list[str]()
     trainer.step(random_batches(1)[0])

@@ -17,6 +17,8 @@ from tests.support.trainer import run_ranks
 from tests.train.batches import random_batches
 from tests.train.models import CONFIGS, SINGLE_RANK, build_model
 
+pytestmark = pytest.mark.process
+
 STEPS, SAVED_STEP = 20, 10
 SHAPES = ["llama", "mixed"] if os.environ.get("RAMIFY_FULL") else ["llama"]
 CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "eps": 1e-4}}

@@ -22,6 +22,8 @@ from ramify.train.remote_batch_source import RemoteBatchSource
 from tests.support.trainer import TIMEOUT, FakeOrchestrator, context, run_ranks
 from tests.train.batches import random_batches
 
+pytestmark = pytest.mark.process
+
 STEPS = 9
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
 

@@ -401,6 +401,7 @@ def test_a_model_with_missing_weights_is_refused(tmp_path):
         load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
 
 
+@pytest.mark.process
 def test_configuration_and_losses_load_without_torch():
     script = [
         "import sys, ramify.train as train",

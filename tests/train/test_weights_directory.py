@@ -46,6 +46,7 @@ def test_every_run_has_a_weights_directory_of_its_own(tmp_path, monkeypatch):
         get_weights_directory(tmp_path, "shm")
 
 
+@pytest.mark.process
 def test_only_the_directories_of_dead_runs_are_removed(shm_root, tmp_path):
     live, dead = (make_directory(get_weights_directory(tmp_path / name, "shm")) for name in ("live", "dead"))
     others = make_directory(shm_root / "of-another-program")

@@ -119,6 +119,7 @@ def random_step(
     return torch.randn(rows, HIDDEN), torch.randn(rows, 2 * head_dim), AttentionMetadata(pool, slots, [tile])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("counts", [[1] * ROWS, [3] * 3, [5, 2, 4], [1] * 70], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -243,6 +244,7 @@ def test_non_finite_logits_sample_a_valid_token(vocab, value):
         assert all(0 <= token < vocab for token in tokens)
 
 
+@pytest.mark.process
 def test_truncated_cached_library_is_compiled_again(monkeypatch, tmp_path, no_loaded_libraries):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compile_or_skip(SHAPES[2])
@@ -271,6 +273,7 @@ def test_loading_a_library_keeps_subnormal_numbers():
     assert torch.tensor(1e-40).mul(1).item() > 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("no-such-compiler", "no-such-compiler was not found"), ("false", "false failed")]
 )
