@@ -21,6 +21,8 @@ from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from tests.support.runs import FULL, TIMEOUT, command, read_values, write_config
 
+pytestmark = pytest.mark.run
+
 KILLS = 20 if FULL else 2
 ROLES = ["trainer", "orchestrator", "serve", "env-server", "worker"]
 FAULTS = ["--launch.hang_timeout", "12", "--weights.transport", "ipc"]

@@ -18,6 +18,8 @@ from ramify.train.batch_source import BatchRecording
 from ramify.train.token_stats import read_token_stats
 from tests.support.runs import FINISHED_STEPS, FULL, SECOND_TEMPERATURE, read_values, run_command, write_config
 
+pytestmark = pytest.mark.run
+
 NUM_TOKENS = 100_000 if FULL else 100
 LONG = {
     "max_steps": 24,

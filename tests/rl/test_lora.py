@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.runs import read_values, run_command
 
+pytestmark = pytest.mark.run
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text" / "rl.toml"
 LORA = ["--trainer.lora.enabled", "true", "--trainer.lora.rank", "8", "--trainer.lora.alpha", "16"]
 

@@ -11,6 +11,8 @@ from ramify.model.resolve import resolve_model_path
 from tests.rl import environments
 from tests.support.runs import read_values, run_command
 
+pytestmark = pytest.mark.run
+
 CONFIG = f"""
 name = "run"
 max_steps = 2

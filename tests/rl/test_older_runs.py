@@ -14,6 +14,8 @@ import pytest
 from ramify.cli import main
 from tests.support.runs import run_command
 
+pytestmark = pytest.mark.run
+
 OLDER_RUNS = Path(__file__).parents[1] / "fixtures" / "older_runs"
 
 

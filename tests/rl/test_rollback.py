@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.runs import run_command, write_config
 
+pytestmark = pytest.mark.run
+
 STEPS = ["--checkpoint.interval", "2", "--max_steps"]
 
 

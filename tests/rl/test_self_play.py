@@ -14,6 +14,8 @@ from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from tests.support.runs import command, read_values, run_command
 
+pytestmark = pytest.mark.run
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "reverse_text"
 STEPS, KILLS = 10, 4
 RUN_TIMEOUT = 600.0  # seconds

@@ -12,6 +12,8 @@ import pytest
 from ramify.train.weights_directory import get_weights_directory
 from tests.support.runs import TIMEOUT, command, read_values, run_command, write_config
 
+pytestmark = pytest.mark.run
+
 FLAGS = ["--weights.transport", "shm", "--checkpoint.interval", "1000"]
 
 

@@ -15,6 +15,8 @@ from ramify.store.ledger import Ledger
 from tests.support.runs import TIMEOUT, command, read_values, run_command
 from tests.support.traces import refuse_top_logprobs
 
+pytestmark = pytest.mark.run
+
 STEPS, FAULTS = 24, 5
 STOP_SECONDS = 4.0
 CONFIG = f"""

@@ -16,6 +16,8 @@ from ramify.envserver import EnvClient
 from ramify.errors import PeerLost
 from ramify.launch.ports import PortReservation
 
+pytestmark = pytest.mark.run
+
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 HOSTS = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.2"}
 STEPS = 2
