@@ -10,8 +10,8 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.processes import interpreter
-from tests.evals.scripted_engine import run_scripted_engine
 from tests.processes.other_interpreter import TASKSET, make_interpreter
+from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +40,7 @@ def test_validate_runs_in_the_named_interpreter(python):
 
 
 def test_eval_runs_in_the_named_interpreter(python):
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         arguments = ["-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1", "--workers", "1", "--name", "run"]
         result = ramify("eval", "where.py", "--python", str(python), *arguments)
     assert result.returncode == 0, result.stderr

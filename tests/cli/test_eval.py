@@ -14,8 +14,8 @@ import pytest
 from ramify.cli.app import main
 from ramify.store import RunStore
 from tests.evals import environments
-from tests.evals.scripted_engine import run_scripted_engine
 from tests.source_lines import line_number
+from tests.support.engine import ScriptedEngine, fail, respond, reverse_some, run_engine
 from tests.support.runs import FULL, command
 
 pytestmark = pytest.mark.process
@@ -28,7 +28,7 @@ QUICK = ["--max_tries", "1", "--model_retries", "0"]
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 
@@ -61,10 +61,10 @@ def test_eval_prints_its_result_and_is_finished_on_rerun(engine, capsys):
     assert Path("outputs/run/config.toml").is_file()
     assert main(command) == 0
     assert "outputs/run is already finished (6 rollouts)" in capsys.readouterr().out
-    engine.asked.clear()
+    engine.requests.clear()
     assert main([*command[:8], "-r", "3", "--name", "run"]) == 0
     assert "is already finished" not in capsys.readouterr().out
-    assert len(engine.asked) == 3
+    assert len(engine.requests) == 3
 
 
 def test_raising_reward_shows_file_line_and_message(engine, capsys):
@@ -111,10 +111,10 @@ def test_config_file_and_flags_match_short_flags(engine, capsys):
 
 
 def test_dry_run_runs_no_rollout(engine, capsys):
-    engine.asked.clear()
+    engine.requests.clear()
     assert main(["eval", ECHO, "-b", engine.url, "-n", "2", "--name", "dry", "--dry-run"]) == 0
     assert "would run 8 rollouts" in capsys.readouterr().out
-    assert engine.asked == []
+    assert engine.requests == []
     assert not Path("outputs/dry/run.sqlite").exists()
 
 
@@ -131,11 +131,11 @@ def test_show_prints_traces_and_keep_keeps_the_work_directory(engine, capsys):
 
 
 def test_exit_1_if_every_rollout_failed(engine, capsys):
-    engine.fail_next = 100
+    engine.behaviour = fail
     try:
         assert main(["eval", ECHO, "-b", engine.url, "-n", "1", "-r", "2", *QUICK]) == 1
     finally:
-        engine.fail_next = 0
+        engine.behaviour = respond
     assert "ProviderError 2" in capsys.readouterr().out
 
 
@@ -204,36 +204,36 @@ def when(condition, seconds: float = 60.0) -> None:
 def test_eval_killed_at_random_times_resumes_to_the_same_result():
     tasks, kills = (24, 10) if FULL else (8, 2)
     common = ["reverse-text", "-m", "tiny", "-n", str(tasks), "-r", "2", "--sampling.temperature", "0"]
-    with run_scripted_engine(delay=0.03) as slow:
+    with run_engine(ScriptedEngine(reverse_some, delay=0.03)) as slow:
         command = ["eval", *common, "-b", slow.url, "--name"]
         assert main([*command, "whole"]) == 0
         expected = outcome(Path("outputs/whole"))
         assert len(expected) == 2 * tasks
         rng = random.Random(os.getpid())
         for _ in range(kills):
-            slow.asked.clear()
+            slow.requests.clear()
             process = started(*command, "killed", "-c", "2")
             moment = rng.randrange(1, 6)
-            when(lambda moment=moment, process=process: len(slow.asked) >= moment or process.poll() is not None)
+            when(lambda moment=moment, process=process: len(slow.requests) >= moment or process.poll() is not None)
             process.kill()
             process.communicate(timeout=60)
-            when(lambda: not slow._connections)  # the engine has read all that it was sent
+            when(lambda: not slow.connections)  # the engine has read all that it was sent
         kept = outcome(Path("outputs/killed"))
-        slow.asked.clear()
+        slow.requests.clear()
         assert main([*command, "killed"]) == 0
-        assert len(slow.asked) == 2 * tasks - len(kept)
+        assert len(slow.requests) == 2 * tasks - len(kept)
         assert outcome(Path("outputs/killed")) == expected
 
 
 def test_sigterm_stops_cleanly_and_prints_the_resume_command():
     """Also if SIGINT is ignored, as in a background process of a script; test_messages.py sends SIGINT."""
-    with run_scripted_engine(delay=0.1) as slow:
+    with run_engine(ScriptedEngine(reverse_some, delay=0.1)) as slow:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
         finally:
             signal.signal(signal.SIGINT, before)
-        when(lambda: len(slow.asked) >= 3)
+        when(lambda: len(slow.requests) >= 3)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -254,9 +254,9 @@ def test_full_disk_is_exit_1_and_the_run_can_be_resumed(engine, small_disk, caps
     assert "resume with: ramify eval reverse-text" in output
     ballast.unlink()
     kept = outcome(small_disk / "run")
-    engine.asked.clear()
+    engine.requests.clear()
     assert main(command) == 0
-    assert len(engine.asked) == 80 - len(kept)
+    assert len(engine.requests) == 80 - len(kept)
     assert len(outcome(small_disk / "run")) == 80
 
 
@@ -296,14 +296,14 @@ def test_replay_rescores_with_the_current_rewards(engine, capsys):
     Path("rule").write_text("0.25")
     assert main(["eval", "changing.py", "-b", engine.url, "-r", "1", "--name", "run"]) == 0
     Path("rule").write_text("float('1' in task.prompt)")
-    engine.asked.clear()
+    engine.requests.clear()
     capsys.readouterr()
     assert main(["replay", "run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["k0.0", "0.250", "0.000"] in lines
     assert ["k1.0", "0.250", "1.000"] in lines
     assert ["mean", "0.250", "0.333", "3", "rollouts"] in lines
-    assert engine.asked == []
+    assert engine.requests == []
     assert outcome(Path("outputs/run"))["k1.0"][2] == 0.25  # the run is not changed
 
 

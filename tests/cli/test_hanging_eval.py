@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.evals import environments
-from tests.evals.scripted_engine import run_scripted_engine
+from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 from tests.support.processes import wait_until
 from tests.support.runs import command
 
@@ -19,7 +19,7 @@ TIMEOUT = 60.0  # seconds; the limits that are tested are shorter
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 

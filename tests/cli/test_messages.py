@@ -17,7 +17,7 @@ from ramify.launch.run_lock import lock_run
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
-from tests.evals.scripted_engine import run_scripted_engine
+from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
 HOLDER = """
 import sys
@@ -53,7 +53,7 @@ def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from ramify.cli.app import main
-from tests.env.chat_server import chat_server
-from tests.envserver.engine import instant
+from ramify.trace.version import PolicyVersion
 from tests.rl import environments
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.process
@@ -49,16 +49,15 @@ endpoint = {{ base_url = "{url}", model = "big" }}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("orchestrator")
-    with instant() as engine:
-        engine.version = engine.version._replace(policy="tiny", incarnation=0, step=0)
+    with run_engine(ScriptedEngine(reply_cba, version=PolicyVersion("tiny"))) as engine:
         (folder / "run.toml").write_text(RUN.format(url=engine.url, file=environments.__file__))
         yield folder
 
 
 @pytest.fixture(scope="module")
 def chat():
-    with chat_server() as server:
-        yield server.url.removesuffix("/v1")
+    with run_engine(ScriptedEngine(lambda _: "hello", owner=None)) as engine:
+        yield engine.url
 
 
 @contextlib.contextmanager

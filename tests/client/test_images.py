@@ -7,18 +7,18 @@ from ramify.client import ClientSampling
 from ramify.client.generate_api import RequestImage
 from ramify.errors import ImageMissing, RequestInvalid
 from ramify.images import ProcessedImage
-from tests.client.fake import Exchange, Fake
 from tests.client.test_replica_pool import bounded, connected
+from tests.support.engine import Exchange, ScriptedEngine
 
 
-class ForgetfulServer(Fake):
+class ForgetfulServer(ScriptedEngine):
     """A server that drops every image at once."""
 
     def __init__(self, cache_bytes: int) -> None:
         super().__init__()
         self.cache_bytes = cache_bytes
 
-    async def _store_image(self, path: str, data: bytes, exchange: Exchange) -> None:
+    async def store_image(self, exchange: Exchange) -> None:
         await exchange.reply({"cache_bytes": self.cache_bytes})
 
 

@@ -10,7 +10,7 @@ from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
 from ramify.trace.version import PolicyVersion
-from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
+from tests.support.engine import ScriptedEngine, ScriptedVLLM, disconnect, fail, first, hang, refuse_as_full, respond
 
 QUICK = ClientConfig(
     health_interval=0.05, health_timeout=5.0, eject_after=2, server_wait_timeout=30.0, backoff=0.01, connect_timeout=5.0
@@ -29,7 +29,7 @@ def bounded(test):
 
 
 @contextlib.asynccontextmanager
-async def connected(*fakes: Fake, config: ClientConfig = QUICK, version: PolicyVersion | None = None):
+async def connected(*fakes: ScriptedEngine, config: ClientConfig = QUICK, version: PolicyVersion | None = None):
     """Start the fakes and a client of them."""
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:
@@ -48,7 +48,7 @@ async def until(condition) -> None:
 
 @bounded
 async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
-    fake = Fake(PolicyVersion("fake", 2, 9))
+    fake = ScriptedEngine(version=PolicyVersion("fake", 2, 9))
     async with connected(fake) as client:
         done = await client.generate(np.array([1, 2], np.int32), SAMPLING, cache_salt="s", priority=4)
     assert done.token_ids.tolist() == [7, 7, 7] and done.token_ids.dtype == np.int32
@@ -60,28 +60,28 @@ async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
         "length",
         fake.url,
     )
-    assert fake.asked[0]["cache_salt"] == "s" and fake.asked[0]["priority"] == 4
+    assert fake.requests[0]["cache_salt"] == "s" and fake.requests[0]["priority"] == 4
 
 
 @bounded
 async def test_a_session_stays_with_its_server():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         for turn in range(4):
             for session in ("a", "b", "c", "d"):
                 await client.generate([turn], ClientSampling(max_tokens=1, seed=ord(session)), session=session)
-    seeds = [{body["sampling_params"]["seed"] for body in fake.asked} for fake in (one, two)]
+    seeds = [{body["sampling_params"]["seed"] for body in fake.requests} for fake in (one, two)]
     assert len(seeds[0]) == len(seeds[1]) == 2 and not seeds[0] & seeds[1]
 
 
 @bounded
 async def test_without_a_session_the_least_loaded_server_is_chosen():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     one.behaviour = two.behaviour = hang
     async with connected(one, two) as client:
         waiting = [asyncio.create_task(client.generate([1], SAMPLING)) for _ in range(8)]
-        await until(lambda: len(one.asked) + len(two.asked) == 8)
-        assert len(one.asked) == len(two.asked) == 4
+        await until(lambda: len(one.requests) + len(two.requests) == 8)
+        assert len(one.requests) == len(two.requests) == 4
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -89,7 +89,7 @@ async def test_without_a_session_the_least_loaded_server_is_chosen():
 
 @bounded
 async def test_a_dead_server_is_ejected_until_it_comes_back():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         home = (await client.generate([1], SAMPLING, session="a")).server
         dying, other = (one, two) if home == one.url else (two, one)
@@ -104,7 +104,7 @@ async def test_a_dead_server_is_ejected_until_it_comes_back():
 
 @bounded
 async def test_an_unhealthy_server_gets_no_requests_until_it_is_healthy():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.healthy = False
         await until(lambda: one.url in client.down_replicas)
@@ -116,7 +116,7 @@ async def test_an_unhealthy_server_gets_no_requests_until_it_is_healthy():
 
 @bounded
 async def test_a_request_waits_for_a_server_to_come_up():
-    fake = Fake()
+    fake = ScriptedEngine()
     async with connected(fake) as client:
         await fake.__aexit__()
         waiting = asyncio.create_task(client.generate([1], SAMPLING))
@@ -127,7 +127,7 @@ async def test_a_request_waits_for_a_server_to_come_up():
 
 @bounded
 async def test_pausing_waits_for_a_server_to_come_up():
-    fake = Fake()
+    fake = ScriptedEngine()
     async with connected(fake) as client:
         await fake.__aexit__()
         await until(lambda: client.down_replicas)
@@ -140,7 +140,7 @@ async def test_pausing_waits_for_a_server_to_come_up():
 
 @bounded
 async def test_a_request_without_a_server_fails_with_the_reason_of_each():
-    fake = Fake()
+    fake = ScriptedEngine()
     async with connected(fake, config=QUICK.model_copy(update={"server_wait_timeout": 2.0})) as client:
         await fake.__aexit__()
         with pytest.raises(ProviderError, match=rf"no inference server is up.*{fake.url} cannot be reached"):
@@ -149,7 +149,7 @@ async def test_a_request_without_a_server_fails_with_the_reason_of_each():
 
 @bounded
 async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
-    late = Fake()
+    late = ScriptedEngine()
     async with late:
         pass  # its port is known, but nothing listens
     client = InferenceClient(late.url, QUICK)
@@ -165,7 +165,7 @@ async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
 
 @bounded
 async def test_servers_that_come_up_after_start_are_added():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with two:
         pass
     async with one:
@@ -183,62 +183,62 @@ async def test_servers_that_come_up_after_start_are_added():
 
 @bounded
 async def test_a_timeout_ends_the_request_and_the_connection():
-    fake = Fake()
+    fake = ScriptedEngine()
     fake.behaviour = hang
     async with connected(fake) as client:
         with pytest.raises(DeadlineExceeded, match=rf"a response of {fake.url} took longer than 0.2 s"):
             await client.generate([1], SAMPLING, timeout=0.2)
-        await fake.hung_up.wait()
-        assert len(fake.asked) == 1
+        await fake.disconnected.wait()
+        assert len(fake.requests) == 1
 
 
 @bounded
 async def test_a_request_to_a_full_server_is_sent_to_a_free_one():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
-        one.behaviour = full
+        one.behaviour = refuse_as_full
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {two.url}
-        two.behaviour = first(full, times=len(two.asked) + 1)
+        two.behaviour = first(refuse_as_full, times=len(two.requests) + 1)
         assert (await client.generate([1], SAMPLING)).server == two.url
 
 
 @bounded
 async def test_servers_that_stay_full_raise_queue_full():
-    fake = Fake()
-    fake.behaviour = full
+    fake = ScriptedEngine()
+    fake.behaviour = refuse_as_full
     async with connected(fake, config=QUICK.model_copy(update={"retries": 2})) as client:
         with pytest.raises(QueueFull, match="the limit is 8"):
             await client.generate([1], SAMPLING)
-    assert len(fake.asked) == 3
+    assert len(fake.requests) == 3
 
 
 @bounded
 async def test_a_lost_response_is_not_sampled_again():
-    one, two = Fake(), Fake()
-    one.behaviour = two.behaviour = reset
+    one, two = ScriptedEngine(), ScriptedEngine()
+    one.behaviour = two.behaviour = disconnect
     async with connected(one, two) as client:
         with pytest.raises(ProviderError, match="the response was lost"):
             await client.generate([1], SAMPLING)
-    assert len(one.asked) + len(two.asked) == 1
+    assert len(one.requests) + len(two.requests) == 1
 
 
 @bounded
 async def test_a_lost_response_is_sampled_again_if_the_caller_allows_it():
-    fake = Fake()
-    fake.behaviour = first(reset, times=2)
+    fake = ScriptedEngine()
+    fake.behaviour = first(disconnect, times=2)
     async with connected(fake) as client:
         assert (await client.generate([1], SAMPLING, resend_if_lost=True)).token_ids.size == 3
-    assert len(fake.asked) == 3
+    assert len(fake.requests) == 3
 
 
 @bounded
 async def test_an_error_has_the_status_and_body_and_is_not_retried():
-    fake = Fake()
-    fake.behaviour = broken
+    fake = ScriptedEngine()
+    fake.behaviour = fail
     async with connected(fake) as client:
         with pytest.raises(ProviderError, match=r"status 500.*out of cheese"):
             await client.generate([1], SAMPLING, resend_if_lost=True)
-    assert len(fake.asked) == 1
+    assert len(fake.requests) == 1
 
 
 @bounded
@@ -249,7 +249,7 @@ async def test_malformed_responses_are_rejected():
     async def omit_logprobs(fake, exchange):
         await exchange.reply({"choices": [{"token_ids": [7], "finish_reason": "stop"}]})
 
-    fake = Fake()
+    fake = ScriptedEngine()
     async with connected(fake) as client:
         fake.behaviour = send_wrong_types
         with pytest.raises(ProviderError, match="unexpected"):
@@ -264,7 +264,7 @@ async def test_malformed_responses_are_rejected():
 
 @bounded
 async def test_every_server_acknowledges_a_weight_update():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         done = await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         assert {ack.server for ack in done} == {one.url, two.url}
@@ -273,7 +273,7 @@ async def test_every_server_acknowledges_a_weight_update():
 
 @bounded
 async def test_a_server_that_comes_back_with_old_weights_is_updated_first():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         await one.__aexit__()
         await until(lambda: one.url in client.down_replicas)
@@ -283,12 +283,12 @@ async def test_a_server_that_comes_back_with_old_weights_is_updated_first():
         await one.__aenter__()
         await until(lambda: not client.down_replicas)
         assert one.version == PolicyVersion("fake", 0, 2)
-        assert any(path.startswith("/pause") for path in one.paths)  # and it is paused like the others
+        assert any(path.startswith("/pause") for path in one.targets)  # and it is paused like the others
 
 
 @bounded
 async def test_a_directory_with_another_version_is_refused():
-    fake = Fake()
+    fake = ScriptedEngine()
     async with connected(fake) as client:
         with pytest.raises(Exception, match=r"holds fake@0.3, not fake@0.2"):
             await client.update_weights("step-3", PolicyVersion("fake", 0, 2))
@@ -300,14 +300,14 @@ async def test_a_directory_with_another_version_is_refused():
 
 @bounded
 async def test_logprobs_before_temperature_are_refused_with_the_flag_to_use():
-    async with FakeVLLM(processed=False) as fake:
+    async with ScriptedVLLM(processed=False) as fake:
         with pytest.raises(LogprobMismatch, match="--logprobs-mode processed_logprobs"):
             await InferenceClient(fake.url, QUICK).start()
 
 
 @bounded
 async def test_an_unknown_engine_is_refused():
-    class Other(Fake):
+    class Other(ScriptedEngine):
         def card(self):
             return {"id": "gpt", "owned_by": "somebody", "max_model_len": 64}
 
@@ -328,14 +328,13 @@ async def test_an_unknown_engine_is_refused():
 def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
     """None of them reports its context length, and asking again would not change that."""
 
-    class ChatOnly(Fake):
-        async def _route(self, target, exchange):
-            if target != "/v1/models":
-                await super()._route(target, exchange)
+    class ChatOnly(ScriptedEngine):
+        async def route(self, exchange):
+            if exchange.path != "/v1/models":
+                await super().route(exchange)
             elif models is None:
                 await exchange.reply({"error": {"message": "not found"}}, 404)
             else:
-                self.paths.append(target)
                 await exchange.reply(models)
 
     @bounded
@@ -349,7 +348,7 @@ def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
 
 @bounded
 async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_label():
-    fake = FakeVLLM()
+    fake = ScriptedVLLM()
     async with connected(fake, version=PolicyVersion("mine", 1, 5)) as client:
         done = await client.generate([1], SAMPLING)
         assert fake.label == "mine@1.5"
@@ -358,7 +357,7 @@ async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_la
 
 @bounded
 async def test_a_closed_client_refuses_requests():
-    async with connected(Fake()) as client:
+    async with connected(ScriptedEngine()) as client:
         pass
     with pytest.raises(ProviderError, match="closed"):
         await client.generate([1, 2], ClientSampling(max_tokens=1))
@@ -371,7 +370,7 @@ def choice(*ids: int) -> dict:
     return {**head, "policy_versions": versions, "weight_versions": []}
 
 
-@pytest.mark.parametrize("kind", [Fake, FakeVLLM])
+@pytest.mark.parametrize("kind", [ScriptedEngine, ScriptedVLLM])
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
@@ -395,52 +394,51 @@ def test_impossible_samples_are_provider_errors(kind, choices, reason):
 
 @bounded
 async def test_a_seeded_request_moves_from_an_unhealthy_server_to_another():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, session="s", clock=StallClock()))
-        await until(lambda: one.asked or two.asked)
-        unhealthy, other = (one, two) if one.asked else (two, one)
-        other.behaviour, unhealthy.healthy = answer, False
+        await until(lambda: one.requests or two.requests)
+        unhealthy, other = (one, two) if one.requests else (two, one)
+        other.behaviour, unhealthy.healthy = respond, False
         done = await waiting
         assert done.server == other.url
-        assert other.asked == unhealthy.asked
-        await unhealthy.hung_up.wait()
+        assert other.requests == unhealthy.requests
+        await unhealthy.disconnected.wait()
 
 
 @bounded
 async def test_an_unseeded_request_stays_with_an_unhealthy_server():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         unseeded = ClientSampling(max_tokens=3)
         waiting = asyncio.create_task(client.generate([1], unseeded, timeout=60, clock=StallClock()))
-        await until(lambda: one.asked or two.asked)
-        unhealthy, other = (one, two) if one.asked else (two, one)
+        await until(lambda: one.requests or two.requests)
+        unhealthy, other = (one, two) if one.requests else (two, one)
         unhealthy.healthy = False
         await until(lambda: unhealthy.url in client.down_replicas)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.2)
-        assert not other.asked
+        assert not other.requests
         waiting.cancel()
 
 
 @bounded
 async def test_health_checks_tolerate_metrics_that_are_not_numeric():
-    class Odd(Fake):
-        async def _route(self, target, exchange):
-            if target == "/metrics":
-                self.paths.append(target)
-                exchange.writer.write(b"HTTP/1.1 200 -\r\nContent-Length: 24\r\n\r\nramify_steps_total many\n")
+    class Odd(ScriptedEngine):
+        async def route(self, exchange):
+            if exchange.path == "/metrics":
+                await exchange.reply("ramify_steps_total many\n")
             else:
-                await super()._route(target, exchange)
+                await super().route(exchange)
 
     fake = Odd()
     async with connected(fake) as client:
         fake.behaviour = hang
         waiting = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3), clock=StallClock()))
-        await until(lambda: fake.paths.count("/metrics") >= 3)
+        await until(lambda: fake.targets.count("/metrics") >= 3)
         assert not client.down_replicas
         waiting.cancel()
 
@@ -450,12 +448,12 @@ async def test_health_checks_tolerate_metrics_that_are_not_numeric():
 
 @bounded
 async def test_a_new_address_is_used_once_it_has_the_weights_of_the_others():
-    old, new = Fake(), Fake()
+    old, new = ScriptedEngine(), ScriptedEngine()
     async with connected(old) as client, new:
         await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         new.healthy = False
         client.set_urls([old.url, new.url])
-        await until(lambda: "/health" in new.paths)
+        await until(lambda: "/health" in new.targets)
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {old.url}
         assert client.urls == [old.url, new.url] and client.joined_urls == [old.url]
         new.healthy = True
@@ -466,39 +464,39 @@ async def test_a_new_address_is_used_once_it_has_the_weights_of_the_others():
 
 @bounded
 async def test_a_removed_address_gets_no_new_requests_and_finishes_those_in_flight():
-    leaving, staying = Fake(), Fake()
+    leaving, staying = ScriptedEngine(), ScriptedEngine()
     may_answer = asyncio.Event()
 
     async def answer_later(fake, exchange):
         await may_answer.wait()
-        await answer(fake, exchange)
+        await respond(fake, exchange)
 
     async with connected(leaving) as client, staying:
         leaving.behaviour = answer_later
         in_flight = asyncio.create_task(client.generate([1], SAMPLING))
-        await until(lambda: leaving.asked)
+        await until(lambda: leaving.requests)
         client.set_urls([f"{staying.url}/"])  # a slash at the end makes no other address
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {staying.url}
         may_answer.set()
         assert (await in_flight).server == leaving.url
-        num_checks = leaving.paths.count("/health")
+        num_checks = leaving.targets.count("/health")
         await until(lambda: len(client._watch_tasks) == 1)
         await asyncio.sleep(0.1)
-        assert leaving.paths.count("/health") <= num_checks + 2
+        assert leaving.targets.count("/health") <= num_checks + 2
         assert list(client.versions) == [staying.url] and not client.down_replicas
 
 
 @bounded
 async def test_a_seeded_request_moves_away_from_a_vanished_address():
-    vanished, other = Fake(), Fake()
+    vanished, other = ScriptedEngine(), ScriptedEngine()
     async with connected(vanished) as client, other:
         vanished.behaviour = hang
         seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, timeout=60, clock=StallClock()))
-        await until(lambda: vanished.asked)
+        await until(lambda: vanished.requests)
         client.set_urls([])
         vanished.healthy = False  # as if its machine were cut off
-        await until(lambda: vanished.hung_up.is_set())
+        await until(lambda: vanished.disconnected.is_set())
         assert not waiting.done()
         client.set_urls([other.url])
         assert (await waiting).server == other.url
@@ -506,7 +504,7 @@ async def test_a_seeded_request_moves_away_from_a_vanished_address():
 
 @bounded
 async def test_an_address_that_returns_is_joined_again():
-    one, two = Fake(), Fake()
+    one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         client.set_urls([two.url])
         client.set_urls([one.url, two.url])
@@ -516,7 +514,7 @@ async def test_an_address_that_returns_is_joined_again():
 
 @bounded
 async def test_start_follows_addresses_that_change():
-    gone, new = Fake(), Fake()
+    gone, new = ScriptedEngine(), ScriptedEngine()
     async with gone:
         pass
     async with new:

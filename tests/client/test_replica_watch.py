@@ -11,24 +11,24 @@ from ramify.client.replica_pool import Replica
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError
 from ramify.trace.version import PolicyVersion
-from tests.client.fake import Exchange, Fake, hang
 from tests.client.test_replica_pool import QUICK, bounded, connected, until
+from tests.support.engine import Exchange, ScriptedEngine, hang
 
 CONFIG = ClientConfig(health_interval=0.1, eject_after=2)
 
 
 @bounded
 async def test_a_removed_unhealthy_server_is_checked_once_per_interval():
-    leaving = Fake()
+    leaving = ScriptedEngine()
     async with connected(leaving, config=CONFIG) as client:
         leaving.behaviour = hang
         in_flight = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3)))  # never sent again
-        await until(lambda: leaving.asked)
+        await until(lambda: leaving.requests)
         client.set_urls([])
         leaving.healthy = False
         await until(lambda: client._watch_tasks and next(iter(client._watch_tasks)).num_failed_checks >= 3)
-        started, num_checks = time.monotonic(), leaving.paths.count("/health")
-        await until(lambda: leaving.paths.count("/health") >= num_checks + 6)
+        started, num_checks = time.monotonic(), leaving.targets.count("/health")
+        await until(lambda: leaving.targets.count("/health") >= num_checks + 6)
         assert time.monotonic() - started >= 4 * CONFIG.health_interval
         in_flight.cancel()
 
@@ -51,12 +51,12 @@ async def test_the_failure_of_a_watch_task_is_raised():
         async def _check_health(self, replica: Replica) -> None:
             raise KeyError("a bug")
 
-    async with Fake() as fake, FailingClient(fake.url, CONFIG) as client:
+    async with ScriptedEngine() as fake, FailingClient(fake.url, CONFIG) as client:
         with pytest.raises(KeyError, match="a bug"):
             await client.wait_failed()
 
 
-class RefusingFake(Fake):
+class RefusingFake(ScriptedEngine):
     """A server that refuses every update of its weights."""
 
     async def control(self, path: str, exchange: Exchange) -> None:
@@ -82,7 +82,7 @@ async def test_servers_join_again_after_an_update_that_they_refused():
 
 @bounded
 async def test_a_client_starts_once():
-    async with connected(Fake()) as client:
+    async with connected(ScriptedEngine()) as client:
         with pytest.raises(ProviderError, match="is already started"):
             await client.start()
     assert not client._is_started

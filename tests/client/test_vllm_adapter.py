@@ -13,8 +13,8 @@ from ramify.client import ClientSampling, vllm_adapter
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
-from tests.client.fake import FakeVLLM, hang
 from tests.client.test_replica_pool import QUICK, SAMPLING, bounded, connected, until
+from tests.support.engine import ScriptedVLLM, hang
 
 SECOND = PolicyVersion("policy", 0, 2)
 
@@ -38,19 +38,19 @@ def second(tmp_path):
     return publish(tmp_path / "second", SECOND)
 
 
-def control_requests(fake: FakeVLLM) -> list[str]:
+def control_requests(fake: ScriptedVLLM) -> list[str]:
     """Return the paths of requests that change the server's state."""
     readonly = ("/health", "/v1/models", "/weight_info", "/inference")
-    return [path for path in fake.paths if not path.startswith(readonly)]
+    return [path for path in fake.targets if not path.startswith(readonly)]
 
 
 def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         fake.refused_resets = 2
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
-            fake.paths.clear()
+            fake.targets.clear()
             (ack,) = await client.update_weights(second, SECOND)
             assert ack.version == SECOND and fake.label == "policy@0.2"
             assert control_requests(fake) == [
@@ -70,15 +70,15 @@ def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
 def test_with_kv_keep_the_cache_is_not_reset_and_new_requests_are_salted(first, second):
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             await client.generate([1], SAMPLING, cache_salt="mine")
             await client.update_weights(second, SECOND, "keep")
             await client.generate([1], SAMPLING, cache_salt="mine")
-            assert not any(path.startswith("/reset") for path in fake.paths)
+            assert not any(path.startswith("/reset") for path in fake.targets)
             await client.generate([1], SAMPLING, cache_salt="mine")
             await client.generate([1], SAMPLING, cache_salt="yours")
-            old, new, same, other = (body["cache_salt"] for body in fake.asked[-4:])
+            old, new, same, other = (body["cache_salt"] for body in fake.requests[-4:])
             assert new == same and len({old, new, other}) == 3
             assert all(len(salt) <= 128 and salt.isalnum() for salt in (old, new, other))  # vLLM's limits
 
@@ -90,7 +90,7 @@ def test_a_server_whose_cache_cannot_be_reset_is_ejected(first, second, monkeypa
 
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         fake.refused_resets = 1000
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             with pytest.raises(DeadlineExceeded, match=r"prefix cache could not be reset within 0\.2 s"):
@@ -113,14 +113,14 @@ def test_storage_that_hangs_while_weights_are_verified_holds_one_thread(first, s
 
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         config = QUICK.model_copy(update={"control_timeout": 0.2})
         async with connected(fake, config=config, version=PolicyVersion("policy", 0, 1)) as client:
             with pytest.raises(DeadlineExceeded, match=r"to update to policy@0.2 took longer than 0.2 s"):
                 await client.update_weights(second, SECOND)
             repeated_update = asyncio.create_task(client.update_weights(second, SECOND))
-            fake.paths.clear()
-            await until(lambda: fake.paths.count("/v1/models") >= 3)  # each time it joins with a new adapter
+            fake.targets.clear()
+            await until(lambda: fake.targets.count("/v1/models") >= 3)  # each time it joins with a new adapter
             assert len(calls) == 1 and calls[0].daemon  # Python does not wait for it at its exit
             await cancel_all([repeated_update])
 
@@ -136,9 +136,9 @@ def test_a_bad_directory_is_refused_before_any_request(first, tmp_path, director
 
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
-            fake.paths.clear()
+            fake.targets.clear()
             with pytest.raises(WeightsRefused):
                 await client.update_weights(tmp_path / directory, SECOND)
             assert control_requests(fake) == [] and not client.down_replicas
@@ -148,7 +148,7 @@ def test_a_bad_directory_is_refused_before_any_request(first, tmp_path, director
 
 
 def test_a_server_outside_development_mode_can_sample_but_not_update(first, second):
-    class Closed(FakeVLLM):
+    class Closed(ScriptedVLLM):
         async def control(self, path, exchange):
             await exchange.reply({"detail": "Not Found"}, 404)
 
@@ -168,12 +168,12 @@ def test_a_server_outside_development_mode_can_sample_but_not_update(first, seco
 def test_a_token_id_outside_the_vocabulary_is_not_sent(first):
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         async with connected(fake) as client:
-            num_requests = len(fake.asked)
+            num_requests = len(fake.requests)
             with pytest.raises(RequestInvalid, match="token id 12; the vocabulary is 0 to 11"):
                 await client.generate([1, 12], ClientSampling())
-            assert len(fake.asked) == num_requests
+            assert len(fake.requests) == num_requests
 
     check()
 
@@ -187,7 +187,7 @@ def test_tokens_of_unknown_weights_are_refused_and_the_server_joins_again(first,
 
     @bounded
     async def check():
-        fake = FakeVLLM(root=str(first))
+        fake = ScriptedVLLM(root=str(first))
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.label = label
             with pytest.raises(ProviderError, match=f"label '{label}', which is not a version"):
@@ -202,7 +202,7 @@ def test_tokens_of_unknown_weights_are_refused_and_the_server_joins_again(first,
 
 
 def test_a_cancelled_update_leaves_weights_without_a_version(first, second):
-    class Slow(FakeVLLM):
+    class Slow(ScriptedVLLM):
         async def control(self, path, exchange):
             if path == "/collective_rpc":
                 reloading.set()
@@ -229,7 +229,7 @@ def test_a_cancelled_update_leaves_weights_without_a_version(first, second):
 
 
 def test_an_update_whose_response_is_lost_aborts_requests_and_leaves_no_version(first, second):
-    class Dropping(FakeVLLM):
+    class Dropping(ScriptedVLLM):
         async def control(self, path, exchange):
             if path == "/collective_rpc":
                 exchange.writer.transport.abort()
@@ -240,7 +240,7 @@ def test_an_update_whose_response_is_lost_aborts_requests_and_leaves_no_version(
     async def check():
         fake = Dropping(root=str(first))
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
-            fake.paths.clear()
+            fake.targets.clear()
             with pytest.raises(ProviderError):
                 await client.update_weights(second, SECOND)
             assert control_requests(fake)[-1] == "/pause?mode=abort&clear_cache=false"
@@ -251,7 +251,7 @@ def test_an_update_whose_response_is_lost_aborts_requests_and_leaves_no_version(
 
 @pytest.mark.parametrize("spans", [[(0, 2)], [(0, 1), (2, 3)], [(0, 4), (4, 3)], [(1, 3)], []])
 def test_version_spans_that_do_not_cover_the_tokens_are_refused(first, spans):
-    class Odd(FakeVLLM):
+    class Odd(ScriptedVLLM):
         def sample(self, body):
             response = super().sample(body)
             response["choices"][0]["weight_versions"] = [

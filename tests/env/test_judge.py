@@ -4,12 +4,11 @@ import asyncio
 import socket
 
 import pytest
-from starlette.responses import JSONResponse
 
 from ramify.env import ChatClientConfig, Judge, Task, chat_client
 from ramify.errors import ConfigInvalid, JudgeError
-from tests.env.chat_server import chat_server
 from tests.env.helpers import make_context, run
+from tests.support.engine import ScriptedEngine, run_engine
 
 TASK = Task(prompt="What is the capital of Italy?", answer="Rome")
 CRITERIA = [{"name": "right", "text": "names Rome", "weight": 3}, {"name": "short", "text": "is one word"}]
@@ -17,7 +16,7 @@ CRITERIA = [{"name": "right", "text": "names Rome", "weight": 3}, {"name": "shor
 
 @pytest.fixture(scope="module")
 def server():
-    with chat_server() as server:
+    with run_engine(ScriptedEngine()) as server:
         yield server
 
 
@@ -27,38 +26,38 @@ def short_backoff(monkeypatch):
 
 
 def judge(server, **table) -> Judge:
-    return Judge.load({"id": "reference", "base_url": server.url, "model": "judge", **table})
+    return Judge.load({"id": "reference", "base_url": f"{server.url}/v1", "model": "judge", **table})
 
 
 def test_reference_judge_compares_the_reply_with_the_answer(server):
-    server.reset(lambda body: "They say the same.\n**Verdict: CORRECT**")
+    server.reset(lambda _: "They say the same.\n**Verdict: CORRECT**")
     context = make_context(TASK, "It is Rome.")
     assert run(judge(server).score(TASK, context.trace)) == 1.0
     prompt = server.requests[0]["messages"][0]["content"]
     assert all(part in prompt for part in ("capital of Italy", "Rome", "It is Rome."))
     assert (server.requests[0]["model"], server.requests[0]["temperature"]) == ("judge", 0.0)
-    server.reset(lambda body: "Not CORRECT as it stands.\nVerdict: INCORRECT")
+    server.reset(lambda _: "Not CORRECT as it stands.\nVerdict: INCORRECT")
     assert run(judge(server).score(TASK, context.trace)) == 0.0
 
 
 def test_a_judge_can_be_a_model_of_the_run(server, monkeypatch):
-    server.reset(lambda body: "Verdict: CORRECT")
-    monkeypatch.setenv("RAMIFY_MODEL_BIG_ONE", f"{server.url.removesuffix('/v1')} models/big")
+    server.reset(lambda _: "Verdict: CORRECT")
+    monkeypatch.setenv("RAMIFY_MODEL_BIG_ONE", f"{server.url} models/big")
     table = {"id": "reference", "base_url": "models.big-one"}
     assert run(Judge.load(table).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
     assert server.requests[0]["model"] == "models/big"
     with pytest.raises(ConfigInvalid, match=r"the run has no \[models\.other\]"):
         run(Judge.load({**table, "base_url": "models.other"}).score(TASK, make_context(TASK, "Rome").trace))
     with pytest.raises(ConfigInvalid, match="model: required"):
-        Judge.load({"id": "reference", "base_url": server.url})
+        Judge.load({"id": "reference", "base_url": f"{server.url}/v1"})
 
 
 def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypatch):
-    server.reset(lambda body: "Verdict: CORRECT")
+    server.reset(lambda _: "Verdict: CORRECT")
 
     async def move(reader, writer) -> None:
         """Close the connection, like a server that dies and is started elsewhere."""
-        chat_client.set_model_address("big", [server.url.removesuffix("/v1")])
+        chat_client.set_model_address("big", [server.url])
         writer.close()
 
     async def score() -> float:
@@ -73,14 +72,14 @@ def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypat
 
 
 def test_rubric_score_is_the_weighted_mean(server):
-    server.reset(lambda body: 'I think {so}.\n```json\n{"right": 1, "short": 0.5}\n```')
+    server.reset(lambda _: 'I think {so}.\n```json\n{"right": 1, "short": 0.5}\n```')
     score = run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
     assert score == pytest.approx((3 * 1 + 1 * 0.5) / 4)
     assert "- right: names Rome" in server.requests[0]["messages"][0]["content"]
 
 
 def test_verdicts_and_usage_are_recorded_in_the_trace(server):
-    server.reset(lambda body: "Verdict: CORRECT")
+    server.reset(lambda _: "Verdict: CORRECT")
     context = make_context(TASK, "Rome")
 
     async def twice():
@@ -96,7 +95,7 @@ def test_verdicts_and_usage_are_recorded_in_the_trace(server):
 
 @pytest.mark.parametrize("verdict", ["I cannot say.", "", "Verdict: maybe"])
 def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
-    server.reset(lambda body: verdict)
+    server.reset(lambda _: verdict)
     context = make_context(TASK, "Rome")
     with pytest.raises(JudgeError, match="expected a last line 'Verdict: CORRECT'"):
         run(judge(server).score(TASK, context.trace))
@@ -113,21 +112,20 @@ def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
     ],
 )
 def test_unparsable_rubric_scores_raise(server, verdict, message):
-    server.reset(lambda body: verdict)
+    server.reset(lambda _: verdict)
     with pytest.raises(JudgeError, match=message):
         run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
 
 
 def test_busy_judge_is_retried(server):
-    answers = iter([JSONResponse({}, 503), JSONResponse({}, 429), "Verdict: CORRECT"])
-    server.reset(lambda body: next(answers))
+    server.reset([(503, {}), (429, {}), "Verdict: CORRECT"])
     assert run(judge(server).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize("answer", [JSONResponse({"error": "no"}, 400), JSONResponse({"choices": []})])
+@pytest.mark.parametrize("answer", [(400, {"error": "no"}), (200, {"choices": []})])
 def test_invalid_response_is_not_retried(server, answer):
-    server.reset(lambda body: answer)
+    server.reset([answer])
     with pytest.raises(JudgeError, match="cannot be reached"):
         run(judge(server).score(TASK, make_context(TASK, "Rome").trace))
     assert len(server.requests) == 1
@@ -157,9 +155,9 @@ def test_judge_that_never_answers_times_out():
 
 def test_api_key_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
-    server.reset(lambda body: "Verdict: CORRECT")
+    server.reset(lambda _: "Verdict: CORRECT")
     run(judge(server, api_key_env="JUDGE_KEY").score(TASK, make_context(TASK, "Rome").trace))
-    assert server.keys == ["Bearer sk-1"]
+    assert server.api_keys == ["Bearer sk-1"]
     with pytest.raises(ConfigInvalid, match="NO_SUCH_KEY is not set"):
         judge(server, api_key_env="NO_SUCH_KEY")
 

@@ -4,15 +4,17 @@ import base64
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import psutil
 import pytest
+import uvicorn
 
 from ramify.config import parse_section
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
-from tests.env.chat_server import serving
 from tests.env.helpers import make_context, run
 from tests.support.images import make_media
 
@@ -61,11 +63,20 @@ def script(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(script):
+def url():
     namespace: dict = {"__name__": "served"}
     exec(SERVER, namespace)
-    with serving(namespace["server"].streamable_http_app()) as address:
-        yield f"{address}/mcp"
+    app = namespace["server"].streamable_http_app()
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
+    server.should_exit = True
+    thread.join(20)
 
 
 async def call_all_tools(server: McpServerConfig) -> int:

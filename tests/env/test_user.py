@@ -5,13 +5,13 @@ import pytest
 from ramify.env import ChatClient, ChatClientConfig, Endpoint, ModelUser, Task, User
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.trace import Message
-from tests.env.chat_server import chat_server
 from tests.env.helpers import make_context, run
+from tests.support.engine import ScriptedEngine, run_engine
 
 
 @pytest.fixture(scope="module")
 def server():
-    with chat_server() as server:
+    with run_engine(ScriptedEngine()) as server:
         yield server
 
 
@@ -59,10 +59,9 @@ def test_invalid_parameters_and_results_of_respond_are_refused():
 
 
 def test_model_user_sees_the_conversation_with_roles_swapped(server):
-    answers = iter(["I want a room.", "With a view.", "Fine. DONE"])
-    server.reset(lambda body: next(answers))
+    server.reset(["I want a room.", "With a view.", "Fine. DONE"])
     context = make_context()
-    user = ModelUser("You want a room.", ChatClient(ChatClientConfig(base_url=server.url, model="guest")))
+    user = ModelUser("You want a room.", ChatClient(ChatClientConfig(base_url=f"{server.url}/v1", model="guest")))
 
     async def test():
         assert await user.next_message(context, reply=None, turn=0) == Message("user", "I want a room.")
@@ -82,10 +81,10 @@ def test_model_user_sees_the_conversation_with_roles_swapped(server):
 
 
 def test_policy_plays_the_user_without_a_client(server):
-    server.reset(lambda body: "hi")
-    context = make_context(endpoint=Endpoint(server.url, "secret", "policy"))
+    server.reset(["hi"])
+    context = make_context(endpoint=Endpoint(f"{server.url}/v1", "secret", "policy"))
     assert run(ModelUser("Say hi.").next_message(context, reply=None, turn=0)) == Message("user", "hi")
-    assert (server.requests[0]["model"], server.keys) == ("policy", ["Bearer secret"])
+    assert (server.requests[0]["model"], server.api_keys) == ("policy", ["Bearer secret"])
     assert "user" not in context.trace.info  # its calls are the rollout's own
     with pytest.raises(ConfigInvalid, match="no endpoint"):
         run(ModelUser("Say hi.").next_message(make_context(), reply=None, turn=0))

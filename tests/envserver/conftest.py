@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from ramify.envserver import EnvClient, EnvServer
-from tests.envserver.engine import instant
 from tests.envserver.helpers import QUICK, make_config, wait_until
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 
 
 @pytest.fixture(scope="package")
 def engine():
-    with instant() as engine:
+    with run_engine(ScriptedEngine(reply_cba)) as engine:
         yield engine
 
 

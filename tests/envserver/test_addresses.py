@@ -8,9 +8,8 @@ import pytest
 
 from ramify.envserver import EnvClient, EnvServer
 from ramify.envserver.messages import AddressUpdate
-from tests.client.fake import hang
-from tests.envserver.engine import instant
 from tests.envserver.helpers import QUICK, make_config, task, wait_until
+from tests.support.engine import ScriptedEngine, hang, reply_cba, run_engine
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +30,7 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
 
             old.behaviour = hang
             in_flight = asyncio.create_task(run(1))
-            await wait_until(lambda: bool(old.asked), "a request in flight")
+            await wait_until(lambda: bool(old.requests), "a request in flight")
             update = AddressUpdate([new.url], {"judge": ["http://new"], "other": ["http://elsewhere"]})
             await client.update_addresses(update)
             await asyncio.to_thread(stop_old)
@@ -44,12 +43,12 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
             await wait_until(lambda: worker.id not in server.pool.workers, "the loss of the worker")
             await run(3, does="model", file=str(tmp_path / "judge_of_new_worker"))
             assert (tmp_path / "judge_of_new_worker").read_text() == "http://new judge-7b"
-            assert len(new.asked) == 3 and len(old.asked) == 1
+            assert len(new.requests) == 3 and len(old.requests) == 1
             assert "RAMIFY_MODEL_OTHER" not in os.environ
 
-    old_engine = instant()
+    old_engine = run_engine(ScriptedEngine(reply_cba))
     old = old_engine.__enter__()
-    with instant() as new:
+    with run_engine(ScriptedEngine(reply_cba)) as new:
         asyncio.run(main(old, new, lambda: old_engine.__exit__(None, None, None)))
 
 
@@ -70,5 +69,5 @@ def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, wai
         finally:
             await server.close()
 
-    with instant() as new:
+    with run_engine(ScriptedEngine(reply_cba)) as new:
         asyncio.run(main(new))

@@ -11,7 +11,7 @@ from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
 from ramify.store.environments import ENVIRONMENTS_KEY
 from ramify.tasksets.color_codeword import make_square
-from tests.evals.scripted_engine import run_scripted_engine
+from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
 ENVIRONMENT = """
 import ramify as rf
@@ -45,7 +45,7 @@ WORDS = ("one", "two", "three", "four")
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 
@@ -95,12 +95,12 @@ def text_of(result) -> str:
 
 def test_changed_reward_is_refused_and_names_the_file(environment, evaluate, engine):
     evaluate(environment())
-    engine.asked.clear()
+    engine.requests.clear()
     with pytest.raises(EnvironmentChanged, match=r"words\.py has changed") as refused:
         evaluate(environment(reward="0.5"))
     assert "--fresh" in refused.value.message
     assert "--accept-changes" in refused.value.message
-    assert engine.asked == []
+    assert engine.requests == []
     assert rewards(evaluate(environment())) == [1.0, 1.0]  # restored, so the run continues
 
 
@@ -232,11 +232,11 @@ def test_resumed_eval_refuses_an_image_of_a_task_that_has_not_run(evaluate, engi
     path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}" for image in images]))
     images[0].write_bytes(make_square((255, 0, 0)))
     evaluate(path, num_tasks=1, client_type="chat")
-    engine.asked.clear()
+    engine.requests.clear()
     for accept_changes in (False, True):
         with pytest.raises(ConfigInvalid, match=r"taskset: .*blue\.png"):
             evaluate(path, num_tasks=2, client_type="chat", accept_changes=accept_changes)
-    assert engine.asked == []
+    assert engine.requests == []
     images[1].write_bytes(make_square((0, 0, 255)))
     assert evaluate(path, num_tasks=2, client_type="chat").num_run == 1
 

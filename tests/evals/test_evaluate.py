@@ -10,12 +10,12 @@ import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.evals.config import EvalConfig
 from tests.evals.environments import Config, Echo
-from tests.evals.scripted_engine import run_scripted_engine
+from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 

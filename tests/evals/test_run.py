@@ -7,14 +7,14 @@ from ramify.errors import ConfigInvalid
 from ramify.evals import EvalConfig
 from ramify.store import RunStore
 from tests.evals import environments
-from tests.evals.scripted_engine import reply_to, run_scripted_engine
+from tests.support.engine import ScriptedEngine, fail, first, reverse_some, run_engine
 
 FILE = environments.__file__
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with run_scripted_engine() as engine:
+    with run_engine(ScriptedEngine(reverse_some)) as engine:
         yield engine
 
 
@@ -23,8 +23,7 @@ def configured(engine, tmp_path):
     """Return a function that configures an eval against the scripted engine."""
 
     def make(cls: str = "Echo", taskset: dict | None = None, **more) -> EvalConfig:
-        engine.asked.clear()
-        engine.fail_next = 0
+        engine.reset(reverse_some)
         base = {
             "taskset": {"id": f"{FILE}:{cls}", **(taskset or {})},
             "inference": {"engine": "external", "base_url": [engine.url]},
@@ -43,7 +42,7 @@ def configured(engine, tmp_path):
 
 def right(number: int) -> float:
     text = f"word {number}"
-    return float(reply_to(text) == f"<reversed_text>{text[::-1]}</reversed_text>")
+    return float(reverse_some(text) == f"<reversed_text>{text[::-1]}</reversed_text>")
 
 
 def pairs(result) -> list[tuple[str, int]]:
@@ -55,7 +54,7 @@ def test_every_task_is_repeated_and_scored(configured, engine):
     assert pairs(result) == [(f"task-{number}", repetition) for number in range(4) for repetition in range(2)]
     assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
     assert len({row.reward for row in result.rows}) == 2
-    assert result.num_run == len(engine.asked) == 8
+    assert result.num_run == len(engine.requests) == 8
     assert not result.all_failed
     with RunStore.open(result.path, write=False) as store:
         (trace,) = store.read_traces("task-2.1")
@@ -68,16 +67,16 @@ def test_every_task_is_repeated_and_scored(configured, engine):
 def test_rerun_of_a_finished_eval_sends_no_requests(configured, engine):
     first = rf.evaluate(configured())
     second = rf.evaluate(configured())
-    assert (second.num_run, engine.asked) == (0, [])
+    assert (second.num_run, engine.requests) == (0, [])
     assert second.rows == first.rows
 
 
 def test_more_repetitions_or_tasks_run_only_the_new_rollouts(configured, engine):
     rf.evaluate(configured())
     result = rf.evaluate(configured(repetitions=3))
-    assert result.num_run == len(engine.asked) == 4
+    assert result.num_run == len(engine.requests) == 4
     result = rf.evaluate(configured(repetitions=3, num_tasks=6, concurrency=1))
-    assert result.num_run == len(engine.asked) == 6
+    assert result.num_run == len(engine.requests) == 6
     assert len(result.rows) == 18
 
 
@@ -88,29 +87,29 @@ def test_fewer_tasks_report_only_their_rows(configured):
 
 def test_every_rollout_has_its_own_stable_seed(configured, engine):
     rf.evaluate(configured(num_tasks=2))
-    seeds = {body["sampling_params"]["seed"] for body in engine.asked}
+    seeds = {body["sampling_params"]["seed"] for body in engine.requests}
     assert len(seeds) == 4
     rf.evaluate(configured(num_tasks=2), fresh=True)
-    assert {body["sampling_params"]["seed"] for body in engine.asked} == seeds
+    assert {body["sampling_params"]["seed"] for body in engine.requests} == seeds
     config = configured(num_tasks=2, sampling={"seed": 7}, name="other")
     rf.evaluate(config)
-    assert not seeds & {body["sampling_params"]["seed"] for body in engine.asked}
+    assert not seeds & {body["sampling_params"]["seed"] for body in engine.requests}
 
 
 def test_only_rollouts_with_system_failures_are_rerun(configured, engine):
     config = configured(concurrency=1)
-    engine.fail_next = 3
+    engine.behaviour = first(fail, times=3)
     result = rf.evaluate(config)
     assert [row.failure for row in result.rows] == ["ProviderError"] * 3 + [None] * 5
     assert not result.all_failed
     second = rf.evaluate(configured())
-    assert second.num_run == len(engine.asked) == 3
+    assert second.num_run == len(engine.requests) == 3
     assert [row.failure for row in second.rows] == [None] * 8
 
 
 def test_all_failed(configured, engine):
     config = configured(num_tasks=1)
-    engine.fail_next = 100
+    engine.behaviour = fail
     assert rf.evaluate(config).all_failed
 
 
@@ -139,12 +138,12 @@ def test_group_rewards_include_repetitions_of_an_earlier_start(configured):
 
 
 def test_server_without_token_ids_is_used_as_a_chat_endpoint(tmp_path, configured):
-    with run_scripted_engine(owner="somebody") as chat:
+    with run_engine(ScriptedEngine(reverse_some, owner="somebody")) as chat:
         config = configured(inference={"engine": "external", "base_url": [chat.url]}, model={"name": "gpt-x"})
         result = rf.evaluate(config)
-        assert {body["model"] for body in chat.asked} == {"gpt-x"}
+        assert {body["model"] for body in chat.requests} == {"gpt-x"}
     assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
-    assert {(row.summary["input"], row.summary["output"]) for row in result.rows} == {(11, 7)}
+    assert {(row.summary["input"], row.summary["output"]) for row in result.rows} == {(10, 3)}
 
 
 def test_other_identity_is_refused_and_fresh_renames_the_old_run(configured, tmp_path):

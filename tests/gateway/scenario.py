@@ -18,7 +18,7 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
 from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.gateway.fake_engine import TINY, FakeEngine
+from tests.support.engine import TINY, ScriptedEngine
 
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 
@@ -27,7 +27,7 @@ CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 class SharedServers:
     """The servers and clients that all tests share. `quick_keepalive` is a gateway with a very short interval."""
 
-    engine: FakeEngine
+    engine: ScriptedEngine
     client: InferenceClient
     gateway: Gateway
     quick_keepalive: Gateway
@@ -48,7 +48,7 @@ class Scenario:
     endpoint: Endpoint
 
     @property
-    def engine(self) -> FakeEngine:
+    def engine(self) -> ScriptedEngine:
         return self.servers.engine
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
@@ -82,7 +82,7 @@ class Scenario:
 @contextlib.asynccontextmanager
 async def _open_servers() -> AsyncIterator[SharedServers]:
     async with (
-        FakeEngine([]) as engine,
+        ScriptedEngine([]) as engine,
         InferenceClient(engine.url, CONFIG) as client,
         Gateway() as gateway,
         Gateway(keepalive_interval=0.02) as quick_keepalive,

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
-from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import TINY, check_tokens
 from tests.support.renderers import renderer
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="  # 1 x 1
@@ -17,7 +17,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwG
 
 def prompts(scenario: Scenario) -> list[str]:
     """Return the text of the prompt of each call."""
-    return [scenario.engine.renderer.tokenizer.decode(prompt) for prompt, _, _ in scenario.engine.seen]
+    return [scenario.engine.renderer.tokenizer.decode(prompt) for prompt, _, _ in scenario.engine.samples]
 
 
 def check_one_branch(scenario: Scenario) -> None:

@@ -7,8 +7,8 @@ import pytest
 from ramify.errors import BudgetExceeded, ContextOverflow, RamifyError
 from ramify.gateway import RolloutSession
 from ramify.trace import Trace
-from tests.gateway.fake_client import make_session, user_request
-from tests.gateway.fake_engine import check_tokens
+from tests.support.engine import check_tokens
+from tests.support.sessions import make_session, user_request
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 8
 
@@ -27,7 +27,7 @@ def test_a_call_beyond_max_turns_raises_budget_exceeded():
         assert session.exhausted_limit == "max_turns"
         with pytest.raises(BudgetExceeded, match="max_turns"):
             await session.generate(user_request("c"))
-        assert len(token_client.asked) == 2
+        assert len(token_client.requests) == 2
 
     asyncio.run(main())
 

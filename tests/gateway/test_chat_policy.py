@@ -11,39 +11,17 @@ import pytest
 from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
-from tests.client.fake import Exchange, Fake
-from tests.gateway.fake_client import user_request
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import ScriptedEngine, check_tokens
+from tests.support.sessions import user_request
 
 PIXEL = base64.b64encode(b"a picture").decode()
 
 
-class Endpoint(Fake):
-    """A chat endpoint that replays a list of messages, or of statuses with error messages."""
-
-    def __init__(self, answers: list[Any]) -> None:
-        super().__init__()
-        self.answers, self.bodies = answers, list[dict[str, Any]]()
-
-    async def _route(self, target: str, exchange: Exchange) -> None:
-        assert target == "/v1/chat/completions"
-        self.bodies.append(exchange.body)
-        answer = self.answers.pop(0)
-        if isinstance(answer, tuple):
-            await exchange.reply({"error": {"message": answer[1]}}, answer[0])
-            return
-        words = sum(len(str(message["content"]).split()) for message in exchange.body["messages"])
-        usage = {"prompt_tokens": words, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
-        message = {"role": "assistant", **(answer if isinstance(answer, dict) else {"content": answer})}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        await exchange.reply({"choices": [choice], "usage": usage})
-
-
 @contextlib.asynccontextmanager
-async def open_chat_session(answers: list[Any], **limits: int) -> AsyncIterator[tuple[RolloutSession, Endpoint]]:
+async def open_chat_session(answers: list[Any], **limits: int) -> AsyncIterator[tuple[RolloutSession, ScriptedEngine]]:
     """Open a session whose policy is an endpoint with these responses."""
-    async with Endpoint(answers) as endpoint:
+    async with ScriptedEngine(answers) as endpoint:
         policy = ChatPolicy(f"{endpoint.url}/v1", "big-model", "key")
         yield (
             RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(**limits)),
@@ -64,7 +42,7 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},)
 
-    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
         reply = await session.generate(user_request("one two three", tools=tools, model="gpt-x"))
         assert (
             reply.finish_reason == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
@@ -83,8 +61,8 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
             and not any(n.is_trainable for n in trace.nodes if n.call)
         )
         assert trace.info["token_counts"] == "usage"
-        assert (session.num_turns, session.output_tokens) == (2, 6) and session.input_tokens == 3
-        second = endpoint.bodies[1]
+        assert (session.num_turns, session.output_tokens) == (2, 6) and session.input_tokens == 10
+        second = endpoint.requests[1]
         assert second["model"] == "big-model" and second["temperature"] == 0.5 and second["stop"] == ["x"]
         assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
         assert second["tools"] and "max_tokens" not in second
@@ -99,7 +77,7 @@ def test_a_policy_without_tokens_cannot_be_trained_on():
 
 
 def test_forks_are_recorded_without_tokens():
-    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
         for _ in range(2):
             await session.generate(user_request("a"))
         await session.generate(
@@ -115,7 +93,7 @@ def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
     monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
     answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
 
-    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
         assert (await session.generate(user_request("a"))).message.text == "fine"
         for kind in (ContextOverflow, RequestInvalid):
             with pytest.raises(kind):
@@ -128,10 +106,10 @@ def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
 
 
 def test_budgets_use_the_token_counts_of_the_endpoint():
-    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
         await session.generate(user_request("a"))
         await session.generate(user_request("b"))
-        assert [body["max_tokens"] for body in endpoint.bodies] == [5, 2]
+        assert [body["max_tokens"] for body in endpoint.requests] == [5, 2]
         with pytest.raises(BudgetExceeded, match="max_output_tokens"):
             await session.generate(user_request("c"))
 
@@ -161,7 +139,7 @@ def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(run_scenario, d
             await ask(scenario, scenario.gateway.register(session).api_key)
             scenario.gateway.unregister(session)
         content = [{"type": "text", "text": "see"}, link]
-        assert endpoint.bodies[0]["messages"] == [{"role": "user", "content": content}]
+        assert endpoint.requests[0]["messages"] == [{"role": "user", "content": content}]
         (media,) = session.trace.graph.media
         assert media.data == (url.encode() if dialect == "link" else b"a picture")
         assert session.trace.nodes[0].message.content[1].hash == media.hash

@@ -11,9 +11,9 @@ import pytest
 from ramify.errors import PortTaken
 from ramify.gateway import Gateway, RolloutLimits, RolloutSession
 from ramify.trace import Trace
-from tests.gateway.fake_client import make_session, user_request
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
+from tests.support.sessions import make_session, user_request
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PATHS = ["/chat/completions", "/responses", "/messages", "/messages/count_tokens", "/responses/input_tokens"]
@@ -34,7 +34,7 @@ def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(run_scenario):
         scenario.gateway.unregister(scenario.session)
         with pytest.raises(openai.AuthenticationError):
             await scenario.chat("hi")
-        assert not scenario.engine.asked and scenario.session.secret not in repr(scenario.endpoint)
+        assert not scenario.engine.requests and scenario.session.secret not in repr(scenario.endpoint)
 
     run_scenario([], check)
 
@@ -91,7 +91,7 @@ def test_token_counts_equal_those_of_the_engine_and_record_nothing(run_scenario)
         other = await scenario.openai().responses.input_tokens.count(model="x", input="hi", instructions="Be brief.")
         assert not len(scenario.trace.nodes) and scenario.session.num_turns == 0
         await scenario.anthropic().messages.create(model="x", messages=HI, system="Be brief.", max_tokens=9)
-        assert counted.input_tokens == other.input_tokens == len(scenario.engine.seen[0][0])
+        assert counted.input_tokens == other.input_tokens == len(scenario.engine.samples[0][0])
         assert not scenario.reasons
 
     run_scenario(["ok"], check)
@@ -133,7 +133,7 @@ def test_system_failures_are_5xx_and_not_retried_by_sdks(run_scenario):
         scenario.engine.gate.clear()
         with pytest.raises(openai.InternalServerError) as error:
             await scenario.openai().chat.completions.create(model="x", messages=HI)
-        assert error.value.status_code == 504 and len(scenario.engine.asked) == 1
+        assert error.value.status_code == 504 and len(scenario.engine.requests) == 1
 
     run_scenario([], check, call_timeout=2.0, max_retries=0)
 
@@ -271,7 +271,7 @@ def test_a_truncated_reply_is_marked_in_every_dialect(run_scenario):
         assert response.incomplete_details.reason == "max_output_tokens"
         message = await scenario.anthropic().messages.create(model="x", messages=HI, max_tokens=3)
         assert message.stop_reason == "max_tokens"
-        assert [len(ids) for _, ids, _ in scenario.engine.seen] == [3, 3, 3]
+        assert [len(ids) for _, ids, _ in scenario.engine.samples] == [3, 3, 3]
 
     run_scenario(lambda _: "hello there", check)
 
@@ -345,7 +345,7 @@ def test_closing_the_gateway_cancels_running_calls_and_leaves_no_task():
             end = gateway.register(session)
             client = openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key, max_retries=0)
             call = asyncio.create_task(client.chat.completions.create(model="x", messages=HI))
-            while not token_client.asked:
+            while not token_client.requests:
                 await asyncio.sleep(0.002)
         with pytest.raises(openai.APIError):
             await call

@@ -16,8 +16,8 @@ from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_fa
 from ramify.render import load_renderer
 from ramify.render.prompt_images import MAX_PROMPT_IMAGES
 from ramify.trace import Media, decode_trace, encode_trace
-from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import TINY, check_tokens
 from tests.support.images import (
     encode_image,
     make_animation,
@@ -103,10 +103,10 @@ def test_images_of_every_dialect_become_one_trainable_trace(run_scenario, vision
             assert len(node.media) == (2 if node.message.role == "user" else 0)
         # The engine got the images at their placeholders, each uploaded once.
         path_media = trace.graph.path_media(len(trace.nodes) - 1)
-        sent = [(image["start"], image["stop"], image["hash"]) for image in scenario.engine.asked[-1]["images"]]
+        sent = [(image["start"], image["stop"], image["hash"]) for image in scenario.engine.requests[-1]["images"]]
         assert sent == path_media and len(sent) == 6
         assert [hash for _, _, hash in sent] == [image.hash for group in images for image in group]
-        uploads = [path for path in scenario.engine.paths if "/images/" in path]
+        uploads = [path for path in scenario.engine.targets if "/images/" in path]
         assert len(uploads) == 3 and set(scenario.engine.images) == {image.hash for image in (RED, GREEN, BLUE)}
         # A trace with images survives the wire.
         decoded = decode_trace(encode_trace(trace))
@@ -121,7 +121,7 @@ def test_all_dialects_give_equal_tokens_for_images(run_scenario, vision):
 
         async def check(scenario: Scenario, converse=converse) -> None:
             await converse(scenario, [[RED, GREEN], [BLUE]])
-            prompts.append([prompt for prompt, _, _ in scenario.engine.seen])
+            prompts.append([prompt for prompt, _, _ in scenario.engine.samples])
 
         run_scenario(list(SCRIPT), check, renderer=vision)
     assert prompts[0] == prompts[1] == prompts[2]
@@ -135,7 +135,7 @@ def test_the_same_texts_with_other_images_are_another_conversation(run_scenario,
         assert len(trace.leaves) == 2
         first, second = (trace.graph.path_media(leaf) for leaf in trace.leaves)
         assert {first[0][2], second[0][2]} == {RED.hash, BLUE.hash}
-        assert scenario.engine.seen[0][0] == scenario.engine.seen[1][0]  # equal tokens
+        assert scenario.engine.samples[0][0] == scenario.engine.samples[1][0]  # equal tokens
 
     run_scenario(["A", "B"], check, renderer=vision)
 
@@ -151,7 +151,7 @@ def test_images_of_tool_results_reach_the_model(run_scenario, vision):
 
     async def check(scenario: Scenario) -> None:
         assert (await scenario.post("/chat/completions", {"messages": messages})).status_code == 200
-        assert [image["hash"] for image in scenario.engine.asked[0]["images"]] == [RED.hash]
+        assert [image["hash"] for image in scenario.engine.requests[0]["images"]] == [RED.hash]
 
     run_scenario(["red"], check, renderer=vision)
 
@@ -210,7 +210,7 @@ def test_a_bad_image_is_refused_by_name_and_the_session_lives(run_scenario, visi
         assert "root:" not in answer.text
         (refusal,) = scenario.trace.info["refusals"]
         assert refusal["name"] == "ImageInvalid" and refusal["status"] == 400
-        assert len(scenario.trace.nodes) == 0 and not scenario.engine.asked
+        assert len(scenario.trace.nodes) == 0 and not scenario.engine.requests
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
         assert await converse_with_chat(scenario, [[RED]]) == ["A"]
 
@@ -310,7 +310,7 @@ def test_processing_an_image_has_a_deadline(run_scenario, slow_vision):
         messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(BLUE)}}]}]
         answer = await scenario.post("/chat/completions", {"messages": messages})
         assert answer.status_code == 504 and answer.json()["error"]["type"] == "DeadlineExceeded", answer.text
-        assert not scenario.engine.asked
+        assert not scenario.engine.requests
 
     run_scenario([], check, renderer=renderer, call_timeout=0.2)
 

@@ -6,8 +6,8 @@ import anthropic
 import pytest
 
 from ramify.trace import Message
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
 
 USER = {"role": "user", "content": "a"}
 
@@ -35,7 +35,7 @@ def test_a_prefilled_reply_is_continued(run_scenario):
             model="any", max_tokens=50, messages=[USER, {"role": "assistant", "content": '{"x":'}]
         )
         assert reply.content[0].text == " 1}", "without what the client wrote"
-        prompt, sample, _ = scenario.engine.seen[0]
+        prompt, sample, _ = scenario.engine.samples[0]
         decode = scenario.engine.renderer.tokenizer.decode
         assert decode(prompt).endswith('{"x":') and decode(sample).startswith(" 1}")
         node = scenario.trace.nodes[-1]

@@ -11,8 +11,8 @@ from ramify.gateway import TokenPolicy
 from ramify.gateway.policy import PolicyRequest
 from ramify.render import ParsedReply, RenderedPrompt
 from ramify.trace import Message
-from tests.gateway.fake_client import FakeTokenClient, make_session, user_request
-from tests.gateway.fake_engine import TINY
+from tests.support.engine import TINY, ScriptedClient
+from tests.support.sessions import make_session, user_request
 
 MIN_ITERATIONS = 20
 
@@ -63,7 +63,7 @@ class SlowRenderer:
 async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, waits: bool = True) -> int:
     counter = LoopCounter()
     renderer: Any = SlowRenderer(counter)
-    policy = TokenPolicy(FakeTokenClient([text]), renderer, "tiny")
+    policy = TokenPolicy(ScriptedClient([text]), renderer, "tiny")
     counting = asyncio.create_task(counter.run())
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])

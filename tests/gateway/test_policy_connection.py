@@ -8,17 +8,17 @@ import pytest
 from ramify.errors import ConfigInvalid
 from ramify.gateway.policy_connection import connect_policy
 from ramify.render.config import TemplateRendererConfig
-from tests.client.fake import Exchange, Fake
+from tests.support.engine import Exchange, ScriptedEngine
 
 
-class KeyedEndpoint(Fake):
+class KeyedEndpoint(ScriptedEngine):
     """An endpoint that answers every request with the status of a missing or wrong API key."""
 
     def __init__(self, status: int) -> None:
         super().__init__()
         self.status = status
 
-    async def _route(self, target: str, exchange: Exchange) -> None:
+    async def route(self, exchange: Exchange) -> None:
         await exchange.reply({"error": {"message": "wrong key"}}, self.status)
 
 

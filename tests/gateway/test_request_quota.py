@@ -19,8 +19,8 @@ from ramify.gateway import RolloutLimits, RolloutSession, SamplingConfig
 from ramify.gateway.conversation_trie import TrieNode
 from ramify.gateway.request_quota import MAX_RENDERED_CHARS, QuotaSettings, RequestQuota
 from ramify.trace import Trace
-from tests.gateway.fake_client import make_session, user_request
 from tests.gateway.scenario import Scenario
+from tests.support.sessions import make_session, user_request
 
 MIB = 2**20
 PART = b'{"messages": [{"role": "user", "content": "' + b"x" * (MIB // 4)
@@ -216,4 +216,4 @@ def test_a_harness_in_the_process_gets_the_same_refusal():
     session, client = make_session(["hi"], limits={"seq_len": 1024})
     with pytest.raises(ContextOverflow, match="1024 tokens; the prompt has 1000000 characters"):
         asyncio.run(session.generate(user_request("x" * 1_000_000)))
-    assert not client.asked
+    assert not client.requests

@@ -9,8 +9,8 @@ import pytest
 from ramify.dialects.model_call import ModelReply, ModelRequest, ParsedRequest
 from ramify.dialects.response_store import MAX_CONVERSATIONS, MAX_STORED_BYTES, ResponseStore
 from ramify.trace import Media, Message, Usage
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
 
 CALL = '<think>hm</think>I look.<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -70,7 +70,7 @@ def test_a_reply_is_returned_if_its_conversation_was_removed_meanwhile(run_scena
         conversation = await client.conversations.create(items=[])
         scenario.engine.gate.clear()
         reply = asyncio.ensure_future(client.responses.create(model="any", input="a", conversation=conversation.id))
-        while not scenario.engine.asked:
+        while not scenario.engine.requests:
             await asyncio.sleep(0.001)
         for _ in range(MAX_CONVERSATIONS):
             scenario.session.response_store.create_conversation(())

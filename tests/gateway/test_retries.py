@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
 
 
 def numbered_replies():
@@ -33,7 +33,7 @@ def text_of(response: httpx.Response) -> str:
 
 async def wait_for_requests(scenario: Scenario, count: int) -> None:
     """Wait until the engine has received `count` requests."""
-    while len(scenario.engine.asked) < count:
+    while len(scenario.engine.requests) < count:
         await asyncio.sleep(0.002)
 
 
@@ -77,7 +77,7 @@ def test_a_retry_of_an_sdk_joins_the_original_call(run_scenario):
         await http.aclose()
         assert sent[:2] == ["0", "1"]
         assert answer.choices[0].message.content == "reply 1"
-        assert len(scenario.engine.asked) == 1 == scenario.session.num_turns
+        assert len(scenario.engine.requests) == 1 == scenario.session.num_turns
         assert not scenario.reasons
 
     run_scenario(numbered_replies(), check)
@@ -127,10 +127,10 @@ def test_a_call_is_cancelled_if_its_client_does_not_return(run_scenario):
     async def check(scenario: Scenario) -> None:
         scenario.engine.gate.clear()
         await post_and_hang_up(scenario)
-        await scenario.engine.hung_up.wait()
+        await scenario.engine.disconnected.wait()
         scenario.engine.gate.set()
         assert text_of(await post(scenario)) == "reply 1"
-        assert scenario.session.num_turns == 1 and len(scenario.engine.asked) == 2
+        assert scenario.session.num_turns == 1 and len(scenario.engine.requests) == 2
 
     run_scenario(numbered_replies(), check, abandon_after=0.05)
 

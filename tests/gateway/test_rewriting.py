@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from ramify.errors import BudgetExceeded, ContextOverflow
 from ramify.gateway import ModelRequest
 from ramify.trace import Message, Trace
-from tests.gateway.fake_client import make_session
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
+from tests.support.sessions import make_session
 
 
 def check_no_repeated_siblings(trace: Trace) -> None:

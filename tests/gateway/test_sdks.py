@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fake_engine import check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "number"}}}
@@ -137,7 +137,7 @@ def test_a_tool_conversation_is_one_branch_of_the_engine_tokens(run_scenario, co
         }
         assert [call.finish_reason for call in calls] == ["tool_calls", "stop"]
         assert all(node.is_trainable for node in trace.nodes)
-        (prompt, ids, _), (continued, _, _) = scenario.engine.seen
+        (prompt, ids, _), (continued, _, _) = scenario.engine.samples
         assert continued[: len(prompt) + len(ids)] == prompt + ids
 
     run_scenario(list(SCRIPT), check)
@@ -149,7 +149,7 @@ def test_all_dialects_give_equal_tokens(run_scenario):
 
         async def check(scenario: Scenario, converse=converse) -> None:
             await converse(scenario, False)
-            prompts.append([prompt for prompt, _, _ in scenario.engine.seen])
+            prompts.append([prompt for prompt, _, _ in scenario.engine.samples])
 
         run_scenario(list(SCRIPT), check)
     assert prompts[0] == prompts[1] == prompts[2]

@@ -10,8 +10,8 @@ import pytest
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, ProviderError, RequestInvalid
 from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
-from tests.gateway.fake_client import FakeTokenClient, make_session, user_request
-from tests.gateway.fake_engine import TINY, check_tokens
+from tests.support.engine import TINY, ScriptedClient, check_tokens
+from tests.support.sessions import make_session, user_request
 
 SYSTEM, HELLO = Message("system", "Be brief."), Message("user", "hello")
 
@@ -103,9 +103,9 @@ def test_calls_of_other_models_are_recorded_but_not_trainable():
     asyncio.run(main())
 
 
-def _both(*clients: FakeTokenClient) -> FakeTokenClient:
-    both = FakeTokenClient([])
-    both.seen = [sample for token_client in clients for sample in token_client.seen]
+def _both(*clients: ScriptedClient) -> ScriptedClient:
+    both = ScriptedClient([])
+    both.samples = [sample for token_client in clients for sample in token_client.samples]
     return both
 
 
@@ -215,7 +215,7 @@ def test_in_training_a_client_can_only_lower_max_tokens():
         overrides = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "seed": 7}
         await session.generate(user_request("a", sampling_overrides=overrides | {"max_tokens": 5}))
         await session.generate(user_request("b", sampling_overrides=overrides | {"max_tokens": 500}))
-        for sampling, max_tokens in zip(token_client.asked, (5, 50)):
+        for sampling, max_tokens in zip(token_client.requests, (5, 50)):
             assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
             assert sampling.seed is None and sampling.max_tokens == max_tokens
 
@@ -235,7 +235,7 @@ def test_seeds_are_reproducible_and_differ_between_calls():
         await session.generate(user_request("a"))
         await session.generate(user_request("b", parent_node=reply.node))
         await session.generate(user_request("c"))
-        return [sampling.seed for sampling in token_client.asked]
+        return [sampling.seed for sampling in token_client.requests]
 
     seeds = asyncio.run(main())
     assert len(set(seeds)) == 4 and seeds == asyncio.run(main())
@@ -248,15 +248,15 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
         assert reply.message.text == "red, gr" and reply.finish_reason == "stop"
         node = session.trace.nodes[reply.node]
         sample = node.token_ids[slice(*node.sampled_span)]
-        prompt, ids, logprobs = token_client.seen[0]
+        prompt, ids, logprobs = token_client.samples[0]
         assert len(sample) < len(ids) and sample.tolist() == ids[: len(sample)]
         assert node.logprobs.tolist() == logprobs[: len(sample)]
         assert sum(run.count for run in node.versions) == len(sample)
         tokenizer = TINY.tokenizer
         assert "een" in tokenizer.decode(sample) and "een" not in tokenizer.decode(sample[:-1])
         await session.generate(user_request("go on", parent_node=reply.node))
-        assert token_client.seen[1][0][: len(prompt) + len(sample)] == prompt + ids[: len(sample)]
-        assert session.output_tokens == len(sample) + len(token_client.seen[1][1])
+        assert token_client.samples[1][0][: len(prompt) + len(sample)] == prompt + ids[: len(sample)]
+        assert session.output_tokens == len(sample) + len(token_client.samples[1][1])
 
     asyncio.run(main())
 
@@ -342,8 +342,8 @@ def test_a_temporary_failure_is_retried_and_recorded_once(monkeypatch):
     async def main():
         session, token_client = make_session([ProviderError("busy"), ProviderError("busy"), "one"])
         reply = await session.generate(user_request("a"))
-        assert reply.message.text == "one" and session.num_turns == 1 and len(token_client.asked) == 3
-        assert len({sampling.seed for sampling in token_client.asked}) == 1 and len(session.trace.nodes) == 2
+        assert reply.message.text == "one" and session.num_turns == 1 and len(token_client.requests) == 3
+        assert len({sampling.seed for sampling in token_client.requests}) == 1 and len(session.trace.nodes) == 2
 
     asyncio.run(main())
 
@@ -358,12 +358,12 @@ def test_a_sample_with_a_logprob_that_is_not_finite_is_retried(monkeypatch, logp
 
         async def generate_broken(*args, **fields):
             completion = await original_generate(*args, **fields)
-            completion.logprobs[-1] = logprob if len(token_client.asked) != 2 else -0.5
+            completion.logprobs[-1] = logprob if len(token_client.requests) != 2 else -0.5
             return completion
 
         token_client.generate = generate_broken
         await session.generate(user_request("hi"))
-        assert len(token_client.asked) == 2
+        assert len(token_client.requests) == 2
         session.max_retries = 0
         with pytest.raises(ProviderError, match=r"tiny gave logprob .* for token \d+ of its sample: not finite"):
             await session.generate(user_request("hi"))
@@ -382,7 +382,7 @@ def test_permanent_and_repeated_failures_are_raised(monkeypatch):
         for kind, calls in ((RequestInvalid, 1), (ProviderError, 4)):
             with pytest.raises(kind):
                 await session.generate(user_request("a"))
-            assert len(token_client.asked) == calls
+            assert len(token_client.requests) == calls
         assert session.num_turns == 0 and not len(session.trace.nodes)
         assert (await session.generate(user_request("a"))).message.text == "one" and not reasons(session.trace)
 
@@ -419,7 +419,7 @@ def test_an_unknown_parent_node_and_an_empty_request_are_refused():
 
 
 def test_a_token_id_beyond_the_vocabulary_is_a_provider_error():
-    class Odd(FakeTokenClient):
+    class Odd(ScriptedClient):
         async def generate(self, prompt, sampling, **options):
             completion = await super().generate(prompt, sampling, **options)
             return replace(completion, token_ids=np.append(completion.token_ids[:-1], np.int32(10**6)))

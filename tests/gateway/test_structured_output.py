@@ -23,11 +23,11 @@ from ramify.gateway.recorder import STRUCTURED_OUTPUT_REASON
 from ramify.model.resolve import resolve_model_path
 from ramify.render import ReplyConstraint
 from ramify.trace import Trace
-from tests.gateway.fake_client import make_session, user_request
-from tests.gateway.fake_engine import TINY, check_tokens
 from tests.gateway.scenario import Scenario
+from tests.support.engine import TINY, check_tokens
 from tests.support.models import build_core
 from tests.support.native_server import run_server
+from tests.support.sessions import make_session, user_request
 
 SCHEMA = {
     "type": "object",
@@ -156,7 +156,7 @@ def test_equal_messages_with_another_constraint_are_another_call():
         first = session.start_call(user_request("?", constraint=ReplyConstraint(SCHEMA)))
         second = session.start_call(user_request("?", constraint=ReplyConstraint({"const": 5}), retry_count=1))
         await asyncio.gather(first.wait(), second.wait())
-        grammars = [sampling.grammar for sampling in client.asked]
+        grammars = [sampling.grammar for sampling in client.requests]
         assert "red" in str(grammars[0]) and '"const": 5' in str(grammars[1])
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ import pytest
 from ramify.client import InferenceClient
 from ramify.gateway import Gateway, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.gateway.fake_engine import TINY
+from tests.support.engine import TINY
 
 pytestmark = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="starts an engine")
 

@@ -16,9 +16,8 @@ from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import run_attempt
 from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace, decode_trace, encode_trace
-from tests.gateway.fake_client import FakeTokenClient
-from tests.gateway.fake_engine import check_tokens
 from tests.rollout.helpers import TASK, OneTask, list_messages, load_env, tool_call
+from tests.support.engine import ScriptedClient, check_tokens
 from tests.support.renderers import renderer
 
 EXAMPLES = max(6, settings.default.max_examples // 6) if settings.default else 6
@@ -32,7 +31,7 @@ class Printing(OneTask):
         return "x" * length
 
 
-class Agent(FakeTokenClient):
+class Agent(ScriptedClient):
     """A policy that calls `echo` once per length, then answers; its summaries are numbered."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -47,14 +46,14 @@ class Agent(FakeTokenClient):
         return self.calls.pop(0) if self.calls else "done"
 
     def decode_prompts(self) -> list[str]:
-        return [self.renderer.tokenizer.decode(prompt) for prompt, _, _ in self.seen]
+        return [self.renderer.tokenizer.decode(prompt) for prompt, _, _ in self.samples]
 
 
 def is_summary_prompt(prompt: str) -> bool:
     return prompt.rpartition("<|im_start|>user")[2].strip().startswith(SUMMARY_REQUEST.text)
 
 
-def run_agent(client: FakeTokenClient, taskset: type[rf.Taskset] = Printing, **source: Any) -> Trace:
+def run_agent(client: ScriptedClient, taskset: type[rf.Taskset] = Printing, **source: Any) -> Trace:
     """Run one attempt and return its trace, as it is stored."""
 
     async def run() -> Trace:
@@ -108,7 +107,7 @@ def test_every_branch_starts_from_the_task_and_all_replies_are_trained(lengths, 
 
     # A conversation is compacted exactly when it reaches `compact_at`, but not before its first or the last turn.
     starts_branch = True
-    for index, (prompt, text) in enumerate(zip((prompt for prompt, _, _ in client.seen), client.decode_prompts())):
+    for index, (prompt, text) in enumerate(zip((prompt for prompt, _, _ in client.samples), client.decode_prompts())):
         is_summary, is_last_turn = is_summary_prompt(text), index + 1 == max_turns
         if not is_summary and not starts_branch and not is_last_turn:
             assert len(prompt) < compact_at
@@ -170,7 +169,7 @@ def test_tool_results_without_room_are_left_out_of_the_summary():
     assert messages[-3:] == [("tool", OMITTED_RESULT), ("user", SUMMARY_REQUEST.text), ("assistant", "summary 1")]
 
 
-class Reasoning(FakeTokenClient):
+class Reasoning(ScriptedClient):
     """A policy that reasons before each of five calls of `echo`, in the format of its model."""
 
     def __init__(self, model: str) -> None:

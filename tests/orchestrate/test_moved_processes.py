@@ -11,20 +11,19 @@ from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.status import build_status, list_waits
 from ramify.store.audit import audit
-from tests.envserver.engine import Instant, instant
+from ramify.trace.version import PolicyVersion
 from tests.envserver.helpers import wait_until
 from tests.orchestrate.test_run_context import ChangingRun
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 
 pytestmark = pytest.mark.process
 
 
-def start_engine(stack: contextlib.ExitStack) -> Instant:
-    engine = stack.enter_context(instant(late=0.05))
-    engine.version = engine.version._replace(policy="tiny", incarnation=0, step=0)
-    return engine
+def start_engine(stack: contextlib.ExitStack) -> ScriptedEngine:
+    return stack.enter_context(run_engine(ScriptedEngine(reply_cba, version=PolicyVersion("tiny"), delay=0.05)))
 
 
-async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: Instant) -> None:
+async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: ScriptedEngine) -> None:
     """Let the run sample, with each process at a new address than before."""
 
     async def sample_more(what: str) -> None:
@@ -38,7 +37,7 @@ async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: 
         write_addresses(run.config.path, {"inference": [new_engine.url], "env/train/words": env_addresses})
         await wait_until(lambda: len(run.sources["words"].servers.up_servers) == 2, "the second env server")
         await wait_until(lambda: list(run.client.versions) == [new_engine.url], "the new engine")
-        await wait_until(lambda: len(new_engine.asked) >= 4, "rollouts on the new engine")
+        await wait_until(lambda: len(new_engine.requests) >= 4, "rollouts on the new engine")
         metrics, servers = measure_env_servers(run), run.sources["words"].servers.servers
         assert metrics.keys() == {f"env_servers/words/127.0.0.1/{name}" for name in ("in_flight", "done", "lost")}
         assert metrics["env_servers/words/127.0.0.1/done"] == sum(server.num_done for server in servers)

@@ -11,7 +11,7 @@ from ramify.infer.config import NamedModelConfig
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.named_models import connect_model
 from ramify.render.tokenizer import Tokenizer
-from tests.client.fake import Fake
+from tests.support.engine import ScriptedEngine
 from tests.support.models import build_core, write_llama
 from tests.support.native_server import run_server
 
@@ -31,7 +31,7 @@ def test_another_tokenizer_is_refused(tmp_path):
         asyncio.run(connect(url, must_score=False))
 
 
-class TokenizingFake(Fake):
+class TokenizingFake(ScriptedEngine):
     """A fake engine with the tokenizer of a directory, which returns no logprobs of prompts."""
 
     directory = TINY
@@ -56,7 +56,7 @@ def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
 
 
 def test_a_chat_endpoint_is_refused_as_a_scorer():
-    class ChatFake(Fake):
+    class ChatFake(ScriptedEngine):
         def card(self) -> dict[str, object]:
             return {"id": "gpt", "owned_by": "openai"}
 
@@ -75,7 +75,7 @@ def test_an_absent_server_is_named():
 
 def test_a_server_that_does_not_tokenize_cannot_be_compared():
     async def check() -> None:
-        async with Fake() as fake:
+        async with ScriptedEngine() as fake:
             with pytest.raises(TokenizerMismatch, match=r"models.teacher: .* does not tokenize a text"):
                 await connect(fake.url)
 

@@ -19,9 +19,9 @@ from ramify.store import Ledger, RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import GroupState
 from ramify.wire import WireSettings
-from tests.envserver.engine import instant
 from tests.envserver.helpers import make_config, task, wait_until
 from tests.orchestrate.test_core import World, open_core
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.process
@@ -96,7 +96,7 @@ async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> No
 
 
 def test_attempts_of_a_replaced_env_server_count_once(tmp_path):
-    with RunStore.open(tmp_path / "run") as store, instant() as engine:
+    with RunStore.open(tmp_path / "run") as store, run_engine(ScriptedEngine(reply_cba)) as engine:
         ledger = Ledger.open(store)
         asyncio.run(run_with_cut_connection(engine.url, tmp_path, ledger))
         ended = [attempt for attempt in ledger.attempts() if attempt.state is not GroupState.ISSUED]

@@ -26,8 +26,9 @@ from ramify.store.audit import audit
 from ramify.store.environments import ACCEPT_CHANGES_KEY
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.summary import REVISION_KEY
-from tests.envserver.engine import instant
+from ramify.trace.version import PolicyVersion
 from tests.envserver.helpers import wait_until
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 
 pytestmark = pytest.mark.process
 
@@ -51,8 +52,7 @@ WORDS = " ".join(f"word-{number}" for number in range(6))
 
 @pytest.fixture(scope="module")
 def engine():
-    with instant() as engine:
-        engine.version = engine.version._replace(policy="tiny", incarnation=0, step=0)
+    with run_engine(ScriptedEngine(reply_cba, version=PolicyVersion("tiny"))) as engine:
         yield engine
 
 

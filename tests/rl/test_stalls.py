@@ -35,10 +35,9 @@ from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
-from tests.client.fake import Exchange, Fake, hang
-from tests.envserver.engine import Instant
 from tests.rl import environments
 from tests.source_lines import line_number
+from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba
 from tests.support.processes import find_free_port
 
 pytestmark = pytest.mark.run
@@ -49,23 +48,20 @@ REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does no
 TEST_TIMEOUT = 60.0  # seconds after which a stall was not detected
 
 
-class MeteredEngine(Instant):
+class MeteredEngine(ScriptedEngine):
     """An engine that reports the number of running calls."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.version = PolicyVersion("tiny", 0, 0)
+        super().__init__(reply_cba, version=PolicyVersion("tiny"))
         self.num_running = 0
 
     async def control(self, path: str, exchange: Exchange) -> None:
         if path != "/metrics":
             await super().control(path, exchange)
             return
-        text = f"ramify_running {self.num_running}\n".encode()
-        exchange.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
-        await exchange.writer.drain()
+        await exchange.reply(f"ramify_running {self.num_running}\n")
 
-    async def hold(self, _: Fake, exchange: Exchange) -> None:
+    async def hold(self, _: ScriptedEngine, exchange: Exchange) -> None:
         """Never finish a generation."""
         self.num_running += 1
         try:
@@ -88,7 +84,7 @@ class Stage:
             "address": more.pop("address", self.server.address),
             "curriculum": more.pop("curriculum", {}),
         }
-        self.engine.late = more.pop("reply_delay", 0.0)
+        self.engine.delay = more.pop("reply_delay", 0.0)
         config = {
             "name": name,
             "output": more.pop("output", self.home),
@@ -110,7 +106,7 @@ class Stage:
             orchestrator = Orchestrator(RunConfig.model_validate(config), on_status_address=on_status_address)
             return self.runner.run(orchestrator.run())
         finally:
-            self.engine.behaviour, self.engine.late = self._default_behaviour, 0.0
+            self.engine.behaviour, self.engine.delay = self._default_behaviour, 0.0
             self.gate.unlink(missing_ok=True)
             assert time.monotonic() - started_at < TEST_TIMEOUT
 

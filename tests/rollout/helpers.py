@@ -8,8 +8,7 @@ import ramify as rf
 from ramify.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
-from tests.gateway.fake_client import FakeTokenClient
-from tests.gateway.fake_engine import TINY
+from tests.support.engine import TINY, ScriptedClient
 
 TASK = rf.Task(prompt="go", answer="42", system="Be brief.")
 
@@ -32,7 +31,7 @@ def load_env(taskset: type[rf.Taskset], **source: Any) -> Environment:
 
 
 def scripted_policy(script) -> TokenPolicy:
-    return TokenPolicy(FakeTokenClient(script), TINY, "tiny")
+    return TokenPolicy(ScriptedClient(script), TINY, "tiny")
 
 
 def tool_call(name: str, **arguments: Any) -> str:

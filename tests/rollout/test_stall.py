@@ -19,9 +19,8 @@ from ramify.infer.config import EngineConfig, ModelConfig, ServeConfig, ServerCo
 from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
-from tests.client.fake import Exchange, Fake, hang
-from tests.gateway.fake_engine import TINY, FakeEngine
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env
+from tests.support.engine import TINY, Exchange, ScriptedEngine, hang
 
 pytestmark = pytest.mark.process
 
@@ -140,7 +139,7 @@ def test_engine_that_never_continues_is_a_system_failure(runner: asyncio.Runner,
     assert trace.rewards == {"letters": None}
 
 
-class CountingEngine(Fake):
+class CountingEngine(ScriptedEngine):
     """Never answers a generation; its step counter increases if `works`."""
 
     def __init__(self, *, works: bool) -> None:
@@ -151,9 +150,7 @@ class CountingEngine(Fake):
     async def control(self, path: str, exchange: Exchange) -> None:
         assert path == "/metrics"
         self.steps += self.works
-        text = f"ramify_steps_total {self.steps}\n".encode()
-        exchange.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
-        await exchange.writer.drain()
+        await exchange.reply(f"ramify_steps_total {self.steps}\n")
 
 
 @pytest.mark.parametrize(
@@ -171,8 +168,8 @@ def test_only_the_lost_request_is_sent_again():
     """The engine stops during the second call, longer than the harness timeout; the rollout is not started again."""
     phases: list[str] = []
 
-    async def main() -> tuple[Trace, FakeEngine]:
-        engine = FakeEngine(["one", "two"])
+    async def main() -> tuple[Trace, ScriptedEngine]:
+        engine = ScriptedEngine(["one", "two"])
 
         def on_progress(phase: str, _: Trace) -> None:
             phases.append(phase)
@@ -184,7 +181,7 @@ def test_only_the_lost_request_is_sent_again():
             rollout_task = asyncio.create_task(
                 run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
             )
-            while len(engine.asked) < 2:
+            while len(engine.requests) < 2:
                 await asyncio.sleep(0.005)
             await engine.__aexit__()
             await asyncio.wait([rollout_task], timeout=STALL_SECONDS)
@@ -197,7 +194,7 @@ def test_only_the_lost_request_is_sent_again():
     assert error_names(trace) == []
     assert phases.count("boot") == 1
     assert len(trace.sampled_nodes) == 2
-    first, lost, again = engine.asked
+    first, lost, again = engine.requests
     assert lost == again != first
 
 
@@ -209,7 +206,7 @@ def test_slow_stop_hook_counts_towards_the_harness_timeout():
             return True
 
     async def main() -> Trace:
-        async with FakeEngine(["one"]) as engine, policy_at(engine.url) as policy:
+        async with ScriptedEngine(["one"]) as engine, policy_at(engine.url) as policy:
             return await rollout(policy, Slow, harness={"timeout": 0.5})
 
     assert error_names(asyncio.run(asyncio.wait_for(main(), 60))) == ["RolloutDeadline"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ramify.env import plugin
 from ramify.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from tests.gateway.fake_client import FakeTokenClient
+from tests.support.engine import ScriptedClient
 from tests.support.renderers import renderer
 from tests.tasksets.scripted_agent import play
 
@@ -92,7 +92,7 @@ def test_reply_counts_once_when_the_template_rewrites_history(settings, before):
     env = Environment.load(SourceConfig(taskset=settings))
     task = next(env.iter_tasks())
     script = [f"<think>\nhm\n</think>\n\n{reply}" for reply in [*before, *env.taskset.gold(task)]]
-    policy = TokenPolicy(FakeTokenClient(script, qwen), qwen, "qwen")
+    policy = TokenPolicy(ScriptedClient(script, qwen), qwen, "qwen")
     (trace,) = asyncio.run(run_attempt(env, task, policy=policy, id="r1")).traces
     assert trace.metrics["render/breaks"] > 0 and len(trace.sampled_nodes) == len(script)
     assert trace.reward == 1
