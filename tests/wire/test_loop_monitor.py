@@ -1,6 +1,10 @@
 """Stacks of other threads."""
 
+import subprocess
+import sys
 import threading
+
+import pytest
 
 from ramify.wire.loop_monitor import format_thread_stack
 
@@ -51,15 +55,28 @@ def test_stacks_can_be_read_while_the_thread_runs():
     assert all("in run" in stack for stack in stacks)
 
 
-def test_stack_among_too_many_threads_is_reported_as_missing():
-    may_end = threading.Event()
-    threads = [threading.Thread(target=may_end.wait) for _ in range(120)]
-    for thread in threads:
-        thread.start()
-    try:
-        stack = format_thread_stack(threading.main_thread().ident or 0)
-    finally:
-        may_end.set()
+@pytest.mark.process
+def test_stacks_can_be_read_while_c_threads_enter_and_leave_python():
+    """A thread of a C library makes its thread state without the interpreter lock. A crash would end this process."""
+    script = """if True:
+        import ctypes, threading
+        from ramify.wire.loop_monitor import format_thread_stack
+
+        library = ctypes.CDLL(None)
+        enter_python = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+        may_end = threading.Event()
+
+        def start_threads():
+            thread = ctypes.c_ulong()
+            while not may_end.is_set():
+                if library.pthread_create(ctypes.byref(thread), None, enter_python, None) == 0:
+                    library.pthread_join(thread, None)
+
+        threads = [threading.Thread(target=start_threads) for _ in range(4)]
         for thread in threads:
-            thread.join()
-    assert "not available" in stack
+            thread.start()
+        for _ in range(5000):
+            assert "in <module>" in format_thread_stack(threading.main_thread().ident)
+        may_end.set()
+    """
+    assert subprocess.run([sys.executable, "-c", script], timeout=240).returncode == 0

@@ -1,16 +1,16 @@
 """Measures from another thread how long an event loop has been blocked, and by what."""
 
 import asyncio
-import faulthandler
 import linecache
-import re
-import tempfile
+import sys
 import threading
 import time
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import attrgetter, methodcaller
 
 TICK_INTERVAL = 0.1
 MAX_STACK_FRAMES = 25
-FRAME_PATTERN = re.compile(r'  File "(.*)", line (\d+) in .*')
+READ_FRAME = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 LAG_REPORT_THRESHOLD = 1.0  # seconds of lag above which a heartbeat carries the running task and its stack
 
 
@@ -56,22 +56,18 @@ class LoopMonitor:
 def format_thread_stack(thread_id: int, limit: int | None = None) -> str:
     """Return the stack of a thread, outermost frame first; "" if there is no such thread. `limit` keeps inner frames.
 
-    `faulthandler` reads all frames at once. Python code would release the interpreter lock between two frames, and the
-    thread would run on meanwhile: CPython 3.11 has crashed there.
+    The thread may be running. Python code would release the interpreter lock between two frames, and the thread would
+    run on and leave them; so one chain of C iterators reads all frames, and no bytecode runs meanwhile.
+    `sys._current_frames` holds the lock of the list of threads. `faulthandler`, which is made for processes that die,
+    does not: it crashes when a thread of a C library enters or leaves Python at that moment.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        sections = file.read().split("\n\n")
-    header = re.compile(rf"(Thread|Current thread) 0x0*{thread_id:x} ")
-    frames = [line for section in sections if header.match(section) for line in section.splitlines()[1:]]
-    if not frames and any(thread.ident == thread_id for thread in threading.enumerate()):
-        return "  (not available: faulthandler shows the newest 100 threads)\n"
-    return "".join(_format_frame(line) for line in reversed(frames[:limit]))
+    current_frames = sys._current_frames  # pyright: ignore[reportPrivateUsage] - documented all the same
+    innermost = islice(map(methodcaller("get", thread_id), iter(current_frames, None)), 1)
+    frames = takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr))
+    lines = list(map(READ_FRAME, islice(frames, limit)))
+    return "".join(_format_frame(*line) for line in reversed(lines))
 
 
-def _format_frame(line: str) -> str:
-    """Add the source to a line of `faulthandler`, such as `  File "env.py", line 7 in step`."""
-    match = FRAME_PATTERN.fullmatch(line)
-    source = linecache.getline(match[1], int(match[2])).strip() if match else ""
-    return f"{line}\n    {source}\n" if source else f"{line}\n"
+def _format_frame(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    return f'  File "{file}", line {line} in {function}\n' + (f"    {source}\n" if source else "")
