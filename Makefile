@@ -138,11 +138,12 @@ lint: style  ## style and types
 
 # Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
 # so it runs beside the tests.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores * 3 / 2 : 12)))
 test: style  ## style, types and the bounded tests
-	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n 3; tests=$$?; wait $$pyright && exit $$tests
+	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests; tests=$$?; wait $$pyright && exit $$tests
 
 test-full: env lint  ## the same tests with full counts
-	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600
+	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600 --run-limit 14400 tests
 
 test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }

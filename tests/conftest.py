@@ -1,4 +1,4 @@
-"""What all tests share: the sizes of properties, the environment of processes, and the order of the files.
+"""What all tests share: the sizes of properties, the environment of processes, and the plugins of `tests/support`.
 
 Properties have two sizes: `bounded` for each change, deterministic; `full` (RAMIFY_FULL=1) for a long search.
 """
@@ -11,6 +11,8 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = [f"tests.support.{name}" for name in ("tiers", "scheduling", "repeat", "run_limit")]
 
 # Slow data generation is judged by the clock, so that check would make the outcome depend on the machine.
 TIME_DEPENDENT_CHECKS = [HealthCheck.too_slow]
@@ -29,19 +31,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
 
-# Slow directories whose modules share what is expensive to start: a finished run, and a server that forks trainers.
-SHARED_FIXTURES = ("tests/rl/", "tests/train/")
-
 gc.disable()  # until the tests start: modules are not garbage
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `full`, and start the slowest directories first: other workers run the rest meanwhile."""
+    """Skip what is marked `full`."""
     for item in items:
         if (mark := item.get_closest_marker("full")) and not os.environ.get("RAMIFY_FULL"):
             reason = mark.args[0] if mark.args else "runs with RAMIFY_FULL=1"
             item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: not item.nodeid.startswith(SHARED_FIXTURES))
 
 
 def pytest_collection_finish():
@@ -50,20 +48,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Run each file, and each directory with shared fixtures, in one worker: its servers and runs are started once."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            shared = (directory for directory in SHARED_FIXTURES if nodeid.startswith(directory))
-            return next(shared, None) or super()._split_scope(nodeid)
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
