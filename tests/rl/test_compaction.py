@@ -23,6 +23,7 @@ RUNTIMES = ["local"] if find_unsupported_reason() else ["local", "sandbox"]
 NUM_DIGITS = 4
 STEPS, GROUP_SIZE, COMPACT_AT, SEQ_LEN = 2, 2, 560, 1000
 pytestmark = [
+    pytest.mark.run,
     pytest.mark.timeout(300),
     pytest.mark.full("a minute of two cores; tests/harness has the parts"),
 ]

@@ -25,6 +25,7 @@ from tests.support.runs import read_values, run_command
 MAX_TOKENS = 12
 DIALECTS = ("chat", "responses", "messages")
 pytestmark = [
+    pytest.mark.run,
     pytest.mark.timeout(300),
     pytest.mark.full("a minute of two cores; tests/gateway has the parts"),
 ]

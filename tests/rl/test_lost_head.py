@@ -20,6 +20,7 @@ from tests.support.processes import is_running
 from tests.support.runs import command, run_command, write_config
 
 pytestmark = [
+    pytest.mark.run,
     pytest.mark.full("minutes; tests/launch has the parts"),
     pytest.mark.timeout(1200),
 ]

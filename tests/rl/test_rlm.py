@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "wikispeedia" / "rl_rlm.toml"
 CODE = "parts = [llm('Say 1'), llm('Say 2'), *llm_batch(['Say 3', 'Say 4', 'Say 5'])]\nprint(parts)"
 NUM_CALLS = 5  # of llm in this code
 STEPS = 2
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full("runs of half a minute of two cores")]
+pytestmark = [pytest.mark.run, pytest.mark.timeout(600), pytest.mark.full("runs of half a minute of two cores")]
 CONFIG = f"""
 name = "run"
 max_steps = {STEPS}
