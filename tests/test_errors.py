@@ -100,6 +100,7 @@ def test_a_subclass_inherits_blame_and_retryable_and_has_its_own_name():
         raise round_trip(Failure.from_exception(RateLimited("429"))).to_exception()
 
 
+@pytest.mark.process
 def test_errors_imports_no_other_package_of_ramify():
     script = "import sys, ramify.errors; print(*[m for m in sys.modules if m.split('.')[0] == 'ramify'])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

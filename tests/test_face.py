@@ -24,6 +24,7 @@ def test_an_unknown_name_is_an_attribute_error():
         ramify.Rollout  # noqa: B018
 
 
+@pytest.mark.process
 def test_importing_ramify_loads_no_other_package():
     script = "import sys; before = set(sys.modules); import ramify; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
@@ -39,6 +40,7 @@ def test_the_public_api_has_what_environments_need():
     }
 
 
+@pytest.mark.process
 def test_writing_an_environment_loads_no_heavy_library():
     names = sorted(set(ramify.__all__) - {"evaluate", "rl", "sft"})
     script = f"import sys, ramify; [getattr(ramify, name) for name in {names}]; print(*sorted(sys.modules))"

@@ -61,6 +61,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.process
 def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup():
     command = [
         sys.executable,
@@ -97,6 +98,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.process
 def test_a_second_interrupt_cancels_the_cleanup():
     command = [sys.executable, "-c", INTERRUPTED_TWICE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50)

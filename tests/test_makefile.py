@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 RECORDER = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"

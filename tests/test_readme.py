@@ -69,6 +69,7 @@ def test_the_readme_shows_how_to_run_install_and_test():
     assert set(named) <= COMMANDS.keys()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("has_bwrap", [True, False])
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_commands_of_the_readme_find_their_files_and_arguments(has_bwrap, tmp_path, monkeypatch, capsys):

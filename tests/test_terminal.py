@@ -89,6 +89,7 @@ def run(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_commands_show_escape_sequences_as_text(run):
     rollouts = ["show", str(run)]
     commands = [rollouts, [*rollouts, "r0", "--full"], ["why", str(run)], ["metrics", str(run)], ["show", HOSTILE]]

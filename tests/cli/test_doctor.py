@@ -17,6 +17,8 @@ from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.processes.probe import run_probe
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from ramify.runtime import owner
 from ramify.runtime.owner import is_owner_alive, make_owner_name
 from tests.runtime.conftest import make_ended_owner_name
@@ -20,6 +22,7 @@ def test_name_of_this_process_is_in_use():
     assert is_owner_alive(make_owner_name("deadbeef"))
 
 
+@pytest.mark.process
 def test_process_that_has_ended_or_whose_id_is_in_use_again_is_not_alive():
     script = "from ramify.runtime.owner import make_owner_name; print(make_owner_name(7))"
     name = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -27,6 +30,7 @@ def test_process_that_has_ended_or_whose_id_is_in_use_again_is_not_alive():
     assert not is_owner_alive(make_ended_owner_name(0))
 
 
+@pytest.mark.process
 def test_zombie_has_ended():
     pid = os.fork()
     if pid == 0:

@@ -1,7 +1,11 @@
 """The REPL of the harness rlm works in every runtime."""
 
+import pytest
+
 from ramify.harness.repl import Repl, ReplSettings
 from tests.runtime.conftest import run_with_runtime
+
+pytestmark = pytest.mark.process
 
 
 async def answer_prompts(function, arguments):

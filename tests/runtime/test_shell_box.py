@@ -33,6 +33,7 @@ def test_complete_line_is_passed_on_at_once():
     assert passed == b"a line\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("cwd", "argv", "record", "status"),
     [
@@ -49,6 +50,7 @@ def test_shell_reports_how_a_program_started_and_ended(cwd, argv, record, status
     assert result.stderr.endswith(f"\x1e{MARKER} {record}\n")
 
 
+@pytest.mark.process
 def test_shell_changes_no_variable_of_the_program():
     names = ("marker", "cwd", "program", "file", "directory", "status", "line", "round")
     command = ["sh", "-c", SPAWN_SCRIPT, "sh", MARKER, "/", "", "env"]

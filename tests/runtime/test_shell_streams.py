@@ -26,6 +26,7 @@ class CountingProcess(ContainerProcess):
         super().feed(stream, data)
 
 
+@pytest.mark.process
 def test_container_program_waits_while_its_output_is_not_read():
     async def test():
         process = CountingProcess(LIMIT, None, interactive=True)

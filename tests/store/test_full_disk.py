@@ -11,6 +11,8 @@ from ramify.errors import StorageFull
 from ramify.store import RunStore
 from tests.support.traces import make_rollout, read_replies
 
+pytestmark = pytest.mark.process
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-+ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

@@ -163,6 +163,7 @@ HOLD = "import sys, pathlib; from ramify.store import RunStore; s = RunStore.ope
 )
 
 
+@pytest.mark.process
 def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=-1, stdout=-1, text=True)
     try:

@@ -46,6 +46,7 @@ def test_only_allowed_operations_are_used():
     assert not any(word in task.prompt for task in tasks for word in ("taken", "sold", "lost", "times", "shared"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [

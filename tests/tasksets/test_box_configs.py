@@ -57,6 +57,7 @@ def test_there_is_a_config_for_every_agent_and_dataset():
     assert names <= {file.stem for file in FILES}
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("plugin_check_in_process")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_config_passes_its_dry_run(file, files, tmp_path, capsys):

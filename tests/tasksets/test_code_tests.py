@@ -57,6 +57,7 @@ def test_last_code_block_counts():
     assert extract_code("x = 1") == "x = 1"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "count"),
     [
@@ -71,11 +72,13 @@ def test_assertions_pass_only_if_all_of_them_ran(code, count):
     assert passed(code, ASSERTIONS) == count
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("code", "count"), [(READS_INPUT, 2), ("print(4)", 1), ("raise SystemExit(0)", 0)])
 def test_pairs_compare_what_the_program_prints(code, count):
     assert passed(code, PAIRS) == count
 
 
+@pytest.mark.process
 def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_path):
     skip_unless_available("sandbox")
     row = {"prompt": "Double the number.", "code": READS_INPUT, "tests": [{"input": "3", "output": "6"}]}

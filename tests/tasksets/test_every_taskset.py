@@ -40,6 +40,7 @@ def split_text(id: str, task) -> str:
     return str({"alphabet-sort": getattr(task, "turns", ""), "wordle": task.answer}.get(id, task.prompt))
 
 
+@pytest.mark.process
 def test_tasks_do_not_depend_on_the_hash_seed():
     code = (
         "import json; from tests.tasksets.test_every_taskset import SIZES, load_first_tasks;"

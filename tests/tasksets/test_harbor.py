@@ -37,6 +37,7 @@ def append(file: Path, text: str) -> None:
     file.write_text(file.read_text() + text)
 
 
+@pytest.mark.process
 def test_folder_without_an_image_runs_end_to_end(box_kind):
     solved = work(TASKSET, kind=box_kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
     assert (solved.reward, solved.errors) == (1.0, [])
@@ -45,6 +46,7 @@ def test_folder_without_an_image_runs_end_to_end(box_kind):
     assert work(TASKSET, kind=box_kind).reward == 0.0
 
 
+@pytest.mark.process
 def test_programs_of_the_environment_can_be_run(folder):
     program = folder / "environment" / "hello.sh"
     program.write_text("#!/bin/sh\necho hello\n")
@@ -52,6 +54,7 @@ def test_programs_of_the_environment_can_be_run(folder):
     assert work({"id": "harbor", "path": str(folder)}, command="./hello.sh").info["command"] == [0, "hello\n"]
 
 
+@pytest.mark.process
 def test_solution_is_the_gold(box_kind):
     env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm_pool_size": 0}))
     result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
@@ -148,6 +151,7 @@ def test_size_that_cannot_be_read_is_refused_by_name(folder, setting):
         load_one(folder)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "reward"),
     [
@@ -166,6 +170,7 @@ def test_reward_is_what_the_script_wrote_and_never_its_exit_status(folder, scrip
     assert (trace.reward, trace.errors) == (reward, [])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("content", ["", "good", "nan", "[1]"])
 def test_reward_that_is_no_number_is_a_fault_of_the_environment(folder, content):
     (folder / "tests" / "test.sh").write_text(f"echo '{content}' > /logs/verifier/reward.txt\n")
@@ -173,12 +178,14 @@ def test_reward_that_is_no_number_is_a_fault_of_the_environment(folder, content)
     assert trace.reward is None and [error.name for error in trace.errors] == ["EnvironmentFault"]
 
 
+@pytest.mark.process
 def test_reward_file_that_the_tests_do_not_write_does_not_count(folder):
     (folder / "tests" / "test.sh").write_text("sh program.sh; echo 0 > /logs/verifier/reward.txt\n")
     forge = "echo '{\"reward\": 1}' > ../logs/verifier/reward.json\n"
     assert work({"id": "harbor", "path": str(folder)}, files={"program.sh": forge}).reward == 0.0
 
 
+@pytest.mark.process
 def test_every_test_function_must_report_that_it_passed():
     assert work(PYTEST, files=RIGHT).reward == 1.0
     unsolved = work(PYTEST, files={"counts.txt": "one.txt 3\ntwo.txt 2\n"})
@@ -194,6 +201,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_trick_does_not_pass_the_tests_of_pytest(attack):
     assert work(PYTEST, files=ATTACKS[attack]).reward == 0.0

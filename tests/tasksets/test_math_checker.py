@@ -8,6 +8,8 @@ import ramify as rf
 from ramify.tasksets.dataset import Dataset, DatasetConfig
 from ramify.tasksets.math_checker import MathChecker
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("math_verify", reason="the package math-verify is not installed")
 ENDLESS = "\\boxed{9^{9^{9^9}}}"
 

@@ -10,6 +10,8 @@ import pytest
 
 from ramify.tasksets.math_checker import MathChecker
 
+pytestmark = pytest.mark.process
+
 LIBRARY = """
 import os
 print("true")

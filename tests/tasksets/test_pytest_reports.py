@@ -7,6 +7,8 @@ from pathlib import PurePosixPath
 from ramify.tasksets.pytest_reports import PYTEST_PROGRAM, run_pytest
 from tests.runtime.conftest import run_with_runtime
 
+pytestmark = pytest.mark.process
+
 NUM_TESTS = 50
 NOISY_TESTS = f"""
 import os

@@ -77,6 +77,7 @@ def test_tasks_survive_serialization():
     assert [Repair.task_type.from_wire(task.to_wire()) for task in ALL_TASKS] == ALL_TASKS
 
 
+@pytest.mark.process
 def test_gold_file_scores_one_and_empty_change_zero(box_kind):
     solved = work(TASKSET, kind=box_kind, files={FILE: GOLD})
     assert (solved.reward, solved.metrics["passed_tests"], solved.errors) == (1.0, 1.0, [])
@@ -135,6 +136,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_trick_does_not_pass_the_tests(attack):
     trace = work(TASKSET | {"timeout": 1}, files=ATTACKS[attack])
@@ -142,6 +144,7 @@ def test_trick_does_not_pass_the_tests(attack):
     assert not trace.errors
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", ["rm -f *", "ln -sf /etc/passwd {}", "rm {0}; mkdir {0}"])
 def test_file_that_is_no_file_scores_zero(command):
     trace = work(TASKSET, command=command.format(FILE))
@@ -149,12 +152,14 @@ def test_file_that_is_no_file_scores_zero(command):
     assert FILE in trace.info["outputs"] or command.endswith("mkdir {0}")  # a directory is copied
 
 
+@pytest.mark.process
 def test_box_that_its_file_ends_scores_zero():
     skip_unless_available("sandbox")
     trace = work(TASKSET, kind="sandbox", files={FILE: "import os\nos.kill(-1, 9)\n"})
     assert trace.reward == 0.0
 
 
+@pytest.mark.process
 def test_box_of_the_agent_has_no_tests_no_gold_and_no_generator():
     skip_unless_available("sandbox")
     search = (
@@ -205,6 +210,7 @@ def test_isolation_is_required_on_request():
         work(TASKSET | {"requires": ["isolation"]})
 
 
+@pytest.mark.process
 def test_agent_with_a_shell_repairs_the_module():
     """The harness `bash` with scripted replies: the model reads the file, edits it and says so."""
     skip_unless_available("sandbox")

@@ -157,6 +157,7 @@ def test_taskset_scores_the_last_reply():
     assert played.metrics == {"exact": 0.0, "well_formed": 1.0}
 
 
+@pytest.mark.process
 def test_reversal_module_does_not_import_env():
     code = "import sys, ramify.tasksets.reversal; sys.exit('ramify.env' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -111,6 +111,7 @@ def run_agent(tmp_path, row=SWE_BENCH, **options):
     return work(write_rows(tmp_path, row), kind=LOCAL_IMAGES, **options)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
 def test_fix_scores_one_and_no_change_zero(tmp_path, row):
     solved = run_agent(tmp_path, row, files={"calc.py": FIXED})
@@ -126,12 +127,14 @@ def test_limits_of_tests_and_patch_are_within_those_of_their_phases(tmp_path):
     assert env.source.timeouts.finalize > DIFF_TIMEOUT
 
 
+@pytest.mark.process
 def test_wrong_fix_names_the_test(tmp_path):
     trace = run_agent(tmp_path, files={"calc.py": "def add(a, b):\n    return a * b\n"})
     assert trace.reward == 0.0
     assert trace.info["tests"]["unpassed"] == {"tests/test_calc.py::test_add": "failed"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
 def test_gold_patch_is_valid(tmp_path, row):
     source = SourceConfig(taskset=write_rows(tmp_path, row), runtime={"id": LOCAL_IMAGES})
@@ -140,6 +143,7 @@ def test_gold_patch_is_valid(tmp_path, row):
     assert (result.problem, result.reward) == (None, 1.0)
 
 
+@pytest.mark.process
 def test_agent_sees_no_history_and_no_tests(tmp_path):
     commands = ["log --all --oneline", "tag", "stash list", "reflog", "cat-file --batch-all-objects --batch-check"]
     command = "; ".join(f"git {command}" for command in commands) + "; ls -R"
@@ -149,6 +153,7 @@ def test_agent_sees_no_history_and_no_tests(tmp_path):
     assert output.count(" blob ") == 1  # the file with its bug; the fixed one is in no object
 
 
+@pytest.mark.process
 def test_committed_fix_counts(tmp_path):
     command = "sed -i 's/-/+/' calc.py; git -c user.name=a -c user.email=a@b commit -qam fix"
     assert run_agent(tmp_path, command=command).reward == 1.0
@@ -168,12 +173,14 @@ ATTACKS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_trick_does_not_resolve_the_issue(tmp_path, attack):
     trace = run_agent(tmp_path, files=ATTACKS[attack])
     assert (trace.reward, trace.errors) == (0.0, [])
 
 
+@pytest.mark.process
 def test_agent_without_a_repository_scores_zero(tmp_path):
     trace = run_agent(tmp_path, files={"calc.py": FIXED}, command="rm -rf .git")
     assert trace.reward == 0.0 and "there is no patch" in trace.info["tests"]["problem"]
@@ -256,6 +263,7 @@ def test_patch_keeps_only_changes_to_code():
     assert filter_patch(moved, ())[0] == ""
 
 
+@pytest.mark.process
 def test_patches_of_these_tests_apply(tmp_path):
     (tmp_path / "calc.py").write_text(BUGGY)
     for patch in (GOLD_PATCH, TEST_PATCH):
@@ -272,6 +280,7 @@ DISGUISED_PATCHES = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", DISGUISED_PATCHES)
 def test_patch_that_changes_a_protected_file_under_another_name_is_detected(name):
     async def test():

@@ -21,6 +21,7 @@ from tools.tiny.stages import STAGES, SftStage, build_sft_config, write_stage_da
 from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 
+@pytest.mark.process
 def test_corpus_does_not_import_torch():
     code = "import sys, tools.tiny.stages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 
 def run_command(*arguments):
     command = [sys.executable, "-m", "tools.tiny", *arguments]
