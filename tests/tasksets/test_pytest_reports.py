@@ -4,6 +4,8 @@ import shlex
 import sys
 from pathlib import PurePosixPath
 
+import pytest
+
 from ramify.tasksets.pytest_reports import PYTEST_PROGRAM, run_pytest
 from tests.runtime.conftest import run_with_runtime
 
