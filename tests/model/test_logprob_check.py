@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ramify.errors import ModelUnsupported
@@ -41,8 +41,16 @@ def test_trainer_rejects_layers_in_the_head(models, model_type):
         build_trainer(models[model_type], TrainerConfig(threads=1), SINGLE_RANK)
 
 
+class HeadLayerConfig(LlamaConfig):
+    """The config of a model type of its own: a class that is registered for Llama's config is not always used."""
+
+    model_type = "llama_with_head_layer"
+
+
 class LlamaWithHeadLayer(LlamaForCausalLM):
     """A Llama with one more layer in its head."""
+
+    config_class = HeadLayerConfig
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -54,16 +62,13 @@ class LlamaWithHeadLayer(LlamaForCausalLM):
 
 
 def test_trainer_rejects_differing_logprobs(tmp_path):
-    config = LlamaConfig(**SIZES)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
-    AutoModelForCausalLM.register(LlamaConfig, LlamaWithHeadLayer, exist_ok=True)
-    try:
-        LlamaWithHeadLayer(config).save_pretrained(tmp_path)
-        with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of check tokens differ by"):
-            load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
-    finally:
-        AutoModelForCausalLM.register(LlamaConfig, LlamaForCausalLM, exist_ok=True)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "llama")
+    load_policy(tmp_path / "llama", load_loss("dppo"), device=torch.device("cpu"))
+    AutoConfig.register(HeadLayerConfig.model_type, HeadLayerConfig, exist_ok=True)
+    AutoModelForCausalLM.register(HeadLayerConfig, LlamaWithHeadLayer, exist_ok=True)
+    LlamaWithHeadLayer(HeadLayerConfig(**SIZES)).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of check tokens differ by"):
+        load_policy(tmp_path / "other", load_loss("dppo"), device=torch.device("cpu"))
 
 
 def test_engine_rejects_other_position_numbering(models):

@@ -88,7 +88,11 @@ def write_random_model(model_type: str, directory: Path, **settings) -> Path:
     sizes = {key: value for key, value in RANDOM_MODEL_SIZES.items() if hasattr(defaults, key)}
     config = AutoConfig.for_model(model_type, **sizes, **settings)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for weight in model.parameters():
+        if weight.ndim > 1 and not weight.any():  # a router: each device would choose others of its equal experts
+            torch.nn.init.normal_(weight, std=0.02)
+    model.save_pretrained(directory)
     return directory
 
 
