@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from ramify.client import ClientConfig, InferenceClient
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
 from ramify.trace.version import PolicyVersion
@@ -27,7 +28,7 @@ def target(request, tmp_path_factory):
         asyncio.run(server.start())
         try:
             # Its front may lag far behind its engine, which samples a model this small in a millisecond a token.
-            yield VLLMTarget(server.url, *directories, max_model_len=4096, vocab=VOCAB, flight=3500, patience=240)
+            yield VLLMTarget(server.url, *directories, max_model_len=4096, vocab=VOCAB, flight=3500)
         finally:
             asyncio.run(server.close())
         return
@@ -40,6 +41,24 @@ def target(request, tmp_path_factory):
     )
     with run_server(core) as (url, _):
         yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
+
+
+@pytest.fixture
+async def http(target):
+    """An HTTP client of the server, which is left with the weights it started with."""
+    async with target.client() as client:
+        yield client
+        await target.resume(client)
+        await target.update(client, target.first)
+
+
+@pytest.fixture
+async def client(target):
+    """An `InferenceClient` of the server, which is left with the weights it started with."""
+    async with InferenceClient(target.url, ClientConfig(health_interval=0.5)) as client:
+        yield client
+        await client.resume()
+        await client.update_weights(target.first, PolicyVersion("llama", 0, 1))
 
 
 def vllm_config(home) -> VLLMConfig:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from ramify.client import ClientConfig, ClientSampling, InferenceClient
+from ramify.client import ClientSampling
 from ramify.errors import ContextOverflow, WeightsRefused
 from ramify.trace.version import PolicyVersion
 
@@ -16,59 +16,30 @@ CLOSE = 1e-3  # the two sets of weights are nats apart
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 
 
-@pytest.fixture
-def run(target):
-    """Run `test(client)`, and leave the server with the weights it started with."""
-
-    def runner(test):
-        async def main():
-            async with InferenceClient(target.url, ClientConfig(health_interval=0.5)) as client:
-                try:
-                    await test(client)
-                finally:
-                    await client.resume()
-                    await client.update_weights(target.first, FIRST)
-
-        asyncio.run(asyncio.wait_for(main(), target.patience))
-
-    return runner
+async def test_sampled_logprobs_equal_scored_logprobs(client):
+    done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
+    scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
+    assert done.token_ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish_reason == "length"
+    assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+    assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_runs] == [(*FIRST, 12)]
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 12)
 
 
-def test_sampled_logprobs_equal_scored_logprobs(run):
-    async def check(client):
-        done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
-        scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
-        assert done.token_ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish_reason == "length"
-        assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-        assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_runs] == [(*FIRST, 12)]
-        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 12)
-
-    run(check)
-
-
-def test_the_likeliest_tokens_of_a_prompt_are_in_order_and_have_its_logprobs(run):
-    async def check(client):
-        logprobs, top = await client.score_top(PROMPT, 5)
-        scored = await client.score(PROMPT)
-        assert logprobs[1:] == pytest.approx(scored[1:], abs=2e-4)
-        assert top.shape == (len(PROMPT), 5)
-        assert (np.diff(top["logprob"][1:], axis=1) <= 0).all()
-        for token, logprob, row in zip(PROMPT[1:], logprobs[1:], top[1:]):
-            expected = row["logprob"][row["token"] == token]
-            assert expected == pytest.approx(logprob, abs=2e-4) if len(expected) else logprob <= row["logprob"][-1]
-
-    run(check)
+async def test_the_likeliest_tokens_of_a_prompt_are_in_order_and_have_its_logprobs(client):
+    logprobs, top = await client.score_top(PROMPT, 5)
+    scored = await client.score(PROMPT)
+    assert logprobs[1:] == pytest.approx(scored[1:], abs=2e-4)
+    assert top.shape == (len(PROMPT), 5)
+    assert (np.diff(top["logprob"][1:], axis=1) <= 0).all()
+    for token, logprob, row in zip(PROMPT[1:], logprobs[1:], top[1:]):
+        expected = row["logprob"][row["token"] == token]
+        assert expected == pytest.approx(logprob, abs=2e-4) if len(expected) else logprob <= row["logprob"][-1]
 
 
-def test_a_second_turn_reuses_the_prefix_of_the_first(run):
-    async def check(client):
-        first = await client.generate(PROMPT * 20, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
-        second = await client.generate(
-            [*PROMPT * 20, *first.token_ids.tolist()], ClientSampling(max_tokens=1), session="b"
-        )
-        assert second.usage.cached_tokens >= 128
-
-    run(check)
+async def test_a_second_turn_reuses_the_prefix_of_the_first(client):
+    first = await client.generate(PROMPT * 20, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
+    second = await client.generate([*PROMPT * 20, *first.token_ids.tolist()], ClientSampling(max_tokens=1), session="b")
+    assert second.usage.cached_tokens >= 128
 
 
 async def sample_across_update(client, target, kv):
@@ -94,31 +65,27 @@ async def sample_across_update(client, target, kv):
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_every_token_has_the_version_that_sampled_it(run, target, kv):
+async def test_every_token_has_the_version_that_sampled_it(client, target, kv):
     """On both sides of the version change, the logprobs must be those of the reported version."""
-
-    async def check(client):
-        samples = await sample_across_update(client, target, kv)
-        for done in samples:
-            assert [run_.step for run_ in done.version_runs] == [1, 2]
-            assert sum(run_.count for run_ in done.version_runs) == target.flight
-        fresh = await client.generate(PROMPT, ClientSampling(max_tokens=12, ignore_eos=True))
-        assert [run_.step for run_ in fresh.version_runs] == [2]
-        scored = await client.score([*PROMPT, *fresh.token_ids.tolist()], cache_salt=f"unused {kv}")
-        assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-        new = [await score_sample(client, done, f"unused {kv}") for done in samples]
-        await client.update_weights(target.first, FIRST)
-        old = [await score_sample(client, done, f"unused {kv} again") for done in samples]
-        for done, by_old, by_new in zip(samples, old, new):
-            change = done.version_runs[0].count
-            before, after = slice(max(0, change - 8), change), slice(change, change + 8)
-            assert done.logprobs[before] == pytest.approx(by_old[before], abs=CLOSE)
-            assert done.logprobs[before] != pytest.approx(by_new[before], abs=CLOSE)
-            assert done.logprobs[after] != pytest.approx(by_old[after], abs=CLOSE)
-            if kv == "recompute":  # with `keep` the old keys and values are part of it
-                assert done.logprobs[after] == pytest.approx(by_new[after], abs=CLOSE)
-
-    run(check)
+    samples = await sample_across_update(client, target, kv)
+    for done in samples:
+        assert [run_.step for run_ in done.version_runs] == [1, 2]
+        assert sum(run_.count for run_ in done.version_runs) == target.flight
+    fresh = await client.generate(PROMPT, ClientSampling(max_tokens=12, ignore_eos=True))
+    assert [run_.step for run_ in fresh.version_runs] == [2]
+    scored = await client.score([*PROMPT, *fresh.token_ids.tolist()], cache_salt=f"unused {kv}")
+    assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+    new = [await score_sample(client, done, f"unused {kv}") for done in samples]
+    await client.update_weights(target.first, FIRST)
+    old = [await score_sample(client, done, f"unused {kv} again") for done in samples]
+    for done, by_old, by_new in zip(samples, old, new):
+        change = done.version_runs[0].count
+        before, after = slice(max(0, change - 8), change), slice(change, change + 8)
+        assert done.logprobs[before] == pytest.approx(by_old[before], abs=CLOSE)
+        assert done.logprobs[before] != pytest.approx(by_new[before], abs=CLOSE)
+        assert done.logprobs[after] != pytest.approx(by_old[after], abs=CLOSE)
+        if kv == "recompute":  # with `keep` the old keys and values are part of it
+            assert done.logprobs[after] == pytest.approx(by_new[after], abs=CLOSE)
 
 
 async def score_sample(client, done, salt):
@@ -126,24 +93,18 @@ async def score_sample(client, done, salt):
     return (await client.score([*PROMPT, *done.token_ids.tolist()], cache_salt=salt))[len(PROMPT) :]
 
 
-def test_a_paused_server_holds_requests_until_it_resumes(run):
-    async def check(client):
-        await client.pause()
-        call = asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=2)))
-        done, _ = await asyncio.wait([call], timeout=0.3)
-        assert not done
-        await client.resume()
-        assert (await call).token_ids.size >= 1  # the first token may be the last
-
-    run(check)
+async def test_a_paused_server_holds_requests_until_it_resumes(client):
+    await client.pause()
+    call = asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=2)))
+    done, _ = await asyncio.wait([call], timeout=0.3)
+    assert not done
+    await client.resume()
+    assert (await call).token_ids.size >= 1  # the first token may be the last
 
 
-def test_an_overlong_prompt_and_bad_weights_raise_named_failures(run, target, tmp_path):
-    async def check(client):
-        with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
-            await client.generate([5] * (target.max_model_len + 5), ClientSampling())
-        with pytest.raises(WeightsRefused):
-            await client.update_weights(tmp_path, SECOND)
-        assert client.versions == {target.url: FIRST}
-
-    run(check)
+async def test_an_overlong_prompt_and_bad_weights_raise_named_failures(client, target, tmp_path):
+    with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
+        await client.generate([5] * (target.max_model_len + 5), ClientSampling())
+    with pytest.raises(WeightsRefused):
+        await client.update_weights(tmp_path, SECOND)
+    assert client.versions == {target.url: FIRST}
