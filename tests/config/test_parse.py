@@ -1,7 +1,5 @@
 """Precedence: defaults, then files from left to right, then flags; a flag can set every key that a file can."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -244,17 +242,6 @@ def test_a_config_refuses_unknown_keys_in_python():
 
     with pytest.raises(ValueError, match="b"):
         Small(b=2)  # pyright: ignore[reportCallIssue]
-
-
-@pytest.mark.process
-def test_configuration_does_not_load_torch():
-    script = "import sys, ramify.config; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_every_problem_is_a_config_invalid():
-    with pytest.raises(ConfigInvalid):
-        parse(Run, [])
 
 
 def test_nul_characters_and_deep_tables_are_named(tmp_path):
