@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 
 from ramify.errors import ImageMissing, RequestInvalid
 from ramify.images import ProcessedImage
-from ramify.infer import images
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
@@ -101,6 +100,7 @@ def check_logprobs(
     assert (expected - torch.tensor(request.logprobs))[start:].abs().max() < CLOSE
 
 
+@pytest.mark.promise
 def test_logprobs_across_prefix_hits_and_split_images(world):
     family, _, models = world
     core = build_core(models[A], A, **SETTINGS)
@@ -207,63 +207,67 @@ def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, 
     assert core.counters.encoded_images == (1 if frozen else 2)
 
 
-def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world, monkeypatch):
-    monkeypatch.setattr(images, "USE_TIMEOUT", 0.0)
+def copy_image(image: ProcessedImage, name: str) -> ProcessedImage:
+    """Return the image under another hash."""
+    return ProcessedImage(name, image.family, image.arrays, image.grid, image.num_tokens)
+
+
+def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world):
     family, _, models = world
-    core = build_core(models[A], A, image_cache_mib=1, **SETTINGS)
+    image = process(family, b"one")
+    core = build_core(models[A], A, **SETTINGS)
+    core.uploaded_images = UploadedImages(core.model.tower, 2 * image.num_bytes, use_timeout=0.0)
     prompt = Prompt(Random(3), family, [b"one"])
     hash = prompt.references[0].hash
     with pytest.raises(ImageMissing, match=hash):
         submit(core, prompt)
     upload(core, family, [b"one"])
     request = submit(core, prompt, [5] * 30)
-    image = process(family, b"one")
-    for number in range(2 * (1 << 20) // image.num_bytes):  # fills the cache with other images
-        arrays = {**image.arrays}
-        core.get_uploaded_images().add(ProcessedImage(f"{number}", family, arrays, image.grid, image.num_tokens))
+    for number in range(3):  # fills the cache with other images
+        core.uploaded_images.add(copy_image(image, f"{number}"))
     with pytest.raises(ImageMissing, match=hash):
         submit(core, prompt)
     run(core, request)
     check_logprobs(family, models[A], request, prompt.images)
 
 
-def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(world):
+@pytest.fixture(scope="module")
+def tower_and_image(world):
     family, _, models = world
-    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
-    copies = [ProcessedImage(f"{n}", family, image.arrays, image.grid, image.num_tokens) for n in range(5)]
+    return build_core(models[A], A).model.tower, process(family, b"one")
+
+
+def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(tower_and_image):
+    tower, image = tower_and_image
     uploaded = UploadedImages(tower, 2 * image.num_bytes)
-    for copy in copies[:3]:
-        uploaded.add(copy)
+    for name in "012":
+        uploaded.add(copy_image(image, name))
     assert uploaded._find(["0", "1", "2"]).keys() == {"0", "1", "2"}
-    uploaded.add(copies[3])  # the others were used
+    uploaded.add(copy_image(image, "3"))  # the others were used
     with pytest.raises(ImageMissing) as raised:
         uploaded._find(["0", "1", "2", "3"])
     assert raised.value.hashes == ("0", "1")
     for number in range(9):  # images that nobody uses are bounded, too
-        uploaded.add(ProcessedImage(f"unused {number}", family, image.arrays, image.grid, image.num_tokens))
+        uploaded.add(copy_image(image, f"unused {number}"))
         assert len(uploaded._images) <= 4
 
 
-def test_images_that_are_not_used_soon_are_dropped(world, monkeypatch):
-    monkeypatch.setattr(images, "USE_TIMEOUT", 0.0)
-    family, _, models = world
-    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
-    uploaded = UploadedImages(tower, image.num_bytes)
-    for number in range(2):
-        uploaded.add(ProcessedImage(f"{number}", family, image.arrays, image.grid, image.num_tokens))
+def test_images_that_are_not_used_soon_are_dropped(tower_and_image):
+    tower, image = tower_and_image
+    uploaded = UploadedImages(tower, image.num_bytes, use_timeout=0.0)
+    for name in "01":
+        uploaded.add(copy_image(image, name))
     assert list(uploaded._images) == ["1"]
 
 
-def test_image_that_is_uploaded_again_is_kept_for_the_next_request(world):
-    family, _, models = world
-    tower, image = build_core(models[A], A).model.tower, process(family, b"one")
-    copies = [ProcessedImage(f"{n}", family, image.arrays, image.grid, image.num_tokens) for n in range(3)]
+def test_image_that_is_uploaded_again_is_kept_for_the_next_request(tower_and_image):
+    tower, image = tower_and_image
     uploaded = UploadedImages(tower, 2 * image.num_bytes)
-    for copy in copies[:2]:
-        uploaded.add(copy)
+    for name in "01":
+        uploaded.add(copy_image(image, name))
     uploaded._find(["0", "1"])
-    uploaded.add(copies[0])
-    uploaded.add(copies[2])
+    for name in "02":
+        uploaded.add(copy_image(image, name))
     assert list(uploaded._images) == ["0", "2"]
 
 
@@ -272,17 +276,12 @@ def test_wrong_images_are_refused_when_they_arrive(world):
     core = build_core(models[A], A)
     image = process(family, b"one")
     uploaded = core.get_uploaded_images()
+    pixels = {"pixel_values": image.arrays["pixel_values"][:, :1]}
     wrong = [
         ProcessedImage(image.hash, "other", image.arrays, image.grid, image.num_tokens),
         ProcessedImage(image.hash, family, {}, image.grid, image.num_tokens),
         ProcessedImage(image.hash, family, image.arrays, image.grid, image.num_tokens + 1),
-        ProcessedImage(
-            image.hash,
-            family,
-            {**image.arrays, "pixel_values": image.arrays["pixel_values"][:, :1]},
-            image.grid,
-            image.num_tokens,
-        ),
+        ProcessedImage(image.hash, family, image.arrays | pixels, image.grid, image.num_tokens),
     ]
     for item in wrong:
         with pytest.raises(RequestInvalid):
@@ -314,17 +313,10 @@ def test_batch_invariant_mode_reads_images(world):
     core = build_core(models[A], A, batch_invariant=True, max_num_batched_tokens=16)
     upload(core, family, [b"one", b"two"])
     prompts = [Prompt(Random(seed), family, [b"one", b"two"]) for seed in range(2)]
-    alone = run(
-        core,
-        core.create_request(
-            prompts[0].ids, SamplingParams(seed=1, logit_bias=NO_MARKERS), images=prompts[0].references
-        ),
-    )[0]
+    params = SamplingParams(seed=1, max_tokens=6, logit_bias=NO_MARKERS)
+    alone, *_ = run(core, core.create_request(prompts[0].ids, params, images=prompts[0].references))
     core.pool.reset_prefix_cache([])
-    requests = [
-        core.create_request(p.ids, SamplingParams(seed=1, logit_bias=NO_MARKERS), images=p.references) for p in prompts
-    ]
-    together = run(core, *requests)[0]
+    together, *_ = run(core, *(core.create_request(p.ids, params, images=p.references) for p in prompts))
     assert alone.logprobs == together.logprobs
     check_logprobs(family, models[A], alone, prompts[0].images)
 

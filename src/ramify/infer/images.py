@@ -53,12 +53,12 @@ class EngineImage:
 class UploadedImages:
     """Processed images by hash. When they exceed `max_bytes`, the least recently used are dropped. Thread-safe.
 
-    An image that was not used since its last upload is kept for USE_TIMEOUT, as long as all images together stay below
-    twice `max_bytes`: the request that it was uploaded for is about to be sent.
+    An image that was not used since its last upload is kept for `use_timeout`, as long as all images together stay
+    below twice `max_bytes`: the request that it was uploaded for is about to be sent.
     """
 
-    def __init__(self, tower: VisionTower, max_bytes: int) -> None:
-        self._tower, self._max_bytes = tower, max_bytes
+    def __init__(self, tower: VisionTower, max_bytes: int, use_timeout: float = USE_TIMEOUT) -> None:
+        self._tower, self._max_bytes, self._use_timeout = tower, max_bytes, use_timeout
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._unused_since: dict[str, float] = {}  # monotonic time of the last upload, of images not used since
         self._num_bytes = 0
@@ -103,7 +103,7 @@ class UploadedImages:
         return tuple(prompt_images)
 
     def _is_reserved(self, hash: str) -> bool:
-        return time.monotonic() - self._unused_since.get(hash, -math.inf) < USE_TIMEOUT
+        return time.monotonic() - self._unused_since.get(hash, -math.inf) < self._use_timeout
 
     def _evict(self, may_drop: Callable[[str], bool], max_bytes: int) -> None:
         """Drop images that may be dropped, the least recently used first, until `max_bytes` are left."""
