@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -44,25 +45,33 @@ EXERCISED_BY = {
     "qwen3_next": [*EXERCISED, "snapshots", "snapshot_hits", "snapshot_evictions"],
 }
 WRITERS = {"llama": write_llama, "qwen3_next": write_qwen3_next}
-only_llama = pytest.mark.parametrize("world", ["llama"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=WRITERS)
-def world(request, tmp_path_factory):
-    """Two published versions, and their transformers models in float32 and in DTYPE."""
-    directory = tmp_path_factory.mktemp("models")
+def build_world(name: str, directory: Path):
+    """Publish two versions; return them, and their transformers models in float32 and in DTYPE."""
     published, models, rounded = {}, {}, {}
     for version, seed in ((A, 1), (B, 2)):
-        source = WRITERS[request.param](directory / f"source-{seed}", seed)
+        source = WRITERS[name](directory / f"source-{seed}", seed)
         published[version] = publish_as(directory / f"v{version.step}", source, version)
         models[version], rounded[version] = reference(source), reference(source, DTYPE)
     return published, models, rounded
 
 
 @pytest.fixture(scope="module")
-def cores(world):
+def world(tmp_path_factory):
+    return build_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def each_world(request, world, tmp_path_factory):
+    """The world of each model: a Llama, and one with recurrent layers and experts."""
+    return world if request.param == "llama" else build_world(request.param, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def cores(each_world):
     """Cores with a small cache, 30 blocks of 4 tokens, so that requests compete for it."""
-    published, _, _ = world
+    published, _, _ = each_world
     settings = {"kv_cache_tokens": 120, "max_running_requests": 6, "max_num_batched_tokens": 24, "dtype": DTYPE}
     settings["state_snapshots"] = 8
     return {fused: build_core(published[A], A, fused_ops=fused, **settings) for fused in (True, False)}
@@ -168,9 +177,10 @@ actions = st.one_of(
 SHARED_BURST = [([5] * 30 + [seed], 1.0, 20, "") for seed in range(4)]
 
 
-def test_logprobs_equal_those_of_transformers(world, cores, monkeypatch):
+@pytest.mark.promise
+def test_logprobs_equal_those_of_transformers(each_world, cores, monkeypatch):
     monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)  # prompts are short here
-    published, models, rounded = world
+    published, models, rounded = each_world
     totals: Counter[str] = Counter()
     engine_errors: list[float] = []
     transformers_errors: list[float] = []
@@ -248,20 +258,20 @@ def restore_threads():
     torch.set_num_threads(threads)
 
 
-@only_llama
 @pytest.mark.parametrize(
     ("tokens", "dtype", "threads"),
-    [(32, "float32", 1), (80, "float32", 1), (80, "float32", 2), (32, "bfloat16", 1)],
+    [(32, "float32", 1), (80, "float32", 2), (32, "bfloat16", 1)],
 )
+@pytest.mark.promise
 def test_batch_invariant_mode_gives_the_same_bits_in_any_batch(world, tokens, dtype, threads, restore_threads):
     """The steps have fewer and more tokens than the operators in C compute at once."""
     torch.set_num_threads(threads)
     core = build_core(
         world[0][A], A, kv_cache_tokens=2048, batch_invariant=True, max_num_batched_tokens=tokens, dtype=dtype
     )
-    (alone,) = run(core, build_request(core, range(3, 90)))
-    others = [build_request(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
-    *_, batched = run(core, *others, build_request(core, range(3, 90)))
+    (alone,) = run(core, build_request(core, range(3, 90), max_tokens=6))
+    others = [build_request(core, range(5, 5 + 3 * size), seed=size, max_tokens=6) for size in range(1, 12, 2)]
+    *_, batched = run(core, *others, build_request(core, range(3, 90), max_tokens=6))
     assert (sampled_ids(alone), alone.logprobs) == (sampled_ids(batched), batched.logprobs)
     assert core.counters.prefix_hit_tokens > 0  # the second time the prompt came from the cache
     assert core.counters.prefill_chunks > 0
@@ -272,7 +282,6 @@ def two_threads(restore_threads):
     torch.set_num_threads(2)
 
 
-@only_llama
 @pytest.mark.usefixtures("two_threads")
 def test_fused_bfloat16_is_as_exact_as_the_models_own_code(world):
     published, models, _ = world
@@ -289,13 +298,6 @@ def test_fused_bfloat16_is_as_exact_as_the_models_own_code(world):
     assert mean(errors[True]) < 1.5 * mean(errors[False])
 
 
-def test_seeds_differ_and_no_seed_is_random(core):
-    first, second, third, fourth = run(
-        core, *(build_request(core, range(3, 9), seed=seed, max_tokens=40) for seed in (1, 2, None, None))
-    )
-    assert len({tuple(sampled_ids(request)) for request in (first, second, third, fourth)}) == 4
-
-
 def test_noise_is_uniform_and_depends_on_seed_and_position():
     noise = uniform_noise([seed for seed in range(100) for _ in range(100)], list(range(100)) * 100)
     assert len(set(noise.tolist())) == 10_000
@@ -304,7 +306,6 @@ def test_noise_is_uniform_and_depends_on_seed_and_position():
     assert noise.min() >= 0 and noise.max() < 1
 
 
-@only_llama
 def test_sampled_frequencies_follow_the_distribution(world):
     published, models, _ = world
     core = build_core(
@@ -313,16 +314,16 @@ def test_sampled_frequencies_follow_the_distribution(world):
         kv_cache_tokens=8192,
         max_running_requests=64,
         max_num_batched_tokens=512,
-        max_queued_requests=4000,
+        max_queued_requests=2000,
     )
     prompt, temperature = [5, 9, 31], 1.5
     requests = run(
-        core, *(build_request(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000))
+        core, *(build_request(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(2000))
     )
     expected = scores(models[A], prompt, temperature)[-1].exp()
     counts = torch.bincount(torch.tensor([sampled_ids(request)[0] for request in requests]), minlength=VOCAB)
-    likely = expected > 5 / 4000
-    chi = ((counts - 4000 * expected) ** 2 / (4000 * expected))[likely].sum() / likely.sum()
+    likely = expected > 5 / 2000
+    chi = ((counts - 2000 * expected) ** 2 / (2000 * expected))[likely].sum() / likely.sum()
     assert chi < 1.6
 
 
@@ -352,13 +353,6 @@ def test_filters_limit_tokens_but_not_logprobs(world, core, sampling, allowed):
 def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
     values, order = probabilities.sort(descending=True)
     return set(order[(values.cumsum(-1) - values) < mass].tolist())
-
-
-def test_filters_keep_the_likeliest_token(core):
-    (greedy, narrow) = run(
-        core, build_request(core, [4, 8, 15], temperature=0.0), build_request(core, [4, 8, 15], top_p=1e-300)
-    )
-    assert sampled_ids(narrow) == sampled_ids(greedy)
 
 
 def test_filters_biases_and_top_logprobs_of_one_batch_are_each_requests_own(core):
@@ -398,8 +392,8 @@ def test_stop_id_ends_the_reply_and_is_part_of_it(core):
     assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
 
 
-def test_prompt_logprobs_cover_a_chunked_prompt(world):
-    published, models, _ = world
+def test_prompt_logprobs_cover_a_chunked_prompt(each_world):
+    published, models, _ = each_world
     core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
     prompt = [(5 * index) % VOCAB for index in range(100)]
     for _ in range(2):  # the second time the prompt is cached
@@ -410,8 +404,8 @@ def test_prompt_logprobs_cover_a_chunked_prompt(world):
         assert request.prompt_logprobs[1:] == pytest.approx(exact, abs=CLOSE)
 
 
-def test_logprobs_start_keeps_the_cached_prefix_before_it(world):
-    published, models, _ = world
+def test_logprobs_start_keeps_the_cached_prefix_before_it(each_world):
+    published, models, _ = each_world
     core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
     prompt = [(5 * index) % VOCAB for index in range(100)]
     run(core, build_request(core, prompt))
@@ -498,9 +492,9 @@ def test_shared_prompt_is_computed_once(world):
 
 
 @pytest.mark.parametrize("budget", [16, 256])
-def test_recompute_computes_each_shared_block_once(world, budget):
+def test_recompute_computes_each_shared_block_once(each_world, budget):
     """Two groups of eight requests with common prompts."""
-    published, _, _ = world
+    published, _, _ = each_world
     core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=budget)
     prompts = [[(step * index) % VOCAB for index in range(length)] for step, length in ((3, 41), (5, 30))]
     requests = [build_request(core, prompt, seed=seed, max_tokens=24) for prompt in prompts for seed in range(8)]
@@ -523,11 +517,11 @@ def test_recompute_computes_each_shared_block_once(world, budget):
     assert core.counters.duplicate_blocks == duplicates  # some requests sampled the same tokens before the swap
 
 
-def test_blocks_of_one_token(world, core):
-    small = build_core(world[0][A], A, kv_cache_tokens=512, block_size=1)
+def test_blocks_of_one_token(each_world):
     inputs = [(range(3, 12), 1), (range(3, 9), 2)]
+    small, usual = (build_core(each_world[0][A], A, kv_cache_tokens=512, block_size=size) for size in (1, 4))
     actual, expected = (
-        run(engine, *(build_request(engine, prompt, seed=seed) for prompt, seed in inputs)) for engine in (small, core)
+        run(engine, *(build_request(engine, prompt, seed=seed) for prompt, seed in inputs)) for engine in (small, usual)
     )
     assert [sampled_ids(request) for request in actual] == [sampled_ids(request) for request in expected]
     assert small.counters.prefix_hit_tokens >= (0 if small.model.state_specs else 5)
