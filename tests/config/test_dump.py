@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.config import Config, dry_run, dump_toml, parse, pop_flags, write_toml
@@ -55,6 +55,7 @@ runs = st.builds(
 )
 
 
+@settings(max_examples=settings().max_examples // 2)  # large ones
 @given(config=runs)
 def test_the_written_config_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / f"run-{os.getpid()}.toml"

@@ -63,8 +63,7 @@ def run_layer(config: PretrainedConfig, dtype: torch.dtype, replacements: list[i
     """
 
     def backend(graph: fx.GraphModule, _: list[Any]) -> Any:
-        if replacements is not None:
-            replacements.append(apply_rewrites(graph, config))
+        replacements.append(apply_rewrites(graph, config))
         return graph.forward
 
     torch.manual_seed(0)
@@ -72,8 +71,9 @@ def run_layer(config: PretrainedConfig, dtype: torch.dtype, replacements: list[i
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     layer = model.model.layers[0]
-    torch._dynamo.reset()
-    layer.compile(backend=backend, dynamic=False)
+    if replacements is not None:
+        torch._dynamo.reset()
+        layer.compile(backend=backend, dynamic=False)
     ids = torch.arange(TOKENS, device=DEVICE)[None]
     output = model.model(input_ids=ids, position_ids=ids, use_cache=False, tree_mask=causal_mask(DEVICE))
     hidden = output.last_hidden_state
