@@ -23,16 +23,21 @@ from .env.user import ModelUser as ModelUser
 from .evals import evaluate as evaluate
 from .harness import Harness as Harness
 from .harness import HarnessConfig as HarnessConfig
+from .infer import LLM as LLM
+from .infer import Sample as Sample
 from .launch import rl as rl
 from .orchestrate.algorithms import Algorithm as Algorithm
 from .orchestrate.algorithms import AlgorithmConfig as AlgorithmConfig
 from .orchestrate.filters import Filter as Filter
 from .orchestrate.filters import FilterConfig as FilterConfig
+from .trace import AnnotatedTrace as AnnotatedTrace
 from .trace import Annotation as Annotation
 from .trace import Branch as Branch
 from .trace import Message as Message
 from .trace import ToolCall as ToolCall
 from .trace import Trace as Trace
+from .trace import build_forest as build_forest
+from .train import load_policy as load_policy
 from .train.sft import sft as sft
 
 __version__: str

@@ -4,6 +4,8 @@ from .config import ServeConfig as ServeConfig
 from .config import ServerConfig as ServerConfig
 from .config import VLLMConfig as VLLMConfig
 from .engine import Engine as Engine
+from .llm import LLM as LLM
+from .llm import Sample as Sample
 from .request import RequestOutput as RequestOutput
 from .request import SamplingParams as SamplingParams
 from .vllm_server import VLLMServer as VLLMServer

@@ -91,8 +91,8 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     return shapes
 
 
-def check_same_tensors(directory: Path, actual: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    """Raise WeightsRefused unless the tensors of `directory` have the names and shapes of the model's."""
+def check_same_tensors(source: Path | str, actual: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    """Raise WeightsRefused unless the tensors of `source` have the names and shapes of the model's."""
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
     problems = [
         f"{len(names)} {problem} ({', '.join(names[:3])})"
@@ -102,7 +102,7 @@ def check_same_tensors(directory: Path, actual: Mapping[str, Shape], expected: M
     differing = [name for name in expected if name in actual and actual[name] != expected[name]]
     problems += [f"{name} has shape {actual[name]}, the model {expected[name]}" for name in differing[:1]]
     if problems:
-        raise WeightsRefused(f"{directory} does not fit the model: {'; '.join(problems)}")
+        raise WeightsRefused(f"{source} does not fit the model: {'; '.join(problems)}")
 
 
 def _read_safetensors_header(path: Path) -> dict[str, Shape]:

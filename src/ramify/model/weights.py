@@ -135,6 +135,14 @@ def stage_weights(directory: Path, module: Any) -> StagedWeights:
     return StagedWeights(manifest.version, _stage_tensors(tensors, model_tensors))
 
 
+def get_tensors_for(module: Any, source: Any) -> dict[str, Tensor]:
+    """Return the tensors of the model `source` that make up a version of `module`. Raises WeightsRefused."""
+    tensors, targets = get_untied_tensors(source), get_untied_tensors(module)
+    shapes, expected = ({name: list(item.shape) for name, item in table.items()} for table in (tensors, targets))
+    check_same_tensors(type(source).__name__, shapes, expected)
+    return tensors
+
+
 def _stage_tensors(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy the tensors for their targets, so that `apply_weights` reads no file.
 

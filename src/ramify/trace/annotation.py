@@ -57,7 +57,9 @@ class Annotation:
 class AnnotatedTrace:
     """A trace with the annotations of all its trained nodes.
 
-    The trainer computes logprobs at `temperature`, which must be that of the sampler.
+    - `trace`, `annotations`: the trace, and an annotation for each trained node of it.
+    - `temperature`: the sampler's temperature, at which the trainer computes logprobs too.
+    - `env`: the name of the source, by which metrics are reported.
     """
 
     trace: Trace

@@ -5,6 +5,7 @@ that, because it gathers weights when a module is entered and frees them when it
 model in one place.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,14 +21,15 @@ from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
+from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
-from ramify.train.batch import START_REFERENCE_COUNT
+from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
 from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.lora import disable_adapters
-from ramify.train.losses import LossFunction, ce, kl, ref_kl
+from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
 
@@ -95,6 +97,17 @@ class PolicyModel(nn.Module):
             reference = reference.where(reference != START_LOGPROB, logprob)
             head_inputs.all_entries = replace(head_inputs.all_entries, reference_logprob=reference)
 
+    def compute_entries(self, forest: Forest) -> Entries:
+        """Return the entries of a forest that the policy gradient trains, for a loss that is written by hand.
+
+        The forest is computed as one pack; `pack_forests` divides one that does not fit into memory. Raises
+        ModelUnsupported for a forest with images.
+        """
+        (pack,) = pack_forests([forest], sys.maxsize, self.layout)
+        device = next(self.parameters()).device
+        inputs = build_model_inputs(pack, layout=self.layout, device=device, sliding_windows=self.sliding_windows)
+        return inputs.head_inputs.select_entries("rl", self.compute_logprobs(inputs)[0])
+
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the logprob and the entropy of every entry; for a pack without entries, those of its padding pairs."""
         return self._run_model(inputs)[:2]
@@ -139,23 +152,31 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(
-    path: Path, rl_loss: LossFunction, *, device: torch.device, activation_checkpointing: bool = False
+    model: str | Path,
+    rl_loss: LossFunction = dppo,
+    *,
+    device: torch.device | str | None = None,
+    activation_checkpointing: bool = False,
 ) -> PolicyModel:
-    """Load the policy from a Hugging Face directory, in float32; `MasterWeights` casts it to its compute dtype.
+    """Load a model to train, in float32; `MasterWeights` casts it to its compute dtype.
+
+    `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is the policy gradient that calling the
+    policy computes; `device` is by default a GPU if there is one; `activation_checkpointing` saves memory and costs
+    time.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
     every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
     """
+    path = model if isinstance(model, Path) else fetch_model(model)
     config = load_config(path)
     layout = choose_pack_layout(config)
     logging.disable_progress_bar()
-    model = load_hf_model(path, config, torch.float32, get_attention_name(layout))
-    policy = PolicyModel(model, layout, rl_loss)
+    policy = PolicyModel(load_hf_model(path, config, torch.float32, get_attention_name(layout)), layout, rl_loss)
     _check_agreement(policy)
-    policy.to(device)
+    policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if activation_checkpointing:
         contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     return policy
 
 
