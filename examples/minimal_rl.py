@@ -45,7 +45,8 @@ def main() -> tuple[float, float]:
     print(f"held-out reward before training: {score_before:.3f}")
 
     for step in range(NUM_STEPS):
-        tasks = train_tasks[step * GROUPS_PER_STEP : (step + 1) * GROUPS_PER_STEP]
+        first = step * GROUPS_PER_STEP % len(train_tasks)
+        tasks = train_tasks[first : first + GROUPS_PER_STEP]
         prompts = [build_prompt(task) for task in tasks]
 
         # 1. Sampling: [tasks][GROUP_SIZE] samples, each with its text, token ids, logprobs and trace.
@@ -98,7 +99,7 @@ def annotate(trace: rf.Trace, advantage: float) -> rf.AnnotatedTrace:
 
 def compute_policy_gradient_loss(entries: Entries) -> torch.Tensor:
     """Return PPO's clipped objective as a loss: the mean over all sampled tokens, which `entries` has as columns."""
-    # Sampler and trainer are different programs, and off-policy data may be old: weigh each token by π / π_sampler.
+    # π / π_sampler: the engine computes logprobs with other code, and you may take several optimizer steps per forest.
     ratio = (entries.logprob - entries.sampler_logprob).exp()
     clipped_ratio = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     # The minimum is pessimistic: no gradient flows once a token has moved far enough in the direction of its advantage.
