@@ -52,7 +52,8 @@ def test_a_run_is_read_while_it_is_written_killed_and_continued(tmp_path):
                 RunStore.open(path)
         finally:
             writer.kill()
-            rest = writer.communicate(timeout=DEADLINE)[0].split()
+            rest = writer.stdout.read().split()  # not `communicate`, which misses lines that are buffered here
+            writer.wait(DEADLINE)
         written = 1 + max([number, *map(int, rest)])
         queries.wait_for_index("run", DEADLINE)
         run = queries.get_run("run")
