@@ -123,12 +123,6 @@ def test_runtime_of_a_run_that_did_not_store_it_is_not_compared(environment, eva
         evaluate(environment())
 
 
-def test_changed_reward_is_refused_when_rollouts_are_missing(environment, evaluate):
-    evaluate(environment())
-    with pytest.raises(EnvironmentChanged, match=r"words\.py has changed"):
-        evaluate(environment(reward="0.5"), num_tasks=4)
-
-
 def test_module_next_to_the_environment_is_part_of_it(environment, evaluate, tmp_path):
     path = environment()
     evaluate(path)

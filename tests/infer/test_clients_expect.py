@@ -109,69 +109,43 @@ def test_prompt_logprobs_are_returned_on_request(http):
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-USER = [{"role": "user", "content": "x"}]
+USER, FAILING = ([{"role": "user", "content": text}] for text in ("x", "fail"))
 DEEP = b'{"prompt": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"]}"
 )
 
 
+STREAMED = {"prompt": "x", "stream": True}
+INVALID_REQUESTS = [
+    ("/v1/completions", DEEP, "nested"),
+    ("/v1/chat/completions", DEEP_TOOL, "nested"),
+    ("/tokenize", {"prompt": "x", "add_special_tokens": True}, "add_special_tokens"),
+    ("/tokenize", {}, "prompt or messages"),
+    ("/v1/completions", {**STREAMED, "echo": True}, "echo"),
+    ("/v1/completions", {**STREAMED, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ("/v1/completions", {**STREAMED, "prompt_logprobs": 0}, "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": 5}, "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, "presence_penalty"),
+    ("/v1/completions", {"prompt": "x", "guided_json": {}}, "guided_json"),
+    ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/chat/completions", {"messages": USER, "echo": True}, "echo"),
+]
+OTHER_ERRORS = [
+    ("GET", "/nothing", None, 404, "not_found_error", "GET /nothing"),
+    ("GET", "/v1/models/other", None, 404, "not_found_error", "org/llama"),
+    ("GET", "/v1/completions", None, 405, "method_not_allowed", "GET /v1/completions"),
+    ("POST", "/health", b"{}", 405, "method_not_allowed", "POST /health"),
+    ("POST", "/v1/chat/completions", {"messages": FAILING}, 500, "UnknownFailure", "LookupError"),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "type", "message"),
     [
-        ("GET", "/nothing", None, 404, "not_found_error", "GET /nothing"),
-        ("GET", "/v1/models/other", None, 404, "not_found_error", "org/llama"),
-        ("GET", "/v1/completions", None, 405, "method_not_allowed", "GET /v1/completions"),
-        ("POST", "/health", b"{}", 405, "method_not_allowed", "POST /health"),
-        ("POST", "/v1/completions", DEEP, 400, "RequestInvalid", "nested"),
-        ("POST", "/v1/chat/completions", DEEP_TOOL, 400, "RequestInvalid", "nested"),
-        ("POST", "/tokenize", {"prompt": "x", "add_special_tokens": True}, 400, "RequestInvalid", "add_special_tokens"),
-        ("POST", "/tokenize", {}, 400, "RequestInvalid", "prompt or messages"),
-        ("POST", "/v1/completions", {"prompt": "x", "echo": True, "stream": True}, 400, "RequestInvalid", "echo"),
-        ("POST", "/v1/completions", {"prompt": "x", "prompt_logprobs": 5}, 400, "RequestInvalid", "prompt_logprobs"),
-        (
-            "POST",
-            "/v1/completions",
-            {"prompt": "x", "prompt_logprobs": 1, "stream": True},
-            400,
-            "RequestInvalid",
-            "prompt_logprobs",
-        ),
-        (
-            "POST",
-            "/v1/completions",
-            {"prompt": "x", "prompt_logprobs": 0, "stream": True},
-            400,
-            "RequestInvalid",
-            "prompt_logprobs",
-        ),
-        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "RequestInvalid", "max_tokens"),
-        ("POST", "/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "RequestInvalid", "presence_penalty"),
-        (
-            "POST",
-            "/v1/chat/completions",
-            {"messages": USER, "response_format": {"type": "json_object"}},
-            400,
-            "RequestInvalid",
-            "response_format",
-        ),
-        (
-            "POST",
-            "/v1/chat/completions",
-            {"messages": USER, "echo": True},
-            400,
-            "RequestInvalid",
-            "echo",
-        ),
-        ("POST", "/v1/completions", {"prompt": "x", "guided_json": {}}, 400, "RequestInvalid", "guided_json"),
-        (
-            "POST",
-            "/v1/chat/completions",
-            {"messages": [{**USER[0], "content": "fail"}]},
-            500,
-            "UnknownFailure",
-            "LookupError",
-        ),
+        *OTHER_ERRORS,
+        *(("POST", path, body, 400, "RequestInvalid", message) for path, body, message in INVALID_REQUESTS),
     ],
 )
 def test_every_error_is_json_with_its_reason(http, method, path, body, status, type, message):
@@ -208,12 +182,6 @@ def test_model_card_is_found_by_name(http):
     (card,) = http.get("/v1/models").json()["data"]
     assert http.get("/v1/models/org/llama").json() == card
     assert isinstance(card["created"], int)
-
-
-def test_version_endpoint(http):
-    from ramify import __version__
-
-    assert http.get("/version").json() == {"version": __version__}
 
 
 def test_tokenize_and_detokenize(http):

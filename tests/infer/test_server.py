@@ -234,40 +234,30 @@ def test_programs_control_the_engine_by_every_accepted_host_name(http, headers):
     assert http.post("/resume", headers=headers).json() == {"status": "ok"}
 
 
-def test_full_queue_responds_503_and_frees_all_blocks(server):
+async def test_full_queue_responds_503_and_frees_all_blocks(server):
     url, engine = server
-
-    async def main():
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            (await client.post("/pause")).raise_for_status()
-            body = {"token_ids": [5], "sampling_params": {"max_tokens": 3}}
-            posts = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(12)]
-            done, _ = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
-            assert {post.result().status_code for post in done} == {503}
-            assert done.pop().result().headers["retry-after"] == "1"
-            await client.post("/resume")
-            statuses = sorted([(await post).status_code for post in posts])
-            assert statuses == [200] * 8 + [503] * 4
-
-    asyncio.run(main())
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 3}}
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=url, timeout=60) as client:
+        (await client.post("/pause")).raise_for_status()
+        posts = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(12)]
+        done, _ = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+        assert {post.result().status_code for post in done} == {503}
+        assert done.pop().result().headers["retry-after"] == "1"
+        await client.post("/resume")
+        assert sorted([(await post).status_code for post in posts]) == [200] * 8 + [503] * 4
     assert engine.core.pool.num_free_blocks == engine.core.pool.num_usable_blocks
 
 
-def test_pause_with_abort_ends_running_requests(server):
-    url, _ = server
-
-    async def main():
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            body = {"token_ids": [5], "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "stream": True}
-            async with client.stream("POST", "/inference/v1/generate", json=body) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                await client.post("/pause", params={"mode": "abort"})
-                remaining = [line async for line in lines if line.startswith("data: {")]
-            await client.post("/resume")
-            assert msgspec.json.decode(remaining[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
-
-    asyncio.run(main())
+async def test_pause_with_abort_ends_running_requests(server):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "stream": True}
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=server[0], timeout=60) as client:
+        async with client.stream("POST", "/inference/v1/generate", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await client.post("/pause", params={"mode": "abort"})
+            remaining = [line async for line in lines if line.startswith("data: {")]
+        await client.post("/resume")
+    assert msgspec.json.decode(remaining[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
@@ -303,7 +293,7 @@ def breaking_server(model):
         yield url, must_fail.set
 
 
-def test_a_server_ends_when_its_engine_fails(model):
+async def test_a_server_ends_when_its_engine_fails(model):
     core = build_core(model, kv_cache_tokens=8192)
 
     def fail_in_step():
@@ -311,22 +301,19 @@ def test_a_server_ends_when_its_engine_fails(model):
 
     core.step = fail_in_step
     engine = Engine(core)
-
-    async def serve_one_request():
-        serving = asyncio.create_task(serve(engine, name="llama", config=ServerConfig(port=0)))
+    serving = asyncio.create_task(serve(engine, name="llama", config=ServerConfig(port=0)))
+    async with asyncio.timeout(60):
         while not engine.failure and not serving.done():
             with contextlib.suppress(ProviderError):
                 await engine.submit([5], SamplingParams(max_tokens=4)).result()
             await asyncio.sleep(0.01)
-        await asyncio.wait_for(serving, 30)
-
-    with pytest.raises(RuntimeError, match="the device is gone") as caught:  # the error itself, so that a bug is one
-        asyncio.run(serve_one_request())
+        with pytest.raises(RuntimeError, match="the device is gone") as caught:  # the error itself: a bug is shown
+            await serving
     assert "fail_in_step" in [entry.name for entry in caught.traceback]
     assert not gc.get_freeze_count()
 
 
-def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):
+async def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):
     async def crash_after_start(_, num_calls):
         if num_calls:
             raise RuntimeError("the event loop is broken")
@@ -334,7 +321,7 @@ def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):
     monkeypatch.setattr(uvicorn.Server, "on_tick", crash_after_start)
     engine = Engine(build_core(model))
     with pytest.raises(RuntimeError, match="the event loop is broken"):
-        asyncio.run(asyncio.wait_for(serve(engine, name="llama", config=ServerConfig(port=0)), 60))
+        await asyncio.wait_for(serve(engine, name="llama", config=ServerConfig(port=0)), 60)
     assert engine.ended.done()
 
 

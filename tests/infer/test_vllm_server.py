@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -15,7 +14,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer import vllm_server
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState
-from tests.support.processes import is_running
+from tests.support.processes import is_running, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -68,67 +67,51 @@ def read_child_pid(server: VLLMServer) -> int:
     return next(int(line.split()[1]) for line in server.log.tail().splitlines() if line.startswith("child"))
 
 
-def has_ended(pid: int) -> bool:
-    """Wait for a process that was sent a signal."""
-    deadline = time.monotonic() + 60
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_running(pid)
-
-
-def test_server_is_started_and_stopped_with_its_children(launch):
+async def test_server_is_started_and_stopped_with_its_children(launch):
     server = launch(SERVER_PROGRAM)
-
-    async def main():
-        async with server:
-            assert server.state is VLLMServerState.READY
-            posted = next(line for line in server.log.tail().splitlines() if line.startswith("posted"))
-            assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
-            assert is_running(read_child_pid(server))
-
-    asyncio.run(asyncio.wait_for(main(), 90))
+    async with asyncio.timeout(90), server:
+        assert server.state is VLLMServerState.READY
+        posted = next(line for line in server.log.tail().splitlines() if line.startswith("posted"))
+        assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
+        assert is_running(read_child_pid(server))
     assert server.state is VLLMServerState.STOPPED
-    assert has_ended(read_child_pid(server))  # it ignores SIGTERM
+    wait_until_ended(read_child_pid(server))  # it ignores SIGTERM
 
 
-def test_failed_start_shows_the_end_of_the_log(launch):
+async def test_failed_start_shows_the_end_of_the_log(launch):
     server = launch("print('loading'); raise SystemExit('No module named vllm')")
     with pytest.raises(ProviderError, match=r"(?s)exit code 1.*loading.*No module named vllm"):
-        asyncio.run(asyncio.wait_for(server.start(), 90))
+        await asyncio.wait_for(server.start(), 90)
     assert server.state is VLLMServerState.STOPPED
 
 
-def test_unhealthy_server_is_ended_at_the_deadline(launch):
+async def test_unhealthy_server_is_ended_at_the_deadline(launch):
     server = launch("import time; print('compiling', flush=True); time.sleep(600)", startup_timeout=5.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 5 s.*compiling"):
-        asyncio.run(asyncio.wait_for(server.start(), 90))
+        await asyncio.wait_for(server.start(), 90)
     assert server._child is not None and server._child.exit_code is not None
 
 
-def test_server_that_hangs_before_it_has_its_version_is_ended_at_the_deadline(launch, monkeypatch):
+async def test_server_that_hangs_before_it_has_its_version_is_ended_at_the_deadline(launch, monkeypatch):
     monkeypatch.setattr(vllm_server, "RESPONSE_TIMEOUT", 1.0)
     server = launch(SERVER_PROGRAM, extra_env={"HANGS": "1"}, startup_timeout=6.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 6 s.*posted /update_weight_version"):
-        asyncio.run(asyncio.wait_for(server.start(), 90))
-    assert has_ended(read_child_pid(server))
+        await asyncio.wait_for(server.start(), 90)
+    wait_until_ended(read_child_pid(server))
 
 
-def test_server_that_exits_before_it_has_its_version_is_reported(launch):
+async def test_server_that_exits_before_it_has_its_version_is_reported(launch):
     server = launch(SERVER_PROGRAM, extra_env={"EXITS_WITHOUT_RESPONSE": "1"})
     with pytest.raises(ProviderError, match=r"(?s)exit code 9.*posted /update_weight_version"):
-        asyncio.run(asyncio.wait_for(server.start(), 90))
+        await asyncio.wait_for(server.start(), 90)
 
 
-def test_exit_of_the_server_is_reported(launch):
+async def test_exit_of_the_server_is_reported(launch):
     server = launch(SERVER_PROGRAM, extra_env={"EXITS": "1"})
-
-    async def main():
-        async with server:
-            with pytest.raises(ProviderError, match=r"(?s)exit code 9.*out of memory"):
-                await server.wait()
-
-    asyncio.run(asyncio.wait_for(main(), 90))
-    assert has_ended(read_child_pid(server))
+    async with asyncio.timeout(90), server:
+        with pytest.raises(ProviderError, match=r"(?s)exit code 9.*out of memory"):
+            await server.wait()
+    wait_until_ended(read_child_pid(server))
 
 
 def test_serve_command_runs_until_sigterm(launch):
@@ -149,14 +132,14 @@ def test_serve_command_runs_until_sigterm(launch):
         assert process.stdout.readline().startswith(f"serving {server.path} (model@0.0) at http://127.0.0.1:")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert has_ended(read_child_pid(server))
+    wait_until_ended(read_child_pid(server))
 
 
-def test_missing_interpreter_is_reported(launch):
+async def test_missing_interpreter_is_reported(launch):
     server = launch("")
     server.config.python = "/nowhere/python"
     with pytest.raises(ProviderError, match=r"inference.python = '/nowhere/python'.*No such file"):
-        asyncio.run(server.start())
+        await server.start()
 
 
 def test_command_has_the_flags_that_training_needs(launch):
