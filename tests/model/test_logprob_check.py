@@ -15,7 +15,7 @@ from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model
-from tests.train.models import SIZES
+from tests.support.training import SIZES
 
 SINGLE_RANK = Ranks(torch.device("cpu"))
 DECODERS = {

@@ -18,8 +18,8 @@ from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_atte
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.model import reference
 from tests.support.forests import Size, group
+from tests.support.training import CONFIGS, HYBRID
 from tests.train.conftest import one_thread
-from tests.train.models import CONFIGS, HYBRID
 
 __all__ = ["one_thread"]  # a fixture
 

@@ -34,7 +34,14 @@ TIMEOUT = 60.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["ramify.train.sft.run", "ramify.train.process", "peft", "pytest", "tests.train.batches", "tests.support.trainer"]
+    [
+        "ramify.train.sft.run",
+        "ramify.train.process",
+        "peft",
+        "pytest",
+        "tests.support.training",
+        "tests.support.trainer",
+    ]
 )
 
 REQUEST_TYPES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ramify.model.precision import disable_tf32_convolutions
-from tests.train.models import CONFIGS, build_model
+from tests.support.training import CONFIGS, build_model
 
 disable_tf32_convolutions()  # as the process of a trainer does
 

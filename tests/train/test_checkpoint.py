@@ -12,8 +12,7 @@ from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import compute_manifest_digest, list_checkpoints
 from ramify.train.config import TrainerConfig
-from tests.train.batches import random_batches
-from tests.train.models import SINGLE_RANK
+from tests.support.training import SINGLE_RANK, random_batches
 
 
 def make_trainer(model: Path, optimizer: str = "adamw", **settings):

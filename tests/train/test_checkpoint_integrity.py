@@ -19,8 +19,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.sft import SftConfig, run_sft
 from tests.support.trainer import FakeOrchestrator, run_ranks
-from tests.train.batches import random_batches
-from tests.train.models import SINGLE_RANK
+from tests.support.training import SINGLE_RANK, random_batches
 from tests.train.test_process import arguments
 from tests.train.test_sft import settings, world
 

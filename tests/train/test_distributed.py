@@ -14,8 +14,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, init_distributed
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from tests.support.trainer import run_ranks
-from tests.train.batches import random_batches
-from tests.train.models import CONFIGS, SINGLE_RANK, build_model
+from tests.support.training import CONFIGS, SINGLE_RANK, build_model, random_batches
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.config import OptimConfig
 from ramify.train.master_weights import MasterWeights
 from ramify.train.optim import OptimizersContainer
-from tests.train.models import CONFIGS, build_policy
+from tests.support.training import CONFIGS, build_policy
 from tests.train.test_trainer import build_forests, copy_weights
 
 DEVICE = torch.device("cuda")

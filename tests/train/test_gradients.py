@@ -15,13 +15,14 @@ from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from tests.support.forests import Attempt, Size, group
-from tests.train.batches import build_attempt, build_group
-from tests.train.models import (
+from tests.support.training import (
     CONFIGS,
     HYBRID,
     SIZES,
     VOCAB,
     assert_same_gradients,
+    build_attempt,
+    build_group,
     build_model,
     build_policy,
     count_entries,

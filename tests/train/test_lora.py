@@ -23,8 +23,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.publisher import WeightPublisher
 from ramify.train.sft import SftConfig, run_sft
 from tests.support.trainer import write_model
-from tests.train.batches import random_batches
-from tests.train.models import CONFIGS, SINGLE_RANK, VOCAB, build_model
+from tests.support.training import CONFIGS, SINGLE_RANK, VOCAB, build_model, random_batches
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

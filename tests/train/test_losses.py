@@ -202,7 +202,7 @@ def test_a_loss_is_loaded_by_name_or_import_path_and_its_options_are_checked(tmp
         ("nowhere.py", {}, "is a file; expected one of its functions, such as nowhere.py:my_loss"),
         ("grpo", {}, "it is an algorithm, .*: set train.0.algorithm.id; the losses are dppo, ppo"),
         ("broken_losses.loss", {}, "cannot be imported: RuntimeError: broken"),
-        ("tests.train.models.VOCAB", {}, "is not a function"),
+        ("tests.support.training.VOCAB", {}, "is not a function"),
         (f"{__name__}.scaled", {}, "needs the option 'by'"),
     ]:
         with pytest.raises(ConfigInvalid, match=message):

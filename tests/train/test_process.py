@@ -20,7 +20,7 @@ from ramify.train.batch_codec import encode_batch
 from ramify.train.batch_source import BatchRecording, ReplayBatchSource
 from ramify.train.remote_batch_source import RemoteBatchSource
 from tests.support.trainer import TIMEOUT, FakeOrchestrator, context, run_ranks
-from tests.train.batches import random_batches
+from tests.support.training import random_batches
 
 pytestmark = pytest.mark.process
 

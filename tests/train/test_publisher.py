@@ -21,8 +21,7 @@ from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
-from tests.train.batches import random_batches
-from tests.train.models import SINGLE_RANK
+from tests.support.training import SINGLE_RANK, random_batches
 
 
 def make_trainer(model: Path, dtype: str = "float32"):

@@ -12,8 +12,7 @@ from ramify.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.token_stats import TokenStatsWriter, read_token_stats
-from tests.train.batches import build_attempt, build_group
-from tests.train.models import CONFIGS, VOCAB, build_model, build_policy
+from tests.support.training import CONFIGS, VOCAB, build_attempt, build_group, build_model, build_policy
 
 ATTEMPTS = [*build_group(Random(0), 3, [-1, 0, 1, 1]), build_attempt(Random(1), "forked", [-1, 0, 0, 1, 1])]
 

@@ -18,8 +18,17 @@ from ramify.train.batch_codec import decode_batch, encode_batch
 from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.losses import compute_top_kl
 from tests.support.forests import Attempt
-from tests.train.batches import build_attempt, build_group
-from tests.train.models import CONFIGS, VOCAB, build_model, build_policy, count_entries, get_gradients, train_forest
+from tests.support.training import (
+    CONFIGS,
+    VOCAB,
+    build_attempt,
+    build_group,
+    build_model,
+    build_policy,
+    count_entries,
+    get_gradients,
+    train_forest,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 ROWS, TOP_K = 200, 5

@@ -29,7 +29,7 @@ from ramify.train.metrics import MetricSums, StepMetrics
 from ramify.train.model_inputs import bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
 from ramify.train.policy import load_policy
-from tests.train.models import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy
+from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy
 
 TIMINGS = ("train/seconds", "train/tokens_per_second", "train/mfu")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -17,11 +17,11 @@ from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
 from tests.support.forests import Attempt
 from tests.support.models import FAMILIES, build_image_inputs, build_vision_model, draw_image_run, load_image
-from tests.train.batches import build_attempt
-from tests.train.models import (
+from tests.support.training import (
     CONFIGS,
     TrainResult,
     assert_same_gradients,
+    build_attempt,
     build_policy,
     count_entries,
     get_gradients,
