@@ -12,7 +12,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.trace.version import PolicyVersion
-from tests.rl import environments
+from tests.support import environments
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.processes import wait_until
 

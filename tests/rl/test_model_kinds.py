@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ramify.model.resolve import resolve_model_path
-from tests.rl import environments
+from tests.support import environments
 from tests.support.runs import read_values, run_command
 
 pytestmark = pytest.mark.run

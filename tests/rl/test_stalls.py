@@ -27,22 +27,26 @@ from ramify.errors import (
     StorageFull,
 )
 from ramify.launch.status_client import StatusClient
-from ramify.orchestrate import background, patience
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
+from ramify.orchestrate.patience import PatienceSettings
 from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
-from tests.rl import environments
+from tests.support import environments
 from tests.source_lines import line_number
 from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba
 from tests.support.processes import find_free_port
 
+<<<<<<< HEAD
 pytestmark = pytest.mark.run
 
 STALL = 4.0  # seconds without progress, in which a few groups are sampled also on a busy machine
+=======
+STALL = 3.0  # seconds without progress, in which a few groups are sampled also on a busy machine
+>>>>>>> ad6f8b73 (Merge stall tests and inject the limits of fruitless work; shorten trainer runs)
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
 REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does not keep a core busy
 TEST_TIMEOUT = 60.0  # seconds after which a stall was not detected
@@ -90,20 +94,14 @@ class Stage:
             "output": more.pop("output", self.home),
             "max_steps": 3,
             "seq_len": 512,
-            "orchestrator": {
-                "batch_size": 4,
-                "group_size": 2,
-                "stall_timeout": STALL,
-                "patience": None,
-                **more.pop("orchestrator", {}),
-            },
+            "orchestrator": {**ORCHESTRATOR, **more.pop("orchestrator", {})},
             "inference": {"engine": "external", "base_url": [more.pop("url", self.engine.url)]},
             "launch": {"startup_timeout": more.pop("startup_timeout", 60.0)},
             "train": [source],
         }
-        started_at, on_status_address = time.monotonic(), more.pop("on_status_address", None)
+        started_at = time.monotonic()
         try:
-            orchestrator = Orchestrator(RunConfig.model_validate(config), on_status_address=on_status_address)
+            orchestrator = Orchestrator(RunConfig.model_validate(config), **more)
             return self.runner.run(orchestrator.run())
         finally:
             self.engine.behaviour, self.engine.delay = self._default_behaviour, 0.0
@@ -160,13 +158,7 @@ def test_environment_that_never_returns(stage):
     assert "model calls" not in message  # the engine is idle
 
 
-def test_groups_without_training_signal(stage):
-    with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
-        stage.run("nothing", reply_delay=REPLY_DELAY)
-    assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
-
-
-def test_status_shows_groups_without_signal_early(stage):
+def test_groups_without_training_signal_are_shown_early_and_warned_about_again_and_again(stage):
     polls: list[asyncio.Task[None]] = []
     status: dict[str, Any] = {}
 
@@ -175,24 +167,34 @@ def test_status_shows_groups_without_signal_early(stage):
             status.update(await client.get_async())
         status["dropped"] = await client.get_async("/dropped")
 
-    with pytest.raises(RunStalled):
+    with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run(
-            "seen",
+            "nothing",
             reply_delay=REPLY_DELAY,
+            orchestrator={"patience": 5, "on_no_signal": "warn"},
             on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address)))),
         )
+    assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
     assert polls[0].done() and polls[0].exception() is None
     assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
     assert status["reward_history"] == []
     assert re.fullmatch(r"\d+ × filtered: zero_advantage", status["dropped"])
+    with RunStore.open(stage.home / "nothing", write=False) as store:
+        warnings = [event.fields for event in RunLog(store).events("failure")]
+    assert len(warnings) >= 2
+    assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
 
 
-def test_equal_rewards_end_the_run_with_a_description_of_the_groups(stage):
+def test_equal_rewards_end_the_run_after_a_warning_with_a_description_of_the_groups(stage):
     with pytest.raises(NoTrainableGroups) as ended:
-        stage.run("equal", orchestrator={"patience": 5, "stall_timeout": TEST_TIMEOUT})
+        stage.run(
+            "equal",
+            orchestrator={"patience": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2},
+            patience_settings=PatienceSettings(warning_groups=3),
+        )
     first, source, reasons, reply, _ = ended.value.message.split("\n")
-    count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 5\)", first)
-    assert count and int(count[1]) >= 5
+    count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 12\)", first)
+    assert count and int(count[1]) >= 12
     pattern = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
     match = re.fullmatch(pattern, source)
     assert match
@@ -200,6 +202,11 @@ def test_equal_rewards_end_the_run_with_a_description_of_the_groups(stage):
     assert (groups, int(rollouts)) == (count[1], 2 * int(count[1]))
     assert reasons == f"  dropped groups: {groups} × filtered: zero_advantage"
     assert re.fullmatch(r"  a reply to 'say \d': '.+'", reply)
+    with RunStore.open(stage.home / "equal", write=False) as store:
+        (warning,) = [event.fields for event in RunLog(store).events("failure")]
+    assert warning["name"] == "NoTrainableGroups"
+    pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.patience is 12\)"
+    assert re.fullmatch(pattern, warning["message"].partition("\n")[0])
 
 
 def test_patience_count_survives_a_restart_until_it_is_reported(stage):
@@ -215,110 +222,76 @@ def test_patience_count_survives_a_restart_until_it_is_reported(stage):
         assert len(read_dropped_groups(stage.home / "again")) >= 10 * (more + 1)
 
 
-def test_warn_mode_continues_and_warns_again(stage):
-    with pytest.raises(RunStalled):
-        stage.run("warned", reply_delay=REPLY_DELAY, orchestrator={"patience": 5, "on_no_signal": "warn"})
-    with RunStore.open(stage.home / "warned", write=False) as store:
-        warnings = [event.fields for event in RunLog(store).events("failure")]
-    assert len(warnings) >= 2
-    assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
-
-
-def test_run_warns_once_before_its_patience_ends(stage, monkeypatch, capsys):
-    monkeypatch.setattr(patience, "WARNING_GROUPS", 3)
-    with pytest.raises(NoTrainableGroups):
-        stage.run("warning", orchestrator={"patience": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2})
-    with RunStore.open(stage.home / "warning", write=False) as store:
-        (warning,) = [event.fields for event in RunLog(store).events("failure")]
-    assert warning["name"] == "NoTrainableGroups"
-    pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.patience is 12\)"
-    assert re.fullmatch(pattern, warning["message"].partition("\n")[0])
-
-
 def read_dropped_groups(path: Path) -> list[GroupRecord]:
     with RunStore.open(path, write=False) as store:
         return [group for group in Ledger.open_readonly(store).groups() if group.state is GroupState.DROPPED]
 
 
-def test_environment_with_broken_code(stage, monkeypatch, capsys):
-    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
-    stage.gate.write_text("broken")
-    with pytest.raises(
-        EnvironmentFault, match=r"plain: all \d+ attempts failed in environment code; .*no such thing"
-    ) as ended:
-        stage.run("broken", orchestrator={"stall_timeout": TEST_TIMEOUT})
-    text = 'raise ValueError("there is no such thing")'
-    raised = f"environments.py:{line_number(environments, text)} in setup: {text}"
-    assert raised in ended.value.message
-    logged = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("plain: EnvironmentFault: setup")
-    ]
-    assert len(logged) == 1 and raised in logged[0]
-    assert main(["why", str(stage.home / "broken")]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "EnvironmentFault in plain" in line)
-    assert raised in line and re.match(r"\d+ of \d+ attempts ended as EnvironmentFault in plain: ", line)
-
-
-def test_agent_that_always_exits_before_its_first_reply(stage, monkeypatch, capsys):
-    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
-    stage.gate.write_text("exit")
-    pattern = r"plain: all \d+ attempts ended before the first reply; last error: code 2: can't open file 'nope.py'"
-    with pytest.raises(AgentExit) as ended:
-        stage.run("exits", orchestrator={"stall_timeout": TEST_TIMEOUT})
-    assert re.fullmatch(pattern, ended.value.message)
-    assert "plain: AgentExit: code 2: can't open file 'nope.py'" in capsys.readouterr().out.splitlines()
-    assert main(["why", str(stage.home / "exits")]) == 0
-    line = r"(\d+) of \d+ attempts ended as AgentExit in plain: code 2: can't open file 'nope.py'"
-    assert re.search(f"^{line}$", capsys.readouterr().out, re.M)
-
-
-def test_agent_that_always_exits_after_its_first_reply(stage, monkeypatch, capsys):
-    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 6)
-    stage.gate.write_text("quit")
-    problem = "the program exited with code 3 after a reply: no such tool"
-    with pytest.raises(AgentExit) as ended:
-        stage.run("quits", orchestrator={"stall_timeout": TEST_TIMEOUT})
-    pattern = rf"plain: all (\d+) attempts were refused, or exited with an error; last error: {problem}"
-    count = re.fullmatch(pattern, ended.value.message)
+@pytest.mark.parametrize(
+    ("gate", "failure", "end", "problem"),
+    [
+        ("broken", EnvironmentFault, "failed in environment code", "setup: ValueError: there is no such thing"),
+        ("exit", AgentExit, "ended before the first reply", "code 2: can't open file 'nope.py'"),
+        (
+            "quit",
+            AgentExit,
+            "were refused, or exited with an error",
+            "the program exited with code 3 after a reply: no such tool",
+        ),
+    ],
+)
+def test_environments_and_agents_that_always_fail(stage, capsys, gate, failure, end, problem):
+    stage.gate.write_text(gate)
+    with pytest.raises(failure) as ended:
+        stage.run(
+            gate,
+            orchestrator={"stall_timeout": TEST_TIMEOUT},
+            patience_settings=PatienceSettings(max_fruitless_attempts=6),
+        )
+    count = re.match(rf"plain: all (\d+) attempts {end}; last error: {re.escape(problem)}", ended.value.message)
     assert count
-    assert f"plain: AgentExit: {problem}" in capsys.readouterr().out.splitlines()
-    assert main(["why", str(stage.home / "quits")]) == 0
-    assert re.search(rf"^\d+ of \d+ attempts ended as AgentExit in plain: {problem}$", capsys.readouterr().out, re.M)
-    with RunStore.open(stage.home / "quits", write=False) as store:
-        assert [point.value for point in RunLog(store).metrics("failures/AgentExit")] >= [float(count[1])]
+    logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"plain: {failure.name}: ")]
+    assert len(logged) == 1 and problem in logged[0]
+    assert main(["why", str(stage.home / gate)]) == 0
+    pattern = rf"^\d+ of \d+ attempts ended as {failure.name} in plain: {re.escape(problem)}.*$"
+    line = re.search(pattern, capsys.readouterr().out, re.M)
+    assert line
+    if gate == "broken":
+        text = 'raise ValueError("there is no such thing")'
+        raised = f"environments.py:{line_number(environments, text)} in setup: {text}"
+        assert all(raised in message for message in (ended.value.message, logged[0], line[0]))
+    if gate == "quit":
+        with RunStore.open(stage.home / gate, write=False) as store:
+            assert [point.value for point in RunLog(store).metrics("failures/AgentExit")] >= [float(count[1])]
 
 
-def test_single_errors_before_a_reply_do_not_end_the_run(stage, monkeypatch):
-    monkeypatch.setattr(background, "MAX_FRUITLESS_ATTEMPTS", 1)
-    with pytest.raises(RunStalled):
-        stage.run("mixed", curriculum={"type": "shuffle", "epochs": 1})
-    stage.gate.write_text("exit")
-    with pytest.raises(RunStalled):
-        stage.run("mixed", curriculum={"type": "shuffle", "epochs": 2})
-
-
-def test_tasks_run_out_before_the_first_batch(stage):
+def test_tasks_run_out_before_the_first_batch_and_single_errors_do_not_end_the_run(stage):
     with pytest.raises(RunStalled, match=r"no batch was formed .* dropped groups: \d+ × filtered: .*zero_advantage"):
         stage.run("epoch", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"stall_timeout": TEST_TIMEOUT})
+    stage.gate.write_text("exit")
+    with pytest.raises(RunStalled):
+        stage.run(
+            "epoch",
+            curriculum={"type": "shuffle", "epochs": 2},
+            patience_settings=PatienceSettings(max_fruitless_attempts=1),
+        )
 
 
-def test_inference_server_is_down(stage):
-    url = f"http://127.0.0.1:{find_free_port()}"
-    with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
-        stage.run("url", url=url, startup_timeout=2.0)
-
-
-def test_inference_server_is_silent(stage):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
-            stage.run("silent", url=url, startup_timeout=2.0)
+@pytest.mark.parametrize("is_listening", [False, True], ids=["down", "silent"])
+def test_inference_server_does_not_answer(stage, is_listening):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if is_listening:
+            server.listen()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ProviderError, match=rf"no inference server came up within 1 s: {url}"):
+            stage.run(f"silent-{is_listening}", url=url, startup_timeout=1.0)
 
 
 def test_env_server_is_down(stage):
     address = f"tcp://127.0.0.1:{find_free_port()}"
-    with pytest.raises(PeerLost, match=rf"the env server of source plain was not reachable within 2 s: {address}"):
-        stage.run("address", address=address, startup_timeout=2.0)
+    with pytest.raises(PeerLost, match=rf"the env server of source plain was not reachable within 1 s: {address}"):
+        stage.run("address", address=address, startup_timeout=1.0)
 
 
 @pytest.fixture

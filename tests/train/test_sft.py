@@ -36,9 +36,10 @@ from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 from tests.support.display import RecordingDisplay
+from tests.support.runs import FULL
 from tests.support.trainer import TIMEOUT, run_ranks, start_sft, write_model
 
-KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
+EPOCHS, STEPS = (3, 22) if FULL else (1, 8)  # 36 examples, 5 in a batch
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 MESSAGES = [
@@ -233,7 +234,7 @@ def settings(world: Path, name: str, **trainer) -> dict:
         "data": {"path": str(world / "data.jsonl")},
         "validation": {"fraction": 0.1, "interval": 5},
         "batch_size": 5,
-        "epochs": 3,
+        "epochs": EPOCHS,
         "seq_len": 64,
         "trainer": {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}}, **trainer},
         "checkpoint": {"interval": 3},
@@ -258,7 +259,7 @@ def finish(config: dict) -> tuple[int, int]:
 
 def kill_after(config: dict, step: int, delay: float) -> None:
     """Kill the run `delay` seconds after `step` steps are done, and before it ends."""
-    process, pipe, _ = start_sft(config, last_step=min(step + 3, 21))
+    process, pipe, _ = start_sft(config, last_step=min(step + 3, STEPS - 1))
     while pipe.poll(TIMEOUT):
         if (message := pipe.recv()) == step:
             time.sleep(delay)  # any moment will do
@@ -279,7 +280,7 @@ def stop_after(config: dict, step: int) -> None:
             may_continue.set()
     process.join(TIMEOUT)
     assert process.exitcode == 0
-    assert isinstance(message, tuple) and step <= message[1] < 22
+    assert isinstance(message, tuple) and step <= message[1] < STEPS
     path = Path(config["output"]) / config["name"] / "checkpoints" / f"step_{message[1]:06}"
     assert (path / "checkpoint.json").exists()
 
@@ -296,6 +297,7 @@ def read_weights(path: Path) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     "lora",
     [pytest.param(False, marks=pytest.mark.full("LoRA is killed, too")), True],
@@ -304,20 +306,19 @@ def read_weights(path: Path) -> bytes:
 def test_a_killed_run_resumes_exactly(world, lora):
     trainer = {"lora": {"enabled": True, "rank": 4}} if lora else {}
     name = "lora" if lora else "full"
-    assert finish(settings(world, f"{name}-undisturbed", **trainer)) == (22, 22)
+    assert finish(settings(world, f"{name}-undisturbed", **trainer)) == (STEPS, STEPS)
     expected = read_metrics(world / "runs" / f"{name}-undisturbed")
     examples = [value for _, value in expected["data/examples"]]
-    assert examples == [*range(5, 106, 5), 108]  # 3 epochs of 36, none twice and none missing
-    assert [step for step, _ in expected["validation/loss"]] == [0, 5, 10, 15, 20, 22]
+    assert examples == [*range(5, 36 * EPOCHS, 5), 36 * EPOCHS]  # none twice and none missing
+    assert [step for step, _ in expected["validation/loss"]] == [*range(0, STEPS, 5), STEPS]
     losses = [value for _, value in expected["train/loss"]]
-    assert sum(losses[-5:]) < sum(losses[:5])  # training lowers the loss
+    assert sum(losses[-3:]) < sum(losses[:3])  # training lowers the loss
 
     rng = Random(7)
     config = settings(world, f"{name}-killed", **trainer)
-    kills = 1 if lora and KILLS == 2 else KILLS
     step = 0
-    for _ in range(kills):
-        step = min(step + rng.randint(1, 8 if kills < 5 else 3), 19)
+    for _ in range(10 if FULL else 1):
+        step = min(step + rng.randint(1, 3), STEPS - 3)
         kill_after(config, step, rng.uniform(0, 0.05))
         checkpoints = (world / f"runs/{name}-killed/checkpoints").glob("step_*")
         step = max((int(path.name[5:]) for path in checkpoints), default=0)
@@ -325,7 +326,7 @@ def test_a_killed_run_resumes_exactly(world, lora):
     finish(config)
     assert read_metrics(world / "runs" / f"{name}-killed") == expected
     assert read_weights(world / "runs" / f"{name}-killed") == read_weights(world / "runs" / f"{name}-undisturbed")
-    assert finish(config) == (22, 0)  # a finished run runs no more steps
+    assert finish(config) == (STEPS, 0)  # a finished run runs no more steps
 
 
 def test_starting_a_step_before_the_last_one_is_recorded_changes_nothing(world, monkeypatch):

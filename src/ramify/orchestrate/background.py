@@ -28,7 +28,6 @@ from ramify.trace import Trace
 POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress
 SNAPSHOT_INTERVAL = 2.0  # seconds between snapshots
 MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: reading all of a long run takes a second
-MAX_FRUITLESS_ATTEMPTS = 64  # attempts of broken environment code or agents that may fail until the first succeeds
 
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
@@ -140,12 +139,12 @@ def _warn_about_rewards(run: RunContext, error: NoTrainableGroups) -> None:
 
 
 def _check_fruitless_attempts(run: RunContext) -> None:
-    """Raise the last failure of a source of which MAX_FRUITLESS_ATTEMPTS attempts failed and none succeeded.
+    """Raise the last failure of a source of which `max_fruitless_attempts` attempts failed and none succeeded.
 
     A source of which a group can be trained on is not broken: its agents may exit with an error if they fail.
     """
     for source, (count, failure) in list(run.progress.fruitless_attempts.items()):
-        if count < MAX_FRUITLESS_ATTEMPTS or source not in run.dispatcher.sources:
+        if count < run.patience_settings.max_fruitless_attempts or source not in run.dispatcher.sources:
             continue
         rollouts = run.store.iter_rollouts(source=source)
         if not has_trainable_group(run.ledger, source) and all(get_agent_failure(row.summary) for row in rollouts):

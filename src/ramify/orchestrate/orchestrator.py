@@ -17,6 +17,7 @@ from ramify.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
+from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
 from ramify.orchestrate.run_context import LogMetrics, RunContext
 from ramify.orchestrate.status_server import StatusHandler, build_status_server
 from ramify.wire import WireServer
@@ -41,8 +42,9 @@ class Orchestrator:
         on_metrics: LogMetrics | None = None,
         on_samples: ShowSamples | None = None,
         on_status_address: Callable[[str], None] | None = None,
+        patience_settings: PatienceSettings = DEFAULT_PATIENCE,
     ) -> None:
-        self._run = RunContext(config, on_metrics)
+        self._run = RunContext(config, on_metrics, patience_settings)
         self._on_samples, self._on_status_address = on_samples, on_status_address
 
     async def run(self) -> int:

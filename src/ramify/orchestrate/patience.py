@@ -2,12 +2,13 @@
 
 A group whose attempts all earn the same reward has no training signal and is dropped, so a run in which all rewards are
 equal would sample forever. The core counts the groups that were dropped since the last trainable one; a warning follows
-after WARNING_GROUPS of them. The count is restored from the ledger when the orchestrator restarts, and is reset to 0
+after `warning_groups` of them. The count is restored from the ledger when the orchestrator restarts, and is reset to 0
 after it was reported.
 """
 
 import asyncio
 import textwrap
+from dataclasses import dataclass
 
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
@@ -15,7 +16,6 @@ from ramify.store.ledger import Ledger
 REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
 TRAINABLE_STATES = (GroupState.SCORED, GroupState.BATCHED, GroupState.TRAINED)
-WARNING_GROUPS = 32  # groups without a training signal, after which the run warns
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
 
 EQUAL_REWARDS_ADVICE = (
@@ -26,15 +26,32 @@ EQUAL_REWARDS_ADVICE = (
 DROP_REASONS_ADVICE = "no group was dropped for equal rewards: remove the causes that the dropped groups name"
 
 
+@dataclass(frozen=True)
+class PatienceSettings:
+    """How much fruitless work a run does before it warns or ends.
+
+    Fields:
+        warning_groups: groups without a training signal, after which the run warns.
+        max_fruitless_attempts: attempts of broken environment code or agents that may fail until the first succeeds.
+    """
+
+    warning_groups: int = 32
+    max_fruitless_attempts: int = 64
+
+
+DEFAULT_PATIENCE = PatienceSettings()
+
+
 class PatienceCounter:
     """The number of groups dropped since the last trainable one.
 
     `exceeded` is set while `num_dropped` is at least `limit`. `warning_due` is set when `num_dropped` reaches
-    WARNING_GROUPS before that; whoever warns clears it.
+    `warning_groups` before that; whoever warns clears it.
     """
 
     def __init__(self) -> None:
         self.limit: int | None = None
+        self.warning_groups = DEFAULT_PATIENCE.warning_groups
         self.num_dropped = 0
         self.exceeded, self.warning_due = asyncio.Event(), asyncio.Event()
 
@@ -53,7 +70,7 @@ class PatienceCounter:
         is_counted = reason not in UNCOUNTED_REASONS
         self.num_dropped += is_counted
         self._update()
-        if is_counted and self.num_dropped == WARNING_GROUPS and not self.exceeded.is_set():
+        if is_counted and self.num_dropped == self.warning_groups and not self.exceeded.is_set():
             self.warning_due.set()
 
     def describe(self, ledger: Ledger) -> str:

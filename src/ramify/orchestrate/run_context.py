@@ -31,6 +31,7 @@ from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.named_models import connect_model
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
+from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
 from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugins
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
@@ -73,7 +74,12 @@ class RunContext:
         next_step_to_report: the first step whose batch was not reported yet.
     """
 
-    def __init__(self, config: RunConfig, on_metrics: LogMetrics | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        on_metrics: LogMetrics | None = None,
+        patience_settings: PatienceSettings = DEFAULT_PATIENCE,
+    ) -> None:
         if not isinstance(config.inference, ExternalConfig):
             raise ConfigInvalid(
                 "inference: the orchestrator does not start an engine; set engine = 'external' and base_url"
@@ -88,6 +94,7 @@ class RunContext:
                     f"models.{name}.base_url: the orchestrator does not start an engine; set its address"
                 )
         self.config, self.inference, self._on_metrics = config, config.inference, on_metrics
+        self.patience_settings = patience_settings
         self.policy = Path(config.model.name).name
         self.started_at = time.time()
         self.stop_requested = asyncio.Event()
@@ -120,6 +127,7 @@ class RunContext:
         await self._check_environments(train, evals)
         self.core = await self._open_core(plugins, source_specs, train)
         self.sources = {**train, **{f"eval/{name}": source for name, source in evals.items()}}
+        self.core.patience.warning_groups = self.patience_settings.warning_groups
         self.core.patience.restore(self.ledger, config.orchestrator.patience)
         self.first_step, self.next_step_to_report = self.core.ledger_progress.committed, self.core.admission.next_step
         max_group_size = max(config.get_group_size(source) for source in config.train)
