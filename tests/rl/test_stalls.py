@@ -40,13 +40,9 @@ from tests.source_lines import line_number
 from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba
 from tests.support.processes import find_free_port
 
-<<<<<<< HEAD
 pytestmark = pytest.mark.run
 
-STALL = 4.0  # seconds without progress, in which a few groups are sampled also on a busy machine
-=======
 STALL = 3.0  # seconds without progress, in which a few groups are sampled also on a busy machine
->>>>>>> ad6f8b73 (Merge stall tests and inject the limits of fruitless work; shorten trainer runs)
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
 REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does not keep a core busy
 TEST_TIMEOUT = 60.0  # seconds after which a stall was not detected

@@ -16,15 +16,10 @@ from tests.support.runs import FULL
 from tests.support.trainer import run_ranks
 from tests.support.training import CONFIGS, SINGLE_RANK, build_model, random_batches
 
-<<<<<<< HEAD
 pytestmark = pytest.mark.process
 
-STEPS, SAVED_STEP = 20, 10
-SHAPES = ["llama", "mixed"] if os.environ.get("RAMIFY_FULL") else ["llama"]
-=======
 STEPS, SAVED_STEP = (20, 10) if FULL else (6, 3)
 SHAPES = ["llama", "mixed"] if FULL else ["llama"]
->>>>>>> ad6f8b73 (Merge stall tests and inject the limits of fruitless work; shorten trainer runs)
 CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "eps": 1e-4}}
 
 

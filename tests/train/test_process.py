@@ -23,14 +23,9 @@ from tests.support.runs import FULL
 from tests.support.trainer import TIMEOUT, FakeOrchestrator, context, run_ranks
 from tests.support.training import random_batches
 
-<<<<<<< HEAD
 pytestmark = pytest.mark.process
 
-STEPS = 9
-KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
-=======
 STEPS, KILLS = (9, 10) if FULL else (5, 2)
->>>>>>> ad6f8b73 (Merge stall tests and inject the limits of fruitless work; shorten trainer runs)
 
 
 def arguments(model: Path, output: Path, *flags: str) -> list[str]:
