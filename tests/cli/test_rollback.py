@@ -154,7 +154,7 @@ def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name, path
         answers.wait()
         return original(*args, **options)
 
-    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 2.0)
+    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
     monkeypatch.setattr(rollback, "CLOSE_TIMEOUT", 0.2)
     monkeypatch.setattr(owner, name, hang)
     try:
@@ -162,7 +162,7 @@ def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name, path
     finally:
         answers.set()
     assert is_reached.is_set()
-    assert f"StorageFailed: {run / path}: the storage did not answer within 2" in capsys.readouterr().err
+    assert f"StorageFailed: {run / path}: the storage did not answer within 1" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)
@@ -175,7 +175,7 @@ def test_rollback_that_was_given_up_is_complete_when_it_is_repeated(run, capsys,
         answers.wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_storage, "STORAGE_TIMEOUT", 2.0)
+        patch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
         patch.setattr(Ledger, "roll_back", roll_back_and_hang)
         assert main(["rollback", str(run), "2"]) == 1
     answers.set()

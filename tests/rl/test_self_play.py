@@ -1,10 +1,8 @@
 """Self-play by `rae`: the baselines survive kills, and training with them is faster than without."""
 
-import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from ramify.orchestrate.core import ALGORITHM_STATE_PREFIX
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.support.runs import command, read_values, run_command
+from tests.support.runs import command, read_values, run_command, wait_for_process
 
 pytestmark = pytest.mark.run
 
@@ -65,30 +63,16 @@ def read_baselines(home: Path) -> dict[str, list[float]]:
 
 def kill_during_run(home: Path, process: str) -> None:
     """Run to the end, and kill one of its processes again and again, each time a few steps later."""
-    status = home / "outputs/run"
+    path = home / "outputs/run"
     with (home / "output.txt").open("w") as output:
         run = subprocess.Popen(command("rl", "@", "rl.toml"), cwd=home, stdout=output, stderr=output)
         try:
             for number in range(KILLS):
-                os.kill(wait_for_step(run, status, 2 * number + 1, process), signal.SIGKILL)
+                os.kill(wait_for_process(run, path, process, step=2 * number + 1, timeout=RUN_TIMEOUT), signal.SIGKILL)
             assert run.wait(RUN_TIMEOUT) == 0, (home / "output.txt").read_text()
         finally:
             run.kill()
             run.wait()
-
-
-def wait_for_step(run: subprocess.Popen[bytes], path: Path, step: int, process: str) -> int:
-    """Wait until a step is reached, and return the pid of a process of the run."""
-    deadline = time.monotonic() + RUN_TIMEOUT
-    while True:
-        assert run.poll() is None and time.monotonic() < deadline, f"the run ended before step {step}"
-        time.sleep(0.02)
-        try:
-            entry = json.loads((path / "run.json").read_text())["processes"][process]
-            if entry["state"] == "ready" and json.loads((path / "status.json").read_text())["status"]["step"] >= step:
-                return entry["pid"]
-        except (OSError, ValueError, KeyError):
-            continue
 
 
 @pytest.mark.timeout(1800)

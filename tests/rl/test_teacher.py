@@ -1,6 +1,5 @@
 """A teacher that dies or stops answering: the run goes on, and no rollout is trained without its scores."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.support.runs import TIMEOUT, command, read_values, run_command
+from tests.support.runs import TIMEOUT, command, read_values, run_command, wait_for_process
 from tests.support.traces import refuse_top_logprobs
 
 pytestmark = pytest.mark.run
@@ -57,7 +56,7 @@ def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
         run = subprocess.Popen(command("rl", "@", "rl.toml"), cwd=tmp_path, stdout=output, stderr=output)
         try:
             for fault in range(2 * FAULTS):
-                pid = wait_for_teacher(run, path, num_steps=2 * fault)
+                pid = wait_for_process(run, path, "models/teacher", step=2 * fault)
                 if fault % 2:
                     os.kill(pid, signal.SIGKILL)
                 else:
@@ -74,21 +73,3 @@ def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
         for batch in Ledger.open_readonly(store).batches():
             for forest in rebuild_forests(batch, store.read_traces, refuse_top_logprobs):
                 assert forest.targets.ref_kl.all() and np.isfinite(forest.targets.ref_logprob).all()
-
-
-def wait_for_teacher(run: subprocess.Popen[bytes], path, num_steps: int) -> int:
-    """Wait until the teacher is ready and `num_steps` are trained, and return its pid."""
-    deadline = time.monotonic() + TIMEOUT
-    while True:
-        assert run.poll() is None and time.monotonic() < deadline, f"the run ended before step {num_steps}"
-        time.sleep(0.1)
-        try:
-            processes = json.loads((path / "run.json").read_text())["processes"]
-            teacher, step = (
-                processes["models/teacher"],
-                json.loads((path / "status.json").read_text())["status"]["step"],
-            )
-        except (OSError, ValueError, KeyError):
-            continue
-        if teacher["state"] == "ready" and step >= num_steps:
-            return teacher["pid"]
