@@ -201,6 +201,7 @@ def when(condition, seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.promise
 def test_eval_killed_at_random_times_resumes_to_the_same_result():
     tasks, kills = (24, 10) if FULL else (8, 2)
     common = ["reverse-text", "-m", "tiny", "-n", str(tasks), "-r", "2", "--sampling.temperature", "0"]

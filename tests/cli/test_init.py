@@ -37,9 +37,9 @@ def test_rewards_of_tiny_differ_within_a_task(tmp_path):
     assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
     taskset = {"id": f"{tmp_path}/new/letter_count.py"}
     with open_local_model(resolve_model_path("tiny")) as player:
-        groups = asyncio.run(player.run_rollouts(taskset, 8, 8, seed=0))
+        groups = asyncio.run(player.run_rollouts(taskset, 4, 6, seed=0))
     rewards = [[trace.reward for trace in group] for group in groups]
-    assert sum(len(set(group)) > 1 for group in rewards) >= 6, rewards
+    assert sum(len(set(group)) > 1 for group in rewards) >= 3, rewards
 
 
 def test_existing_files_are_not_overwritten(tmp_path, capsys):

@@ -43,6 +43,7 @@ def run_successfully(home, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(("run", "steps", "groups"), [("finished", 4, 8), ("killed", 8, 20)])
 def test_older_run_is_read_and_audited(run_successfully, run, steps, groups):
     assert "letters" in run_successfully("show", f"outputs/{run}")

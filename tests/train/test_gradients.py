@@ -1,6 +1,5 @@
 """Training on a forest gives the gradients of training on its paths one by one."""
 
-import os
 from copy import deepcopy
 from dataclasses import replace
 from random import Random
@@ -15,6 +14,7 @@ from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from tests.support.forests import Attempt, Size, group
+from tests.support.runs import FULL
 from tests.support.training import (
     CONFIGS,
     HYBRID,
@@ -30,7 +30,7 @@ from tests.support.training import (
     train_forest,
 )
 
-SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
+SEEDS = range(10 if FULL else 1)
 SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=VOCAB, logprobs=(-5.0, -0.1))
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
@@ -47,9 +47,13 @@ CASES = {
 }
 
 
+# Random groups below are trained with every shape.
+SHAPED_CASES = [(shape, case) for shape in CONFIGS for case in CASES if FULL or shape == "mixed" or case == "merged"]
+
+
+@pytest.mark.promise
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", CONFIGS)
+@pytest.mark.parametrize(("shape", "case"), SHAPED_CASES)
 def test_a_forest_and_its_packs_give_the_flat_gradients(shape, case, seed):
     config = CONFIGS[shape]
     policy, model = build_policy(config, seed), build_model(config, "eager", seed)
@@ -104,6 +108,7 @@ def test_positions_beyond_the_longrope_limit_are_refused():
         train_forest(module, [long], long.count_by_component())
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shape", CONFIGS)
 def test_packs_of_random_groups_give_the_flat_gradients(shape, seed):

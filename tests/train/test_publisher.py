@@ -28,8 +28,10 @@ def make_trainer(model: Path, dtype: str = "float32"):
     return build_trainer(model, TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-3}), SINGLE_RANK)
 
 
-def make_publisher(model: Path, directory: Path, dtype: torch.dtype = torch.float32) -> WeightPublisher:
-    return WeightPublisher(directory, SINGLE_RANK, policy="p", base_model=model, dtype=dtype)
+def make_publisher(
+    model: Path, directory: Path, dtype: torch.dtype = torch.float32, ranks: Ranks = SINGLE_RANK, **options
+) -> WeightPublisher:
+    return WeightPublisher(directory, ranks, policy="p", base_model=model, dtype=dtype, **options)
 
 
 def test_published_weights_are_the_rounded_master_weights_and_match_the_model(model, tmp_path):
@@ -82,9 +84,7 @@ def test_the_published_config_has_the_dtype_of_the_weights_and_files_follow_the_
 
 def test_with_a_shared_buffer_a_version_is_announced_first_and_its_directory_follows(model, tmp_path):
     trainer = make_trainer(model)
-    publisher = WeightPublisher(
-        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
-    )
+    publisher = make_publisher(model, tmp_path, share_buffer=True)
     for step in (1, 2, 3):
         trainer.step(random_batches(1)[0])
         published = publisher.publish(trainer, 0, step)
@@ -101,9 +101,7 @@ def test_with_a_shared_buffer_a_version_is_announced_first_and_its_directory_fol
 
 def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
     trainer, directory = make_trainer(model), tmp_path / "weights"
-    publisher = WeightPublisher(
-        directory, SINGLE_RANK, policy="p", base_model=tmp_path / "missing", dtype=torch.float32, share_buffer=True
-    )
+    publisher = make_publisher(tmp_path / "missing", directory, share_buffer=True)
     directory.mkdir()
     (directory / "0-000002").symlink_to("nowhere")  # exists() is false, and the rename fails
     publisher.publish(trainer, 0, 2)
@@ -115,9 +113,7 @@ def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
 
 
 def test_the_last_version_is_written_even_if_an_older_one_could_not_be(model, tmp_path):
-    publisher = WeightPublisher(
-        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
-    )
+    publisher = make_publisher(model, tmp_path, share_buffer=True)
     publisher._next_write_time = math.inf  # the version is only announced
     publisher.publish(make_trainer(model), 0, 2)
     publisher._directory_write = Future()
@@ -135,54 +131,35 @@ class FailingFirstRank(Ranks):
 
 def test_all_ranks_fail_if_the_first_cannot_write_the_last_version(model, tmp_path):
     ranks = FailingFirstRank(torch.device("cpu"), rank=1, world_size=2)
-    publisher = WeightPublisher(tmp_path, ranks, policy="p", base_model=model, dtype=torch.float32, share_buffer=True)
+    publisher = make_publisher(model, tmp_path, ranks=ranks, share_buffer=True)
     with pytest.raises(StorageFailed, match="no space"):
         publisher.write_last_directory()
 
 
 def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):
-    publisher = WeightPublisher(
-        tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, share_buffer=True
-    )
+    publisher = make_publisher(model, tmp_path, share_buffer=True)
     publisher.publish(make_trainer(model), 0, 1)
     publisher.write_last_directory()
-    WeightPublisher(tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, incarnation=1)
+    make_publisher(model, tmp_path, incarnation=1)
     assert Announcement.read(publisher.path_for(0, 1)) is None
 
 
 def test_versions_are_copied_to_an_object_store_and_removed_with_their_directories(model, tmp_path):
-    trainer, url = make_trainer(model), f"file://{tmp_path}/bucket"
-    publisher = WeightPublisher(
-        tmp_path / "weights", SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32, url=url
-    )
-    for step in (1, 2, 3):
-        publisher.publish(trainer, 0, step)
-    publisher.prune([PolicyVersion("p", 0, 2)])
-    assert sorted(path.name for path in (tmp_path / "bucket").iterdir()) == ["0-000002", "0-000003"]
-    assert verify_weights(tmp_path / "bucket/0-000003", reference_model=model).version.step == 3
-
-
-def test_versions_that_cannot_be_removed_are_kept_and_removed_later(model, tmp_path):
     trainer, bucket, warnings = make_trainer(model), tmp_path / "bucket", []
-    publisher = WeightPublisher(
-        tmp_path / "weights",
-        SINGLE_RANK,
-        policy="p",
-        base_model=model,
-        dtype=torch.float32,
-        url=f"file://{bucket}",
-        warn=warnings.append,
-    )
-    for step in (1, 2, 3):
+    publisher = make_publisher(model, tmp_path / "weights", url=f"file://{bucket}", warn=warnings.append)
+    for step in (1, 2, 3, 4):
         publisher.publish(trainer, 0, step)
+    publisher.prune([PolicyVersion("p", 0, step) for step in (1, 2)])
+    assert sorted(path.name for path in bucket.iterdir()) == ["0-000001", "0-000002", "0-000004"]
+    assert verify_weights(bucket / "0-000004", reference_model=model).version.step == 4
     manifest = bucket / "0-000001" / "manifest.json"
     manifest.unlink()
     manifest.mkdir()  # the store cannot remove it as a file
     publisher.prune([])
     assert len(warnings) == 1
     assert "ProviderError" in warnings[0]
-    assert [version.step for version in publisher.list_versions()] == [1, 2, 3]
+    assert [version.step for version in publisher.list_versions()] == [1, 2, 4]  # kept, and removed later
     manifest.rmdir()
     publisher.prune([])
-    assert [version.step for version in publisher.list_versions()] == [3]
-    assert [path.name for path in bucket.iterdir()] == ["0-000003"]
+    assert [version.step for version in publisher.list_versions()] == [4]
+    assert [path.name for path in bucket.iterdir()] == ["0-000004"]

@@ -142,6 +142,7 @@ def train_in_float64(model, attempts: list[Attempt], num_entries: int) -> tuple[
     return get_gradients(model), float(total.detach())
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])
 def test_forest_and_flat_packs_have_the_gradient_of_the_formula(shape):
     rng, config = Random(0), CONFIGS[shape]

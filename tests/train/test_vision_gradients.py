@@ -81,6 +81,7 @@ def train(trainer: Trainer, packs, counts) -> TrainResult:
     return TrainResult(gradients, sum(sums.component_losses.values()), 0.0, sums.tokens)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("case", CASES)
