@@ -54,8 +54,9 @@ def pytest_collection_finish():
 def finished_run(tmp_path_factory):
     """The directory of a finished run of `ramify rl`, shared by all workers: only read it, or copy it first.
 
-    Two steps on reverse-text with `tiny` that alternated sampling and training, sources `warm` and `cool` of different
-    temperatures, the eval `held-out`, recorded batches and token statistics. Its `rl.toml` is two directories above.
+    Four steps on reverse-text with `tiny` that alternated sampling and training although the trainer was killed and the
+    orchestrator stopped; sources `warm` and `cool` of different temperatures, the eval `held-out`, recorded batches and
+    token statistics. Its `rl.toml` is two directories above.
     """
     from tests.support.runs import share_finished_run
 

@@ -1,13 +1,22 @@
-"""Runs of `ramify rl` as a user starts them, and one finished run that all tests of a session only read."""
+"""Runs of `ramify rl` as a user starts them, and one finished run that all tests of a session only read.
 
+In the finished run, the trainer was killed and the orchestrator stopped: whatever a test finds in it was kept by
+processes that were replaced.
+"""
+
+import contextlib
 import fcntl
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
@@ -57,7 +66,8 @@ sampling = { max_tokens = 40 }
 num_tasks = 4
 max_turns = 1
 """
-FINISHED_STEPS = 2  # of the finished run
+FINISHED_STEPS = 4  # of the finished run
+FAULT_FLAGS = ["--launch.hang_timeout", "12", "--weights.transport", "ipc"]
 
 
 def command(*args: str) -> list[str]:
@@ -97,6 +107,56 @@ def wait_for_process(command: subprocess.Popen, run: Path, name: str, *, step: i
             continue
 
 
+def run_with_faults(home: Path, roles: Sequence[str], *flags: str, timeout: float = TIMEOUT) -> None:
+    """Run `rl.toml` to its end, and kill or, if it is the orchestrator, stop a process of each role in turn.
+
+    One fault follows each committed step. Writes `output.txt`, `faults.txt` (the roles) and `why.txt` (the pid of the
+    stopped orchestrator, and what `ramify why` printed meanwhile).
+    """
+    from ramify.cli import main
+
+    run, faults = home / "outputs" / "run", list[str]()
+    arguments = command("rl", "@", "rl.toml", *FAULT_FLAGS, *flags)
+    with (home / "output.txt").open("w") as output:
+        process = subprocess.Popen(arguments, cwd=home, stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + timeout
+            while process.poll() is None:
+                assert time.monotonic() < deadline, (home / "output.txt").read_text()[-3000:]
+                time.sleep(0.05)
+                if len(faults) == len(roles) or count_committed_steps(run) <= len(faults):
+                    continue
+                role = roles[len(faults)]
+                for victim in find_processes(process.pid, role)[-1:]:  # the command, not its watcher
+                    victim.send_signal(signal.SIGSTOP if role == "orchestrator" else signal.SIGKILL)
+                    faults.append(role)
+                    if role == "orchestrator":
+                        with contextlib.redirect_stdout(io.StringIO()) as why:
+                            assert main(["why", str(run)]) == 0
+                        (home / "why.txt").write_text(f"{victim.pid}\n{why.getvalue()}")
+        finally:
+            process.kill()
+            process.wait()
+    (home / "faults.txt").write_text(" ".join(faults))
+    assert process.returncode == 0, (home / "output.txt").read_text()[-3000:]
+
+
+def find_processes(parent: int, role: str) -> list[psutil.Process]:
+    """Return the processes of a run with this role: the name of a command, or `worker` for those of env servers."""
+    text = "envserver" if role == "worker" else f"ramify {role} "
+    processes = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            processes += [child] if text in " ".join(child.cmdline()) else []
+    return processes
+
+
+def count_committed_steps(run: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return max((int(path.name[5:11]) for path in (run / "checkpoints").glob("step_*")), default=0)
+    return 0
+
+
 def share_finished_run(factory: pytest.TempPathFactory) -> Path:
     """Return the directory of the finished run; the first worker of a session that asks makes it, others wait."""
     base = factory.getbasetemp()
@@ -107,11 +167,13 @@ def share_finished_run(factory: pytest.TempPathFactory) -> Path:
         if not home.exists():
             failure.write_text("the run did not end")
             home.mkdir()
-            write_config(home, steps=FINISHED_STEPS, max_staleness=0, more=SECOND_TEMPERATURE + HELD_OUT)
-            result = run_command("rl", "@", "rl.toml", cwd=home)
-            if result.returncode == 0:
-                failure.unlink()
+            sources = SECOND_TEMPERATURE + HELD_OUT
+            write_config(home, steps=FINISHED_STEPS, max_staleness=0, interval=1, more=sources)
+            try:
+                run_with_faults(home, ["trainer", "orchestrator"])
+            except AssertionError as error:
+                failure.write_text(str(error))
             else:
-                failure.write_text(result.stdout + result.stderr)
+                failure.unlink()
     assert not failure.exists(), failure.read_text()
     return home / "outputs" / "run"
