@@ -6,7 +6,6 @@ import random
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from ramify.store import RunStore
 from tests.evals import environments
 from tests.source_lines import line_number
 from tests.support.engine import ScriptedEngine, fail, respond, reverse_some, run_engine
+from tests.support.processes import wait_until
 from tests.support.runs import FULL, command
 
 pytestmark = pytest.mark.process
@@ -193,14 +193,6 @@ def started(*arguments: str, **options) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), stdout=-1, stderr=-1, text=True, **options)
 
 
-def when(condition, seconds: float = 60.0) -> None:
-    """Return as soon as the condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
-
-
 @pytest.mark.promise
 def test_eval_killed_at_random_times_resumes_to_the_same_result():
     tasks, kills = (24, 10) if FULL else (8, 2)
@@ -215,10 +207,10 @@ def test_eval_killed_at_random_times_resumes_to_the_same_result():
             slow.requests.clear()
             process = started(*command, "killed", "-c", "2")
             moment = rng.randrange(1, 6)
-            when(lambda moment=moment, process=process: len(slow.requests) >= moment or process.poll() is not None)
+            wait_until(lambda moment=moment, process=process: len(slow.requests) >= moment or process.poll() is not None)
             process.kill()
             process.communicate(timeout=60)
-            when(lambda: not slow.connections)  # the engine has read all that it was sent
+            wait_until(lambda: not slow.connections)  # the engine has read all that it was sent
         kept = outcome(Path("outputs/killed"))
         slow.requests.clear()
         assert main([*command, "killed"]) == 0
@@ -234,7 +226,7 @@ def test_sigterm_stops_cleanly_and_prints_the_resume_command():
             process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
         finally:
             signal.signal(signal.SIGINT, before)
-        when(lambda: len(slow.requests) >= 3)
+        wait_until(lambda: len(slow.requests) >= 3)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli import main
 from tests.evals import environments
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 from tests.support.processes import wait_until
@@ -23,11 +24,15 @@ def engine():
         yield engine
 
 
-def start(engine, folder: Path, where: str, *more: str) -> subprocess.Popen[str]:
+def build_arguments(engine, folder: Path, where: str, *more: str) -> list[str]:
     arguments = ["eval", BLOCKING, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
-    keys = ["--taskset.where", where, "--taskset.begun", str(folder / "begun"), *more]
+    return [*arguments, "--taskset.where", where, "--taskset.begun", str(folder / "begun"), *more]
+
+
+def start(*args) -> subprocess.Popen[str]:
+    arguments, folder = build_arguments(*args), args[1]
     return subprocess.Popen(
-        command(*arguments, *keys), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -88,7 +93,6 @@ def test_code_that_ends_its_process_is_worker_died_with_its_rollouts(engine, tmp
     assert (where == "crash") == ("in setup" in output)
 
 
-def test_keyboard_interrupt_of_the_code_is_an_environment_fault(engine, tmp_path):
-    exit_code, output = end(start(engine, tmp_path, "interrupt"))
-    assert exit_code == 1, output
-    assert "EnvironmentFault: setup: KeyboardInterrupt (" in output
+def test_keyboard_interrupt_of_the_code_is_an_environment_fault(engine, tmp_path, capsys):
+    assert main(build_arguments(engine, tmp_path, "interrupt", "-o", str(tmp_path))) == 1
+    assert "EnvironmentFault: setup: KeyboardInterrupt (" in " ".join(capsys.readouterr().out.split())
