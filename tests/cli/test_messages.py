@@ -1,6 +1,5 @@
 """Messages of commands for a wrong command line, a busy run, or a run that ends early."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -171,14 +170,14 @@ async def record_rollouts(path: Path, count: int) -> None:
     ("count", "message"),
     [(0, "nothing is finished yet; rerun: ramify rl"), (2, "2 rollouts kept; resume with: ramify rl")],
 )
-def test_training_run_prints_what_is_kept(count, message):
+async def test_training_run_prints_what_is_kept(count, message):
     assert describe_resume(Path("run"), "ramify rl") == "nothing is finished yet; rerun: ramify rl"
-    asyncio.run(record_rollouts(Path("run"), count))
+    await record_rollouts(Path("run"), count)
     assert describe_resume(Path("run"), "ramify rl") == message
 
 
-def test_unreadable_run_does_not_hide_the_failure():
-    asyncio.run(record_rollouts(Path("run"), 2))
+async def test_unreadable_run_does_not_hide_the_failure():
+    await record_rollouts(Path("run"), 2)
     with RunStore.open(Path("run")):
         assert describe_resume(Path("run"), "ramify rl") == "finished work is kept; resume with: ramify rl"
 
