@@ -1,6 +1,5 @@
 """LoRA trains only adapters, and published weights have them merged."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ramify.cli import main
 from ramify.errors import ConfigInvalid
 from ramify.model.load import load_model
 from ramify.model.weights import apply_weights, stage_weights
@@ -21,8 +19,6 @@ from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
 from ramify.train.publisher import WeightPublisher
-from ramify.train.sft import SftConfig, run_sft
-from tests.support.trainer import write_model
 from tests.support.training import CONFIGS, SINGLE_RANK, VOCAB, build_model, random_batches
 
 
@@ -94,44 +90,6 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     for name, value in published_model.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)
     assert logits.isfinite().all()
-
-
-def test_an_exported_adapter_in_peft_gives_the_logits_of_the_published_model(tmp_path, capsys):
-    from peft import AutoPeftModelForCausalLM, PeftModel
-
-    base = write_model(tmp_path / "base")
-    rows = [{"prompt": word, "completion": word[::-1]} for word in ("hello", "moin", "salut", "ciao")]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = {
-        "name": "adapted",
-        "output": tmp_path,
-        "model": {"name": str(base)},
-        "data": {"path": str(tmp_path / "data.jsonl")},
-        "batch_size": 2,
-        "seq_len": 64,
-        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, "lora": {"enabled": True, "rank": 4, "alpha": 8}},
-    }
-    result = run_sft(SftConfig.model_validate(settings))
-    directory = tmp_path / "exported"
-    assert main(["export", str(result.path), "--adapter", "-o", str(directory)]) == 0
-    assert f"step 2 in {directory}" in capsys.readouterr().out
-    ids = torch.arange(30)[None] % 250
-    with torch.no_grad():
-        base_model = AutoModelForCausalLM.from_pretrained(base)
-        untrained = base_model(ids).logits
-        published = AutoModelForCausalLM.from_pretrained(result.weights)(ids).logits
-        adapted = PeftModel.from_pretrained(base_model, directory)(ids).logits
-        auto_loaded = AutoPeftModelForCausalLM.from_pretrained(directory)(ids).logits
-    assert (untrained - published).abs().max() > 1e-2
-    assert (adapted - published).abs().max() < 1e-4
-    assert torch.equal(auto_loaded, adapted)
-
-    assert main(["export", str(result.path), "--adapter", "-o", str(directory)]) == 2
-    assert "exists" in capsys.readouterr().err
-    damaged = result.path / "checkpoints" / "step_000002" / "__0_0.distcp"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert main(["export", str(result.path), "--adapter"]) == 1
-    assert "CheckpointRefused" in capsys.readouterr().err
 
 
 def test_an_unknown_target_is_refused(model):

@@ -12,16 +12,13 @@ from transformers import AutoModelForCausalLM
 from ramify.cli import main
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.run import SftResult, run_sft
-from tests.train.test_lora import write_model
+from tests.support.trainer import write_model
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["full", "lora"])
-def finished(request, tmp_path_factory) -> SftResult:
-    """Two steps, with a checkpoint of each."""
-    home = tmp_path_factory.mktemp("export")
+def run_two_steps(home: Path, **trainer) -> SftResult:
+    """Train two steps, with a checkpoint of each."""
     rows = [{"prompt": word, "completion": word[::-1]} for word in ("hello", "moin", "salut", "ciao")]
     (home / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    lora = {"lora": {"enabled": True, "rank": 4, "alpha": 8}} if request.param else {}
     settings = {
         "name": "run",
         "output": home,
@@ -30,9 +27,21 @@ def finished(request, tmp_path_factory) -> SftResult:
         "batch_size": 2,
         "seq_len": 64,
         "checkpoint": {"interval": 1},
-        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, **lora},
+        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, **trainer},
     }
     return run_sft(SftConfig.model_validate(settings))
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory) -> SftResult:
+    return run_two_steps(tmp_path_factory.mktemp("lora"), lora={"enabled": True, "rank": 4, "alpha": 8})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["full", "lora"])
+def finished(request, tmp_path_factory) -> SftResult:
+    if request.param:
+        return request.getfixturevalue("lora_run")
+    return run_two_steps(tmp_path_factory.mktemp("full"))
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -86,6 +95,32 @@ def test_steps_without_a_model_are_refused(finished, tmp_path, capsys, args, mes
     assert code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_an_exported_adapter_in_peft_gives_the_logits_of_the_published_model(lora_run, tmp_path, capsys):
+    from peft import AutoPeftModelForCausalLM, PeftModel
+
+    directory = tmp_path / "exported"
+    assert main(["export", str(lora_run.path), "--adapter", "-o", str(directory)]) == 0
+    assert f"step 2 in {directory}" in capsys.readouterr().out
+    ids = torch.arange(30)[None] % 250
+    with torch.no_grad():
+        base_model = AutoModelForCausalLM.from_pretrained(lora_run.path.parent / "base")
+        untrained = base_model(ids).logits
+        published = AutoModelForCausalLM.from_pretrained(lora_run.weights)(ids).logits
+        adapted = PeftModel.from_pretrained(base_model, directory)(ids).logits
+        auto_loaded = AutoPeftModelForCausalLM.from_pretrained(directory)(ids).logits
+    assert (untrained - published).abs().max() > 1e-2
+    assert (adapted - published).abs().max() < 1e-4
+    assert torch.equal(auto_loaded, adapted)
+
+    assert main(["export", str(lora_run.path), "--adapter", "-o", str(directory)]) == 2
+    assert "exists" in capsys.readouterr().err
+    run = Path(shutil.copytree(lora_run.path, tmp_path / "damaged"))
+    damaged = run / "checkpoints" / "step_000002" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert main(["export", str(run), "--adapter"]) == 1
+    assert "CheckpointRefused" in capsys.readouterr().err
 
 
 def _read_metrics(finished: SftResult, capsys, name: str) -> list[dict[str, float]]:
