@@ -78,39 +78,35 @@ def test_command_receives_arguments_and_returns_the_exit_code(command):
     assert app.main(["scratch", "a", "b", "c"]) == 3
 
 
-def test_invalid_configuration_is_exit_2_with_the_message(command, capsys):
-    command("from ramify.errors import ConfigInvalid", "raise ConfigInvalid('max_step: unknown key')")
-    assert app.main(["scratch", "--max_step"]) == 2
-    assert capsys.readouterr().err == "max_step: unknown key\n"
+@pytest.mark.parametrize(
+    ("body", "exit_code", "message"),
+    [
+        (["from ramify.errors import ConfigInvalid", "raise ConfigInvalid('x: unknown key')"], 2, "x: unknown key\n"),
+        (["from ramify.errors import WorkerDied", "raise WorkerDied('code -9')"], 1, "WorkerDied: code -9\n"),
+        # of another version
+        (["from ramify.errors import Failure", "raise Failure('A', 'b', 'system', False).to_exception()"], 1, "A: b\n"),
+        (["raise KeyboardInterrupt"], 130, ""),
+    ],
+    ids=["configuration", "failure", "unknown failure", "interrupt"],
+)
+def test_named_failures_are_exit_codes_with_their_message(command, capsys, body, exit_code, message):
+    command(*body)
+    assert app.main(["scratch"]) == exit_code
+    error = capsys.readouterr().err
+    assert error == message if message else "Traceback" not in error
 
 
-def test_failure_is_exit_1_with_its_name(command, capsys):
-    command("from ramify.errors import WorkerDied", "raise WorkerDied('exit code -9')")
-    assert app.main(["scratch"]) == 1
-    assert capsys.readouterr().err == "WorkerDied: exit code -9\n"
-
-
-def test_failure_from_another_version_is_named_once(command, capsys):
-    command("from ramify.errors import Failure", "raise Failure('Newer', 'what', 'system', False).to_exception()")
-    assert app.main(["scratch"]) == 1
-    assert capsys.readouterr().err == "Newer: what\n"
-
-
-def test_interrupt_is_exit_130(command, capsys):
-    command("raise KeyboardInterrupt")
-    assert app.main(["scratch"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_unexpected_exception_keeps_its_traceback(command):
-    command("return 1 // 0")
-    with pytest.raises(ZeroDivisionError):
-        app.main(["scratch"])
-
-
-def test_missing_ramify_module_keeps_its_traceback(command):
-    command("import ramify.nowhere")
-    with pytest.raises(ModuleNotFoundError):
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("return 1 // 0", ZeroDivisionError),
+        ("import ramify.nowhere", ModuleNotFoundError),
+        ("raise BrokenPipeError", BrokenPipeError),  # of another file than standard output
+    ],
+)
+def test_unexpected_exceptions_keep_their_traceback(command, line, error):
+    command(line)
+    with pytest.raises(error):
         app.main(["scratch"])
 
 
@@ -131,12 +127,6 @@ def test_closed_output_pipe_prints_no_traceback(buffered, args):
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
         result = subprocess.run([COMMAND, *args], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
     assert (result.returncode, result.stderr) == (141, b"")
-
-
-def test_broken_pipe_of_another_file_keeps_its_traceback(command):
-    command("raise BrokenPipeError")
-    with pytest.raises(BrokenPipeError):
-        app.main(["scratch"])
 
 
 @pytest.mark.parametrize("words", ["rl reverse-text", "eval reverse-text", "trainer", "sft"])
