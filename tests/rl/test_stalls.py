@@ -167,7 +167,7 @@ def test_groups_without_training_signal_are_shown_early_and_warned_about_again_a
         stage.run(
             "nothing",
             reply_delay=REPLY_DELAY,
-            orchestrator={"patience": 5, "on_no_signal": "warn"},
+            orchestrator={"patience": 2, "on_no_signal": "warn"},
             on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address)))),
         )
     assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
