@@ -207,7 +207,9 @@ def test_eval_killed_at_random_times_resumes_to_the_same_result():
             slow.requests.clear()
             process = started(*command, "killed", "-c", "2")
             moment = rng.randrange(1, 6)
-            wait_until(lambda moment=moment, process=process: len(slow.requests) >= moment or process.poll() is not None)
+            wait_until(
+                lambda moment=moment, process=process: len(slow.requests) >= moment or process.poll() is not None
+            )
             process.kill()
             process.communicate(timeout=60)
             wait_until(lambda: not slow.connections)  # the engine has read all that it was sent

@@ -34,7 +34,6 @@ def test_version(command):
     assert (result.returncode, result.stdout) == (0, f"ramify {__version__}\n")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
 def test_help_lists_every_command(args, ramify):
     result = ramify(*args)
@@ -55,7 +54,6 @@ def test_help_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
-@pytest.mark.process
 def test_command_without_arguments_refers_to_its_help(ramify):
     result = ramify("eval")
     assert result.returncode == 2

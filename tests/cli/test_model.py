@@ -2,10 +2,6 @@
 
 import json
 
-import pytest
-
-pytestmark = pytest.mark.process
-
 
 def test_packaged_models_are_listed(ramify):
     result = ramify("model", "list")

@@ -1,7 +1,5 @@
 """`ramify validate`: every task without a model, and an exit code that says whether all are valid."""
 
-import pytest
-
 from ramify.cli import main
 
 TASKSET = """
@@ -114,14 +112,12 @@ class Pictures(rf.Taskset):
 """
 
 
-@pytest.mark.process
 def test_built_in_taskset_is_valid(ramify):
     result = ramify("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "20 tasks, 20 valid, 0 checked in part, 0 failed" in result.stdout
 
 
-@pytest.mark.process
 def test_one_failing_task_fails_the_command(ramify, tmp_path):
     (tmp_path / "mixed.py").write_text(TASKSET)
     result = ramify("validate", str(tmp_path / "mixed.py"))
@@ -233,7 +229,6 @@ GOLD = {
 """
 
 
-@pytest.mark.process
 def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(ramify, tmp_path):
     (tmp_path / "shop.py").write_text(SHOP)
     result = ramify("validate", str(tmp_path / "shop.py"))

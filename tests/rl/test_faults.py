@@ -3,8 +3,6 @@
 import random
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
@@ -50,6 +48,9 @@ def test_killed_and_stopped_processes_are_restarted_without_loss(finished_run):
 
 @pytest.mark.full("twenty kills; the finished run has two")
 def test_run_with_adapters_and_a_teacher_survives_many_kills(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
     write_config(tmp_path, steps=4 * KILLS, max_staleness=2, interval=1, more=TAUGHT)
     rng = random.Random(7)
     run_with_faults(tmp_path, ["orchestrator", *rng.choices(ROLES, k=KILLS - 1)], *LORA, timeout=3000.0)

@@ -35,8 +35,8 @@ from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
-from tests.support import environments
 from tests.source_lines import line_number
+from tests.support import environments
 from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba
 from tests.support.processes import find_free_port
 

@@ -41,7 +41,6 @@ HEAVY_TESTS = (
     "tests/orchestrate/test_reference_scores.py",
     "tests/render/test_prompt_images.py",
     "tests/rl/test_compaction.py",
-    "tests/rl/test_image_dialects.py",
     "tests/rl/test_lora.py",
     "tests/rl/test_model_kinds.py",
     "tests/rl/test_rlm.py",

@@ -163,6 +163,7 @@ def load_damaged_as_rank(model: Path, directory: Path) -> None:
         checkpoints.load(trainer, 1)
 
 
+@pytest.mark.process
 @pytest.mark.full("test_distributed.py has two ranks that save and load")
 def test_every_rank_writes_its_checksums_and_all_ranks_refuse_together(model, tmp_path):
     run_ranks(2, load_damaged_as_rank, model, tmp_path)

@@ -77,6 +77,7 @@ def start_rank():
         rank.process.join()
 
 
+@pytest.mark.process
 def test_a_rank_of_an_older_gang_is_refused_by_name_and_the_newer_gang_forms(port, start_rank):
     first = start_rank(0, "1.4", port)
     stale = start_rank(1, "1.3", port).result()
@@ -86,6 +87,7 @@ def test_a_rank_of_an_older_gang_is_refused_by_name_and_the_newer_gang_forms(por
     assert first.result() == second.result() == ["1.4", "1.4"]
 
 
+@pytest.mark.process
 def test_a_rank_of_a_newer_gang_waits_until_the_older_one_has_left_the_address(port, start_rank):
     old = start_rank(0, "3", port)
     new = [start_rank(1, "4", port)]
@@ -97,6 +99,7 @@ def test_a_rank_of_a_newer_gang_waits_until_the_older_one_has_left_the_address(p
     assert [rank.result() for rank in new] == [["4", "4"]] * 2
 
 
+@pytest.mark.process
 def test_the_deadline_names_the_missing_ranks(port, start_rank):
     other = start_rank(2, "0", port, world_size=4)
     assert other.is_joining.wait(TIMEOUT)
@@ -108,12 +111,14 @@ def test_the_deadline_names_the_missing_ranks(port, start_rank):
     assert isinstance(other.result(), PeerLost)
 
 
+@pytest.mark.process
 def test_without_rank_0_the_others_end_at_the_deadline(port, start_rank):
     error = start_rank(1, "0", port, timeout=0.5).result()
     assert isinstance(error, DeadlineExceeded)
     assert "missing ranks: 0, at least" in error.message
 
 
+@pytest.mark.process
 def test_a_second_copy_of_a_rank_is_refused(port, start_rank):
     start_rank(0, "0", port, world_size=3)
     copies = [start_rank(1, "0", port, world_size=3) for _ in range(2)]
@@ -145,6 +150,7 @@ def _sum_ranks(environment: dict[str, str], results) -> None:
         results.put((total.item(), ranks.all_gather(ranks.rank), os.environ["GLOO_SOCKET_IFNAME"]))
 
 
+@pytest.mark.process
 def test_a_gang_runs_collectives_over_the_interface_of_its_address(port):
     results = context.Queue()
     environments = [build_environment(rank, 2, "7", port) for rank in range(2)]

@@ -297,6 +297,7 @@ def read_weights(path: Path) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.process
 @pytest.mark.promise
 @pytest.mark.parametrize(
     "lora",
@@ -470,6 +471,7 @@ def fail_to_start_as_rank(config: dict, directory: Path) -> None:
     (directory / os.environ["RANK"]).write_text(str(caught.value))
 
 
+@pytest.mark.process
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(world, tmp_path):
     run_ranks(2, fail_to_start_as_rank, settings(world, "alone"), tmp_path)
     assert (tmp_path / "1").read_text() == "the next step fails"
@@ -485,6 +487,7 @@ def fail_to_prepare_as_rank(config: dict, directory: Path) -> None:
     (directory / os.environ["RANK"]).write_text(str(caught.value))
 
 
+@pytest.mark.process
 def test_a_step_that_one_rank_cannot_prepare_fails_on_all_and_pending_steps_are_recorded(world, tmp_path):
     run_ranks(2, fail_to_prepare_as_rank, settings(world, "unprepared"), tmp_path)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["the next step fails"] * 2
