@@ -9,8 +9,7 @@ from ramify.errors import EnvironmentFault, ValueRefused
 from ramify.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.env.helpers import make_context, run
-from tests.gateway.test_images import data_url
-from tests.support.images import make_media
+from tests.support.images import data_url, make_media
 
 IMAGE = make_media(8, 8)
 PART = {"type": "image_url", "image_url": {"url": data_url(IMAGE)}}

@@ -11,7 +11,8 @@ from ramify.envserver import EnvClient, EnvServer
 from ramify.trace import Media
 from tests.envserver import image_senders
 from tests.envserver.helpers import QUICK, make_config, wait_until
-from tests.gateway.test_images import BAD_CONTENTS, RED, data_url
+from tests.gateway.test_images import BAD_CONTENTS, RED
+from tests.support.images import data_url
 
 pytestmark = pytest.mark.process
 

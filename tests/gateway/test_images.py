@@ -19,6 +19,7 @@ from ramify.trace import Media, decode_trace, encode_trace
 from tests.gateway.scenario import Scenario
 from tests.support.engine import TINY, check_tokens
 from tests.support.images import (
+    data_url,
     encode_image,
     make_animation,
     make_pixels,
@@ -36,10 +37,6 @@ BAD_IMAGES = {
     "svg": b"<svg xmlns='http://www.w3.org/2000/svg'></svg>",
     "animated gif": make_animation("GIF"),
 }
-
-
-def data_url(media: Media) -> str:
-    return f"data:{media.mime};base64,{base64.b64encode(media.data).decode()}"
 
 
 @pytest.fixture(scope="module")

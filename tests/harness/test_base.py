@@ -5,8 +5,7 @@ import pytest
 import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.harness.config import HarnessConfig
-from tests.gateway.test_images import data_url
-from tests.support.images import make_media
+from tests.support.images import data_url, make_media
 
 
 def test_a_harness_with_the_former_name_of_requires_endpoint_is_refused():

@@ -1,5 +1,6 @@
 """Images, and directories of vision models without weights: a config, a tokenizer and a template."""
 
+import base64
 import json
 import struct
 import zlib
@@ -28,6 +29,11 @@ def encode_image(pixels: np.ndarray, format: str = "PNG", mode: str | None = Non
     buffer = BytesIO()
     (image.convert(mode) if mode else image).save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def data_url(media: Media) -> str:
+    """Return the URL that holds an image."""
+    return f"data:{media.mime};base64,{base64.b64encode(media.data).decode()}"
 
 
 def make_media(width: int, height: int, format: str = "PNG", seed: int = 0, **options) -> Media:

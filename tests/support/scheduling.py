@@ -1,8 +1,8 @@
 """Distributes tests over the workers of xdist.
 
-A file, or a directory whose modules share an expensive fixture, runs in one worker. The slowest directories start
-first. In a run of all tests, a third of the workers collect the tests that import torch and other heavy libraries
-(`HEAVY_TESTS`); the others do not import them, which saves each of them ten seconds and half a gigabyte.
+A file runs in one worker, and the slowest directories start first. In a run of all tests, a third of the workers
+collect the tests that import torch and other heavy libraries (`HEAVY_TESTS`); the others do not import them, which
+saves each of them ten seconds and half a gigabyte.
 
 A worker that crashes is replaced, and its test fails. The scheduler of xdist would run the crashed test again, and
 could wait without end: it assigns to the new worker a unit that has already run, or one with a single test, which a
@@ -20,8 +20,8 @@ try:
 except ImportError:  # some suites run in environments without xdist
     LoadScopeScheduling = object
 
-# Slow directories whose modules share what is expensive to start: a finished run, and a server that forks trainers.
-SHARED_FIXTURES = ("tests/rl/", "tests/train/")
+# Directories in the order in which they start; the others follow. A long one that started last would end alone.
+SLOWEST_FIRST = ("tests/rl/", "tests/train/", "tests/infer/", "tests/cli/", "tests/model/", "tests/launch/")
 
 # Tests whose modules import a heavy library. A module that is missing here and imports one fails the collection.
 HEAVY_LIBRARIES = ("torch", "transformers", "anthropic", "openai", "sympy")
@@ -36,6 +36,7 @@ HEAVY_TESTS = (
     "tests/cli/test_init.py",
     "tests/client/test_announced_weights.py",
     "tests/client/test_native_adapter.py",
+    "tests/envserver/test_bad_images.py",  # imports a test of the gateway
     "tests/launch/test_memory.py",
     "tests/orchestrate/test_named_models.py",
     "tests/orchestrate/test_reference_scores.py",
@@ -57,13 +58,16 @@ def is_heavy_test(path: str) -> bool:
     return path.startswith(HEAVY_TESTS)
 
 
+def get_start_order(nodeid: str) -> int:
+    """Return the position of a test's directory in `SLOWEST_FIRST`, or its length."""
+    positions = (position for position, directory in enumerate(SLOWEST_FIRST) if nodeid.startswith(directory))
+    return next(positions, len(SLOWEST_FIRST))
+
+
 class Scheduling(LoadScopeScheduling):
-    """Assigns whole files and directories to workers, which may have collected different tests."""
+    """Assigns whole files to workers, which may have collected different tests."""
 
     def _split_scope(self, nodeid):
-        for directory in SHARED_FIXTURES:
-            if nodeid.startswith(directory):
-                return f"{directory} with heavy libraries" if is_heavy_test(nodeid) else directory
         return nodeid.split("::", 1)[0]
 
     def add_node_collection(self, node, collection):
@@ -73,7 +77,7 @@ class Scheduling(LoadScopeScheduling):
         """Build the queue of units when all workers have collected; assign units to workers that have none."""
         if self.collection is None:
             self.collection = max(self.registered_collections.values(), key=len)
-            for nodeid in sorted(self.collection, key=lambda nodeid: not nodeid.startswith(SHARED_FIXTURES)):
+            for nodeid in sorted(self.collection, key=get_start_order):
                 self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
         if all(self._has_expected_collection(node) for node in self.registered_collections):
             for node in self.nodes:
@@ -98,19 +102,18 @@ class Scheduling(LoadScopeScheduling):
         if node not in self.registered_collections:
             return
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
-            scope = self._find_unit(skips_heavy=node.workerinput["skips_heavy"])
+            scope = self._find_file(skips_heavy=node.workerinput["skips_heavy"])
             if scope is None:
                 node.shutdown()
             else:
                 self.workqueue.move_to_end(scope, last=False)
                 self._assign_work_unit(node)
 
-    def _find_unit(self, skips_heavy: bool) -> str | None:
-        """Return the first unit that a worker can run. A worker with heavy libraries takes their tests first."""
-        heavy = {scope: is_heavy_test(next(iter(unit))) for scope, unit in self.workqueue.items()}
-        light_units = (scope for scope, is_heavy in heavy.items() if not is_heavy)
-        heavy_units = (scope for scope, is_heavy in heavy.items() if is_heavy and not skips_heavy)
-        return next(heavy_units, None) or next(light_units, None)
+    def _find_file(self, skips_heavy: bool) -> str | None:
+        """Return the first file that a worker can run. A worker with heavy libraries takes their tests first."""
+        heavy_files = (file for file in self.workqueue if is_heavy_test(file) and not skips_heavy)
+        light_files = (file for file in self.workqueue if not is_heavy_test(file))
+        return next(heavy_files, None) or next(light_files, None)
 
     def remove_node(self, node):
         """Return the test that a crashed worker was running, and put back what it had not yet run."""
