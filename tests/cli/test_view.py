@@ -3,7 +3,7 @@
 import pytest
 
 from ramify.cli.app import main
-from tests.view.sample_runs import write_rl_run
+from tests.support.sample_runs import write_rl_run
 
 
 @pytest.fixture

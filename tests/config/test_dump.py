@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ramify.config import Config, dry_run, dump_toml, parse, pop_flags, write_toml
 from ramify.errors import ConfigInvalid, StorageFailed
-from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
+from tests.support.example_config import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
 text = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20)
 integer = st.integers(-(2**62), 2**62)

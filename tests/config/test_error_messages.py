@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from ramify.config import Config, parse, raise_section_problems
 from ramify.errors import ConfigInvalid
-from tests.config.example import Run
+from tests.support.example_config import Run
 
 
 @pytest.fixture

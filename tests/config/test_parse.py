@@ -7,7 +7,7 @@ import pytest
 
 from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
-from tests.config.example import Elastic, Run, Sampling, Source, Static, Switched, Wandb
+from tests.support.example_config import Elastic, Run, Sampling, Source, Static, Switched, Wandb
 
 RUN = """
 name = "reverse-text"

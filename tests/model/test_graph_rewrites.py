@@ -20,7 +20,7 @@ from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, buil
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
-from tests.model import reference
+from tests.support import reference_ops as reference
 
 TOKENS = 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

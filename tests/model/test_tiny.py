@@ -140,7 +140,7 @@ def test_sampled_replies_are_well_formed():
     from tools.tiny.corpus import build_reversal_prompt
     from tools.tiny.local_model import open_local_model
 
-    config = ReversalTextsConfig(split="eval", num_tasks=32, seed=1)
+    config = ReversalTextsConfig(split="eval", num_tasks=16, seed=1)
     prompts = [RENDERER.render(build_reversal_prompt(text).messages) for text in generate_texts(config)]
     with open_local_model(TINY) as model:
         parsed = asyncio.run(model.sample_replies(prompts, ClientSampling(max_tokens=32)))
@@ -154,8 +154,8 @@ def test_rollout_calls_tools_over_several_turns():
     from tools.tiny.metrics import WIKISPEEDIA
 
     with open_local_model(TINY) as model:
-        groups = asyncio.run(model.run_rollouts(WIKISPEEDIA, 4, 2, seed=0))
-    assert [len(group) for group in groups] == [2] * 4
+        groups = asyncio.run(model.run_rollouts(WIKISPEEDIA, 2, 2, seed=0))
+    assert [len(group) for group in groups] == [2] * 2
     traces = [trace for group in groups for trace in group]
     assert all(trace.reward is not None for trace in traces)
     assert max(len(trace.nodes) for trace in traces) > 4

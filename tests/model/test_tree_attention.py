@@ -16,7 +16,7 @@ from ramify.model.cuda.causal_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS
 from ramify.model.pack_layout import PackLayout, choose_pack_layout
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
-from tests.model import reference
+from tests.support import reference_ops as reference
 from tests.support.forests import Size, group
 from tests.support.training import CONFIGS, HYBRID
 from tests.train.conftest import one_thread

@@ -12,8 +12,8 @@ from ramify.store.run_directory import IDENTITY_KEY
 from ramify.trace import Message, ModelCall, Trace
 from ramify.view.export import export_run
 from ramify.view.queries import RunQueries
+from tests.support.sample_runs import EVAL_CONFIG, make_record, make_trace, write_rl_run
 from tests.view.browser import THEMES, check_accessibility, open_page, open_view, save_screenshots, show
-from tests.view.sample_runs import EVAL_CONFIG, make_record, make_trace, write_rl_run
 
 HOSTILE = {
     "html": "<img src=x onerror=\"alert('image')\"><script>alert('script')</script><b>bold?</b>",

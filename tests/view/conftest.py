@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.view.sample_runs import write_eval_run, write_rl_run
+from tests.support.sample_runs import write_eval_run, write_rl_run
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from ramify.store import RunStore
 from ramify.view.queries import RunQueries
 from ramify.view.server import build_app
 from ramify.view.serving import serve_page
+from tests.support.sample_runs import write_rl_run
 from tests.support.status import STATUS, WAITS, serve_status
-from tests.view.sample_runs import write_rl_run
 
 DEADLINE = 20.0  # seconds
 

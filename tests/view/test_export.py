@@ -12,8 +12,8 @@ from ramify.store import RunStore
 from ramify.view.export import bundle_scripts, export_run, make_key
 from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR
+from tests.support.sample_runs import write_rl_run
 from tests.support.status import serve_status
-from tests.view.sample_runs import write_rl_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)>"
 

@@ -9,14 +9,14 @@ from ramify.errors import RunBusy
 from ramify.store import RunStore
 from ramify.view.queries import RunQueries
 from ramify.view.run_state import open_last_commit
-from tests.view.sample_runs import write_rl_run
+from tests.support.sample_runs import write_rl_run
 
 DEADLINE = 30.0  # seconds
 WRITER = """
 import asyncio, sys
 from pathlib import Path
 from ramify.store import RunLog, RunStore
-from tests.view.sample_runs import make_record, make_trace
+from tests.support.sample_runs import make_record, make_trace
 
 with RunStore.open(Path(sys.argv[1])) as store:
     log = RunLog(store)
@@ -40,7 +40,7 @@ def test_a_run_is_read_while_it_is_written_killed_and_continued(tmp_path):
     for _ in range(2):
         writer = start_writer(path, written)
         try:
-            for _ in range(15):
+            for _ in range(6):
                 number = int(writer.stdout.readline())
                 run = queries.get_run("run")
                 assert run["state"] == "unresponsive"  # it holds the run, and has no status address

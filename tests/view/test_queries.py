@@ -18,8 +18,7 @@ from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
 from ramify.view.rollout_reader import list_messages
 from ramify.view.rollout_view import MAX_MESSAGE_CHARS
-from tests.support.status import WAITS, serve_status
-from tests.view.sample_runs import (
+from tests.support.sample_runs import (
     make_branching_trace,
     make_record,
     make_trace,
@@ -27,6 +26,7 @@ from tests.view.sample_runs import (
     write_rl_run,
     write_token_stats,
 )
+from tests.support.status import WAITS, serve_status
 
 DEADLINE = 20.0  # seconds for the index
 

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from ramify.errors import failure_classes
 from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR, build_app
-from tests.view.sample_runs import write_eval_run, write_rl_run
+from tests.support.sample_runs import write_eval_run, write_rl_run
 
 MAX_PAGE_BYTES = 500_000
 HOST = "http://127.0.0.1:7420"

@@ -18,7 +18,7 @@ from ramify.launch.execution import RunResult
 from ramify.launch.supervisor import RunOutcome
 from ramify.view import serving
 from ramify.view.serving import serve_in_thread
-from tests.view.sample_runs import write_rl_run
+from tests.support.sample_runs import write_rl_run
 
 DEADLINE = 20.0  # seconds for an answer, or for the thread
 
