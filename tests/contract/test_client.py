@@ -16,6 +16,7 @@ CLOSE = 1e-3  # the two sets of weights are nats apart
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 
 
+@pytest.mark.promise
 async def test_sampled_logprobs_equal_scored_logprobs(client):
     done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
     scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
@@ -64,6 +65,7 @@ async def sample_across_update(client, target, kv):
     pytest.fail("the samples were always finished before the pause")
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 async def test_every_token_has_the_version_that_sampled_it(client, target, kv):
     """On both sides of the version change, the logprobs must be those of the reported version."""

@@ -52,29 +52,26 @@ def chat(url: str, *images, **options):
         return create(model="llama", messages=messages, temperature=0, max_tokens=6, **options)
 
 
-def test_the_chat_endpoint_samples_what_the_generate_endpoint_samples(served):
+async def test_the_chat_endpoint_samples_what_the_generate_endpoint_samples(served):
     url, _, renderer = served
     media = {image.hash: image for image in (RED, BLUE)}
-    answer = chat(url, RED, BLUE, extra_body={"return_token_ids": True})
+    answer = await asyncio.to_thread(chat, url, RED, BLUE, extra_body={"return_token_ids": True})
     parts = (MediaPart(RED.hash), MediaPart(BLUE.hash), TextPart("What?"))
     prompt = renderer.render([Message("user", parts)], media=media)
     assert answer.usage.prompt_tokens == len(prompt.token_ids)
-
-    async def generate():
-        images = [
-            RequestImage(
-                image.media.hash,
-                image.start,
-                image.stop,
-                partial(renderer.image_cache.process_async, media[image.media.hash]),
-            )
-            for image in prompt.images
-        ]
-        async with InferenceClient(url) as client:
-            sampling = ClientSampling(temperature=0, max_tokens=6, stop_ids=renderer.stop_ids)
-            return (await client.generate(prompt.token_ids.tolist(), sampling, images=images)).token_ids.tolist()
-
-    assert asyncio.run(generate()) == answer.choices[0].token_ids
+    images = [
+        RequestImage(
+            image.media.hash,
+            image.start,
+            image.stop,
+            partial(renderer.image_cache.process_async, media[image.media.hash]),
+        )
+        for image in prompt.images
+    ]
+    sampling = ClientSampling(temperature=0, max_tokens=6, stop_ids=renderer.stop_ids)
+    async with asyncio.timeout(60), InferenceClient(url) as client:
+        sample = await client.generate(prompt.token_ids.tolist(), sampling, images=images)
+    assert sample.token_ids.tolist() == answer.choices[0].token_ids
 
 
 def test_the_chat_endpoint_needs_no_room_in_the_cache_of_uploaded_images(served, monkeypatch):
@@ -83,7 +80,7 @@ def test_the_chat_endpoint_needs_no_room_in_the_cache_of_uploaded_images(served,
     assert chat(url, make_square((9, 9, 9)), BLUE).usage.prompt_tokens > 0
 
 
-def test_the_client_uploads_the_images_that_a_server_lacks(served):
+async def test_the_client_uploads_the_images_that_a_server_lacks(served):
     url, _, renderer = served
     green = make_square((0, 255, 0))
     prompt = renderer.render([Message("user", (MediaPart(green.hash),))], media={green.hash: green})
@@ -93,14 +90,11 @@ def test_the_client_uploads_the_images_that_a_server_lacks(served):
         loads.append(green.hash)
         return await renderer.image_cache.process_async(green)
 
-    async def main():
-        async with InferenceClient(url) as client:
-            (image,) = prompt.images
-            request = [RequestImage(green.hash, image.start, image.stop, load)]
-            for _ in range(2):
-                await client.generate(prompt.token_ids.tolist(), ClientSampling(max_tokens=2), images=request)
-
-    asyncio.run(main())
+    (image,) = prompt.images
+    request = [RequestImage(green.hash, image.start, image.stop, load)]
+    async with asyncio.timeout(60), InferenceClient(url) as client:
+        for _ in range(2):
+            await client.generate(prompt.token_ids.tolist(), ClientSampling(max_tokens=2), images=request)
     assert loads == [green.hash]  # uploaded for the first request, known at the second
 
 

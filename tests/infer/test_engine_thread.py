@@ -1,6 +1,7 @@
 """The engine's thread delivers what is sampled, also while it waits for a trainer or is paused."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 
@@ -31,7 +32,7 @@ def engine(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wait", ["paused", "training"])
-def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(engine, tmp_path, wait):
+async def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(engine, tmp_path, wait):
     core = engine.core
 
     def launch_last_token() -> None:
@@ -41,29 +42,24 @@ def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_waits(en
         request.expect_token(0)
         core._launched = LaunchedStep([(request, index)], lambda: ([7], [-0.5]), core.version)
 
-    async def main() -> None:
+    async with asyncio.timeout(60):
         await engine.pause()
         stream = engine.submit([5, 6], SamplingParams(max_tokens=1))
-        if wait == "paused":
+        with TrainingLock(tmp_path / "lock").hold() if wait == "training" else contextlib.nullcontext():
+            if wait == "training":
+                await engine.resume()
             await engine._run_command(launch_last_token)
             output = await stream.result()
-        else:
-            with TrainingLock(tmp_path / "lock").hold():
-                await engine.resume()
-                await engine._run_command(launch_last_token)
-                output = await stream.result()
-        assert (output.token_ids, output.finish_reason) == ([7], "length")
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    assert (output.token_ids, output.finish_reason) == ([7], "length")
 
 
-def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypatch):
+async def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "STAGING_TIMEOUT", 0.1)
     with engine._staging_lock, pytest.raises(DeadlineExceeded, match=r"another version was not staged within 0\.1 s"):
-        asyncio.run(asyncio.wait_for(engine.update_weights(tmp_path), 60))
+        await asyncio.wait_for(engine.update_weights(tmp_path), 60)
 
 
-def test_products_of_the_engine_use_the_configured_threads(source):
+async def test_products_of_the_engine_use_the_configured_threads(source):
     """OpenMP and MKL count threads per calling thread, and the operators in C do not ask torch for its number."""
     try:
         count_openmp_threads = ctypes.CFUNCTYPE(ctypes.c_int)(find_torch_symbol("omp_get_max_threads"))
@@ -73,7 +69,7 @@ def test_products_of_the_engine_use_the_configured_threads(source):
     torch.set_num_threads(configured)
     engine = Engine(build_core(source)).start()
     try:
-        assert asyncio.run(asyncio.wait_for(engine._run_command(count_openmp_threads), 60)) == configured
+        assert await asyncio.wait_for(engine._run_command(count_openmp_threads), 60) == configured
     finally:
         engine.close()
         torch.set_num_threads(default)

@@ -44,7 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server, started in a directory with published weights, `weights/step_000020`."""
     directory, tiny = tmp_path_factory.mktemp("serve"), resolve_model_path("tiny")
     publish(directory / "weights" / "step_000020", PolicyVersion("tiny", 0, 20))
-    core = Engine.load("tiny", EngineConfig(device=DEVICE)).core
+    core = Engine.load("tiny", EngineConfig(device=DEVICE, dtype="float32")).core
     with contextlib.chdir(directory), run_server(core, name="tiny", renderer=load_renderer(tiny)) as (address, _):
         yield address
 

@@ -197,6 +197,7 @@ PROGRAM_HEADERS = [
 ]
 
 
+@pytest.mark.promise
 def test_weights_of_a_replaced_trainer_are_refused(tmp_path, model):
     versions = {
         number: publish_as(tmp_path / f"{number}", model, PolicyVersion("llama", number, 1)) for number in (1, 2)

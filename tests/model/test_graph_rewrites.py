@@ -92,6 +92,7 @@ LAYERS = {
 BFLOAT16_LAYERS = list(LAYERS) if os.environ.get("RAMIFY_FULL") else ["qwen3"]  # it has every rewrite
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [

@@ -40,6 +40,7 @@ def build_mask(forest: Forest, window: int) -> torch.Tensor:
     return torch.from_numpy(forest.build_attention_mask() & in_window)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("window", [0, 5, 40, 300])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cpu_attention_equals_the_reference_forward_and_backward(seed, window):
@@ -101,6 +102,7 @@ def test_very_long_block_lists_come_first_and_the_others_stay_in_order():
     assert blocks.q_lists[:, 0].tolist() == [8, *range(8), *range(9, len(shifted) // BLOCK_SIZE)]
 
 
+@pytest.mark.promise
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
 @pytest.mark.parametrize(("width", "window"), [(64, 40), (128, 0), (80, 0), (80, 40)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -147,6 +149,7 @@ def test_a_pack_of_long_chains_is_recognized_by_its_subtree_ends():
     assert find_lengths(forked) is None
 
 
+@pytest.mark.promise
 def test_each_chain_attends_to_itself_and_padding_to_nothing():
     lengths, padding_tokens = [LENGTH_MULTIPLE, 100, 70], 30
     torch.manual_seed(0)

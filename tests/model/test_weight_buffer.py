@@ -69,6 +69,7 @@ def test_tensors_are_converted_to_the_dtype_of_the_model(tmp_path):
     assert_same(staged.tensors, source.to(torch.bfloat16))
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("damage", ["overwritten", "lost"])
 def test_a_torn_or_lost_buffer_is_not_used_and_the_directory_is_waited_for(tmp_path, damage):
     source = make_module(1)

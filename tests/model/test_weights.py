@@ -88,6 +88,7 @@ def edit_tensors(directory, edit):
 NORM = "model.norm.weight"
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -123,6 +124,7 @@ def test_engine_rejects_a_version_with_changed_bytes(published):
         Engine.load(str(published), config)
 
 
+@pytest.mark.promise
 def test_version_is_published_once_and_atomically(sources, published, tmp_path):
     with pytest.raises(WeightsRefused, match="exists already"):
         publish_as(published, sources[0], VERSION)

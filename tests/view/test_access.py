@@ -37,13 +37,13 @@ async def serve_once(folder, **options):
     ("options", "needs_token"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"allowed_hosts": ["proxy.example"]}, True)],
 )
-def test_a_page_that_other_machines_can_reach_needs_a_token(tmp_path, options, needs_token):
-    assert ("?token=" in asyncio.run(serve_once(tmp_path, **options))) is needs_token
+async def test_a_page_that_other_machines_can_reach_needs_a_token(tmp_path, options, needs_token):
+    assert ("?token=" in await serve_once(tmp_path, **options)) is needs_token
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_an_ipv6_address_can_be_opened_in_a_browser(tmp_path):
-    address = urlsplit(asyncio.run(serve_once(tmp_path, host="::1")))
+async def test_an_ipv6_address_can_be_opened_in_a_browser(tmp_path):
+    address = urlsplit(await serve_once(tmp_path, host="::1"))
     assert address.hostname == "::1"
     assert address.port > 0
 

@@ -33,6 +33,7 @@ def start_writer(path, first):
     return subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(first)], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.promise
 @pytest.mark.process
 def test_a_run_is_read_while_it_is_written_killed_and_continued(tmp_path):
     path = write_rl_run(tmp_path / "run")

@@ -11,6 +11,8 @@ from ramify.view.token_check import check_trained_tokens, find_differing_calls
 from tests.support.sample_runs import write_rl_run
 from tests.support.traces import refuse_top_logprobs
 
+pytestmark = pytest.mark.promise
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
