@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import fcntl
-import functools
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,16 +15,6 @@ from ramify.processes.log import ProcessLog
 PYTHON = (sys.executable, "-S", "-c")
 TIMEOUT = 60.0  # seconds for one test
 PLACEMENT = Placement(num_cpus=0.1)
-
-
-def with_timeout(test):
-    """Run an async test with a timeout."""
-
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), TIMEOUT))
-
-    return run
 
 
 def build_leases(num_ranks: int = 1, terms: LeaseTerms | None = None) -> RoleLeases:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from ramify.errors import PeerLost
 from ramify.fencing.lease import RoleLeases, read_lease_clock
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
-from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess
-from ramify.launch.remote_slot import RemoteSlot
+from ramify.launch.remote_slot import RemoteSlot, RemoteSlotSettings
 
-INTERVAL = 0.05  # seconds between two calls
+SETTINGS = RemoteSlotSettings(exchange_interval=0.05)
 
 
 class LossyClient:
@@ -37,9 +37,10 @@ class LossyClient:
 
 
 class InProcessLauncher:
-    """Starts processes through `NodeProcess` objects of this process."""
+    """Starts processes through `NodeProcess` objects of this process, in slots of a class."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: RemoteSlotSettings = SETTINGS, *, slot_class: type[LocalSlot] = LocalSlot) -> None:
+        self.settings, self.slot_class = settings, slot_class
         self.clients: list[LossyClient] = []
 
     def list_nodes(self) -> list[ClusterNode]:
@@ -52,9 +53,11 @@ class InProcessLauncher:
             return await LocalLauncher().open_slots(leases, placement, timeout=timeout)
         slots = []
         for rank in range(leases.num_ranks):
-            node_process = NodeProcess(placement.lease, node=f"node-{rank}", host="127.0.0.1")
+            node_process = NodeProcess(
+                placement.lease, node=f"node-{rank}", host="127.0.0.1", slot_class=self.slot_class
+            )
             self.clients.append(LossyClient(node_process))
-            slots.append(RemoteSlot(self.clients[-1], node_process.get_address(), leases, rank, interval=INTERVAL))
+            slots.append(RemoteSlot(self.clients[-1], node_process.get_address(), leases, rank, self.settings))
         return slots
 
     async def close(self) -> None: ...

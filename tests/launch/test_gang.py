@@ -1,6 +1,5 @@
 """The ranks of a gang are supervised as one process, and every start of a process has a token of its own."""
 
-import asyncio
 import json
 import sys
 import time
@@ -13,7 +12,7 @@ from ramify.fencing.token import FencingToken
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
-from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
+from ramify.launch.supervisor import ProcessStatus, RunOutcome
 from tests.launch.test_supervisor import supervise, waits_for
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
@@ -50,10 +49,10 @@ def read_reports(tmp_path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (tmp_path / "ranks").read_text().splitlines()]
 
 
-def test_ranks_are_told_who_they_are_and_where_rank_0_listens(tmp_path):
+async def test_ranks_are_told_who_they_are_and_where_rank_0_listens(tmp_path):
     seen = []
     specs = build_specs(tmp_path, RUNS_FOREVER, waits_for_lines(3))
-    assert supervise(specs, on_change=seen.append) is RunOutcome.FINISHED
+    assert await supervise(specs, on_change=seen.append) is RunOutcome.FINISHED
     reports = sorted(read_reports(tmp_path), key=lambda report: report["RANK"])
     assert [report["RANK"] for report in reports] == [report["LOCAL_RANK"] for report in reports] == ["0", "1", "2"]
     assert {report["WORLD_SIZE"] for report in reports} == {"3"}
@@ -63,11 +62,11 @@ def test_ranks_are_told_who_they_are_and_where_rank_0_listens(tmp_path):
     assert list_running(tmp_path) == []
 
 
-def test_killed_rank_stops_all_and_the_gang_restarts_with_a_new_port_and_token(tmp_path):
+async def test_killed_rank_stops_all_and_the_gang_restarts_with_a_new_port_and_token(tmp_path):
     lines = []
     dies = waits_for_lines(3) + "if rank == 1 and token == '0': os.kill(os.getpid(), 9)\n" + RUNS_FOREVER
-    assert supervise(build_specs(tmp_path, dies, waits_for_lines(6)), lines=lines) is RunOutcome.FINISHED
-    assert lines == ["trainer was killed by SIGKILL; restarting in 0.5 s (restart 1 of 3)"]
+    assert await supervise(build_specs(tmp_path, dies, waits_for_lines(6)), lines=lines) is RunOutcome.FINISHED
+    assert lines == ["trainer was killed by SIGKILL; restarting in 0.01 s (restart 1 of 3)"]
     first, second = read_reports(tmp_path)[:3], read_reports(tmp_path)[3:]
     assert {report["RAMIFY_GANG_TOKEN"] for report in first} == {"0"}
     assert {report["RAMIFY_GANG_TOKEN"] for report in second} == {"1"}
@@ -76,41 +75,35 @@ def test_killed_rank_stops_all_and_the_gang_restarts_with_a_new_port_and_token(t
     assert list_running(tmp_path) == []
 
 
-def test_failure_shows_the_log_of_the_rank_that_failed(tmp_path):
+async def test_failure_shows_the_log_of_the_rank_that_failed(tmp_path):
     fails = "if rank == 2: print('no room', flush=True); sys.exit(5)\n" + RUNS_FOREVER
     with pytest.raises(ProcessDied, match=r"exit code 5, after 0 restarts; last lines of .*trainer-2.log:\nno room$"):
-        supervise(build_specs(tmp_path, fails, RUNS_FOREVER), restarts=0)
+        await supervise(build_specs(tmp_path, fails, RUNS_FOREVER), restarts=0)
     assert (tmp_path / "trainer-1.log").exists()
     assert list_running(tmp_path) == []
 
 
-def test_gang_is_done_when_all_ranks_are(tmp_path):
+async def test_gang_is_done_when_all_ranks_are(tmp_path):
     """Ranks that are done do not stop the others."""
     code = "import time\nif rank == 0: time.sleep(0.3); open(DIR + '/done', 'w').close()"
-    leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)\n"
-    assert supervise(build_specs(tmp_path, code, leader)) is RunOutcome.FINISHED
+    leader = waits_for("done")
+    assert await supervise(build_specs(tmp_path, code, leader)) is RunOutcome.FINISHED
     assert len(read_pids(tmp_path, "trainer")) == 3
 
 
-def test_gang_of_a_later_head_has_its_epoch_in_the_token(tmp_path):
-    specs = build_specs(tmp_path, RUNS_FOREVER, waits_for_lines(2), num_ranks=2)
-    assert supervise(specs, epoch=2) is RunOutcome.FINISHED
-    assert [report["RAMIFY_GANG_TOKEN"] for report in read_reports(tmp_path)] == ["2.0", "2.0"]
-
-
-def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_none(tmp_path):
+async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_none(tmp_path):
     path = "DIR + '/trainer.token'"
     code = f"open({path}, 'w').write(os.environ['RAMIFY_GANG_TOKEN'])\n{RUNS_FOREVER}"
     trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=Placement())
     waits = f"import time\nwhile not os.path.exists({path}) or not os.path.getsize({path}): time.sleep(0.01)\n"
     leader = waits + "sys.exit('RAMIFY_GANG_TOKEN' in os.environ)"
     specs = [trainer, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
-    assert supervise(specs, restarts=0, epoch=1) is RunOutcome.FINISHED
+    assert await supervise(specs, restarts=0, epoch=1) is RunOutcome.FINISHED
     assert (tmp_path / "trainer.token").read_text() == "1.0"
 
 
 @pytest.mark.parametrize(("duration", "replacement_delay"), [(1.0, None), (60.0, 1.4)])
-def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path, duration, replacement_delay):
+async def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path, duration, replacement_delay):
     """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.
 
     The lease is that of the earlier configuration, if it is known.
@@ -120,44 +113,29 @@ def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path
     specs = [
         build_spec(tmp_path, name, RUNS_FOREVER, placement=Placement(lease=lease)) for name in ("inference", "env")
     ]
-    leader = "import time\nwhile not os.path.exists(DIR + '/env.pids'): time.sleep(0.01)\n"
     earlier = {
         "inference": EarlierProcess(FencingToken(1, 4), may_run=False),
         "env": EarlierProcess(FencingToken(1, 6), may_run=True, replacement_delay=replacement_delay),
     }
     seen = []
-    supervisor = Supervisor(
-        [*specs, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)],
-        max_restarts=0,
-        grace_period=1.0,
-        print_line=lines.append,
-        on_change=seen.append,
-        earlier_processes=earlier,
-    )
+    specs.append(build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER))
     started_at = time.monotonic()
-    assert asyncio.run(supervisor.run()) is RunOutcome.FINISHED
+    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier)
     assert time.monotonic() - started_at > 1.4
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
     assert (seen[0][1].state, seen[0][1].token) == (ProcessState.SILENT, "1.6")
     assert [status.token for status in seen[-1]] == ["1.5", "1.7", ""]
 
 
-def test_new_head_waits_for_the_leases_of_the_old_one_and_begins_its_own_tokens(tmp_path):
+async def test_new_head_waits_for_the_leases_of_the_old_one_and_begins_its_own_tokens(tmp_path):
     lines, seen = [], []
-    supervisor = Supervisor(
-        [
-            build_spec(tmp_path, "env", RUNS_FOREVER, placement=Placement()),
-            build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER),
-        ],
-        max_restarts=0,
-        grace_period=1.0,
-        print_line=lines.append,
-        on_change=seen.append,
-        earlier_processes={"env": EarlierProcess(FencingToken(1), may_run=True, replacement_delay=1.4)},
-        epoch=2,
-    )
+    specs = [
+        build_spec(tmp_path, "env", RUNS_FOREVER, placement=Placement()),
+        build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER),
+    ]
+    earlier = {"env": EarlierProcess(FencingToken(1), may_run=True, replacement_delay=1.4)}
     started_at = time.monotonic()
-    assert asyncio.run(supervisor.run()) is RunOutcome.FINISHED
+    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier, epoch=2)
     assert time.monotonic() - started_at > 1.4
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
     assert [status.token for status in seen[-1]] == ["2.0", ""]
@@ -186,7 +164,7 @@ def test_record_of_an_earlier_version_has_no_replacement_delay(tmp_path):
     assert read_earlier_processes(tmp_path) == {"env": EarlierProcess(FencingToken(0, 2), may_run=True)}
 
 
-def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_path):
+async def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_path):
     places = []
 
     def build_start(name):
@@ -202,5 +180,5 @@ def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_
         for name, after in names.items()
     ]
     leader = build_spec(tmp_path, "orchestrator", "", ProcessRole.LEADER, start_after=("env",))
-    assert supervise([leader, *specs]) is RunOutcome.FINISHED
+    assert await supervise([leader, *specs]) is RunOutcome.FINISHED
     assert places == ["inference", "env"]

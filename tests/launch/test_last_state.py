@@ -1,6 +1,5 @@
 """What a starting orchestrator waits for, as the supervisor reads it from `status.json`."""
 
-import asyncio
 import json
 import threading
 import time
@@ -24,37 +23,33 @@ WAIT = {"who": "orchestrator", "waits_for": "models.teacher at http://h:1", "sin
         ("running", WAIT, ""),
     ],
 )
-def test_wait_is_described_once_it_has_lasted(tmp_path, state, wait, text):
-    assert asyncio.run(read_startup_wait(tmp_path, earlier=None)) == ""
+async def test_wait_is_described_once_it_has_lasted(tmp_path, state, wait, text):
+    assert await read_startup_wait(tmp_path, earlier=None) == ""
     write_snapshot(tmp_path, {"state": state}, [wait])
-    assert asyncio.run(read_startup_wait(tmp_path, earlier=None)) == text
+    assert await read_startup_wait(tmp_path, earlier=None) == text
 
 
-def test_wait_of_an_earlier_start_is_not_described_whatever_its_clock_was(tmp_path):
+async def test_wait_of_an_earlier_start_is_not_described_whatever_its_clock_was(tmp_path):
     write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
     file = tmp_path / SNAPSHOT_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), "host": "lost-host", "time": time.time() + 3600}))
     earlier = read_snapshot(tmp_path)
-    assert asyncio.run(read_startup_wait(tmp_path, earlier)) == ""
+    assert await read_startup_wait(tmp_path, earlier) == ""
     write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
-    assert "models.teacher" in asyncio.run(read_startup_wait(tmp_path, earlier))
+    assert "models.teacher" in await read_startup_wait(tmp_path, earlier)
 
 
-def test_storage_that_hangs_neither_blocks_the_supervisor_nor_collects_threads(tmp_path, monkeypatch):
+async def test_storage_that_hangs_neither_blocks_the_supervisor_nor_collects_threads(tmp_path, monkeypatch):
     answers, reads = threading.Event(), []
 
     def hang(path):
         reads.append(path)
         answers.wait(60)
 
-    async def read_twice():
-        caller = SingleThreadCaller()
-        return [await read_startup_wait(tmp_path, earlier=None, caller=caller) for _ in range(2)]
-
-    monkeypatch.setattr(last_state, "READ_TIMEOUT", 0.2)
+    caller = SingleThreadCaller()
     monkeypatch.setattr(last_state, "read_snapshot", hang)
     try:
-        texts = asyncio.run(asyncio.wait_for(read_twice(), 60))
+        texts = [await read_startup_wait(tmp_path, None, caller, timeout=0.2) for _ in range(2)]
     finally:
         answers.set()
     assert texts == [f"{tmp_path / SNAPSHOT_FILE} could not be read within 0.2 s"] * 2

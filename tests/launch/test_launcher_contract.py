@@ -22,7 +22,6 @@ from tests.launch.launchers import (
     open_slots,
     start_code,
     wait_for_line,
-    with_timeout,
 )
 from tests.launch.remote_launcher import InProcessLauncher
 
@@ -59,7 +58,6 @@ def test_nodes_have_names_hosts_and_cores(launcher):
     assert sum(node.is_head for node in nodes) == 1
 
 
-@with_timeout
 async def test_output_and_variables_are_those_of_one_execution(launcher, log):
     code = "import os, sys; print(os.environ['WORD'], flush=True); print('error', file=sys.stderr)"
     for word in ("first", "second"):
@@ -74,7 +72,6 @@ async def test_output_and_variables_are_those_of_one_execution(launcher, log):
 @pytest.mark.parametrize(
     ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
 )
-@with_timeout
 async def test_exit_code(launcher, log, code, exit_code):
     async with open_slot(launcher) as slot:
         await start_code(slot, code, log)
@@ -83,7 +80,6 @@ async def test_exit_code(launcher, log, code, exit_code):
         assert not slot.is_lost
 
 
-@with_timeout
 async def test_large_output_is_complete_when_the_exit_is_seen(launcher, log):
     async with open_slot(launcher) as slot:
         await start_code(slot, "for number in range(60000): print(number)", log)
@@ -91,7 +87,6 @@ async def test_large_output_is_complete_when_the_exit_is_seen(launcher, log):
         assert log.path.read_text() == "".join(f"{number}\n" for number in range(60000))
 
 
-@with_timeout
 async def test_command_that_cannot_be_started_is_named_in_the_log(launcher, log):
     async with open_slot(launcher) as slot:
         await slot.start(ProcessStart(("/nowhere/program",)), log)
@@ -99,7 +94,6 @@ async def test_command_that_cannot_be_started_is_named_in_the_log(launcher, log)
         assert log.tail() == "/nowhere/program cannot be started: No such file or directory"
 
 
-@with_timeout
 async def test_signals_reach_the_process_once_each(launcher, log):
     code = "import signal, sys; signal.signal(10, lambda *_: print('usr1', flush=True)); signal.signal(15, sys.exit)\n"
     async with open_slot(launcher) as slot:
@@ -113,7 +107,6 @@ async def test_signals_reach_the_process_once_each(launcher, log):
         assert log.tail().splitlines()[:2] == ["up", "usr1"]
 
 
-@with_timeout
 async def test_signal_before_the_start_is_delivered_after_it(launcher, log):
     async with open_slot(launcher) as slot:
         slot.send_signal(signal.SIGTERM)
@@ -121,7 +114,6 @@ async def test_signal_before_the_start_is_delivered_after_it(launcher, log):
         assert await slot.wait() == 128 + signal.SIGTERM
 
 
-@with_timeout
 async def test_stop_ends_the_process_and_its_descendants(launcher, log, tmp_path):
     async with open_slot(launcher) as slot:
         await start_code(slot, daemon_code(tmp_path / "lock") + FOREVER, log)
@@ -132,7 +124,6 @@ async def test_stop_ends_the_process_and_its_descendants(launcher, log, tmp_path
         assert not is_locked(tmp_path / "lock")
 
 
-@with_timeout
 async def test_requested_stop_is_seen_as_an_exit(launcher, log):
     async with open_slot(launcher) as slot:
         await start_code(slot, UP, log)
@@ -141,7 +132,6 @@ async def test_requested_stop_is_seen_as_an_exit(launcher, log):
         assert await slot.wait() == 128 + signal.SIGTERM
 
 
-@with_timeout
 async def test_exit_is_seen_when_no_descendant_is_left(launcher, log, tmp_path):
     async with open_slot(launcher) as slot:
         await start_code(slot, daemon_code(tmp_path / "lock"), log)
@@ -149,7 +139,6 @@ async def test_exit_is_seen_when_no_descendant_is_left(launcher, log, tmp_path):
         assert not is_locked(tmp_path / "lock")
 
 
-@with_timeout
 async def test_kill_ends_a_stopped_process(launcher, log):
     async with open_slot(launcher) as slot:
         await start_code(slot, "import os, signal; print('up', flush=True); os.kill(os.getpid(), signal.SIGSTOP)", log)
@@ -159,7 +148,6 @@ async def test_kill_ends_a_stopped_process(launcher, log):
         killing.cancel()
 
 
-@with_timeout
 async def test_files_are_written_where_the_process_runs_and_removed(launcher, log):
     async with open_slot(launcher) as slot:
         files = {"config.toml": "name = 'ü'\n", "sub/more.txt": ""}
@@ -174,7 +162,6 @@ async def test_files_are_written_where_the_process_runs_and_removed(launcher, lo
         assert log.tail() == "[False, False]"
 
 
-@with_timeout
 async def test_port_is_held_for_the_process_alone_unless_it_is_released(launcher, log):
     code = """
 import socket, sys
@@ -200,14 +187,12 @@ print("listening")
         assert log.tail() == "listening"
 
 
-@with_timeout
 async def test_slot_of_a_process_with_a_fixed_address_has_no_port(launcher):
     async with open_slot(launcher, placement=None) as slot:
         assert slot.port == 0
         assert slot.node == ""
 
 
-@with_timeout
 async def test_stop_before_the_start_does_nothing(launcher):
     for placement in (None, PLACEMENT):
         async with open_slot(launcher, placement) as slot:

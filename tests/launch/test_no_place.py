@@ -1,20 +1,16 @@
 """A process that finds no place: the run continues without it while others do the same work."""
 
-import asyncio
-
 import pytest
 
 from ramify.errors import DeadlineExceeded, ProcessDied
-from ramify.launch import supervisor as supervisor_module
 from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole, ProcessState
-from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.launch.supervisor import RunOutcome, SupervisorSettings
+from tests.launch.test_supervisor import supervise
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
 pytestmark = pytest.mark.process
-
-TIMEOUT = 60.0  # seconds for one test
 
 
 class FullLauncher(LocalLauncher):
@@ -52,21 +48,9 @@ class UnstoppableLauncher(LocalLauncher):
         return stop_and_fail
 
 
-@pytest.fixture(autouse=True)
-def short_delay(monkeypatch):
-    monkeypatch.setattr(supervisor_module, "PLACE_RETRY_DELAY", 0.05)
-
-
-def run(specs, launcher, *, max_restarts=0, on_change=None, lines=None) -> RunOutcome:
-    supervisor = Supervisor(
-        specs,
-        max_restarts=max_restarts,
-        grace_period=1.0,
-        launcher=launcher,
-        on_change=on_change,
-        print_line=(lambda line: None) if lines is None else lines.append,
-    )
-    return asyncio.run(asyncio.wait_for(supervisor.run(), TIMEOUT))
+async def run(specs, launcher, *, restarts=0, **options) -> RunOutcome:
+    settings = SupervisorSettings(first_restart_delay=0.01, place_retry_delay=0.05)
+    return await supervise(specs, restarts=restarts, launcher=launcher, settings=settings, **options)
 
 
 def build_engine(directory, name, service="inference"):
@@ -74,7 +58,7 @@ def build_engine(directory, name, service="inference"):
 
 
 @pytest.mark.parametrize("failure", [DeadlineExceeded, ProcessDied])
-def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path, failure):
+async def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path, failure):
     launcher, lines, seen = FullLauncher(["second"], failure), [], []
     leader = "import time\nwhile not os.path.exists(DIR + '/second.pids'): time.sleep(0.01)"
 
@@ -85,30 +69,30 @@ def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tmp_path
 
     specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
     leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER, start_after=("first", "second"))
-    assert run([*specs, leader], launcher, on_change=on_change, lines=lines) is RunOutcome.FINISHED
+    assert await run([*specs, leader], launcher, on_change=on_change, lines=lines) is RunOutcome.FINISHED
     assert lines[0] == "second could not be placed; the run continues without second, which is tried again"
     assert (ProcessState.STARTING, ProcessState.READY) in seen
     assert len(read_pids(tmp_path, "second")) == 1
     assert list_running(tmp_path) == []
 
 
-def test_process_that_nobody_replaces_ends_the_run(tmp_path):
+async def test_process_that_nobody_replaces_ends_the_run(tmp_path):
     specs = [build_engine(tmp_path, "inference"), build_engine(tmp_path, "env", service="env/train/words")]
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="env could not be placed"):
-        run([*specs, leader], FullLauncher(["env"]))
+        await run([*specs, leader], FullLauncher(["env"]))
     assert list_running(tmp_path) == []
 
 
-def test_engines_that_all_wait_end_the_run(tmp_path):
+async def test_engines_that_all_wait_end_the_run(tmp_path):
     specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="could not be placed"):
-        run([*specs, leader], FullLauncher(["first", "second"]))
+        await run([*specs, leader], FullLauncher(["first", "second"]))
     assert list_running(tmp_path) == []
 
 
-def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
+async def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
     launcher = FullLauncher(["second"])
 
     def on_change(statuses):
@@ -120,16 +104,16 @@ def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_path):
     first = build_spec(tmp_path, "first", ends, placement=Placement(), service="inference")
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="could not be placed"):
-        run([first, build_engine(tmp_path, "second"), leader], launcher, max_restarts=1, on_change=on_change)
+        await run([first, build_engine(tmp_path, "second"), leader], launcher, restarts=1, on_change=on_change)
     assert len(read_pids(tmp_path, "first")) == 1
 
 
-def test_process_that_cannot_be_stopped_does_not_replace_the_outcome(tmp_path):
+async def test_process_that_cannot_be_stopped_does_not_replace_the_outcome(tmp_path):
     lines = []
     started = "all(os.path.exists(DIR + f'/{name}.pids') for name in ('first', 'second'))"
     leader = f"import time\nwhile not {started}: time.sleep(0.01)"
     specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
     leader = build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)
-    assert run([*specs, leader], UnstoppableLauncher(["first"]), lines=lines) is RunOutcome.FINISHED
+    assert await run([*specs, leader], UnstoppableLauncher(["first"]), lines=lines) is RunOutcome.FINISHED
     assert "first could not be stopped: ConnectionResetError: the node is gone" in lines
     assert list_running(tmp_path) == []

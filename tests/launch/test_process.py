@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import os
 import signal
 import socket
@@ -18,21 +17,11 @@ from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding,
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.launch.launchers import build_leases
-from tests.support.processes import wait_until
+from tests.support.processes import is_running, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.process
 
 ENVIRONMENT = {"RAYON_NUM_THREADS": "3"}
-
-
-def with_timeout(test):
-    """Run an async test with a timeout."""
-
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 90))
-
-    return run
 
 
 def build_specs(directory, *commands: tuple[str, ...], modules=("colorsys",), env=ENVIRONMENT) -> list[ProcessSpec]:
@@ -48,13 +37,6 @@ def env_server_arguments(directory) -> tuple[str, ...]:
     return ("env-server", "--train.0.taskset.id", "reverse-text", "-b", "http://127.0.0.1:9", "-o", str(directory))
 
 
-def has_exited(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @asynccontextmanager
 async def run_process(spec: ProcessSpec, client):
     """Start a process, and stop it at the end."""
@@ -67,7 +49,6 @@ async def run_process(spec: ProcessSpec, client):
         await process.stop()
 
 
-@with_timeout
 async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
     help_spec, wrong_spec, _ = build_specs(tmp_path, ("doctor", "--help"), ("serv",))
     with prefork_shared_modules([help_spec, wrong_spec]) as client:
@@ -89,11 +70,10 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             assert watcher.parent() == server
             assert os.getsid(command.pid) == watcher.pid
             assert command.environ()["RAYON_NUM_THREADS"] == "3"
-    assert has_exited(server) and has_exited(watcher) and has_exited(command)
+    assert not any(map(is_running, (server, watcher, command)))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@with_timeout
 async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
     """Triton reports what it has leaked at exit if the garbage collector does not free it."""
     wrong_spec, *others = build_specs(tmp_path, ("serv",), modules=("triton",))
@@ -104,7 +84,6 @@ async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["command", "watcher"])
-@with_timeout
 async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
     with prefork_shared_modules([spec, *others]) as client:
@@ -112,10 +91,9 @@ async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
             command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
             assert await asyncio.wait_for(process.wait_for_exit(), 60) in (-9, 128 + 9)
-            wait_until(lambda: has_exited(command))
+            wait_until_ended(command)
 
 
-@with_timeout
 async def test_process_is_started_directly_without_a_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, ("--version",), modules=("a_missing_module",))
     with prefork_shared_modules([spec, *others]) as client:
@@ -126,7 +104,6 @@ async def test_process_is_started_directly_without_a_fork_server(tmp_path):
     assert spec.log.read_text().count("ramify ") == 2
 
 
-@with_timeout
 async def test_forked_processes_survive_the_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
     with prefork_shared_modules([spec, *others]) as client:
@@ -134,9 +111,9 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
             command = psutil.Process(process.pid)
             server = command.parent().parent()
             server.kill()
-            wait_until(lambda: has_exited(server))
+            wait_until_ended(server)
             assert command.is_running()
-        assert has_exited(command)
+        assert not is_running(command)
 
 
 def test_fork_server_needs_two_processes_that_import_with_the_same_environment(tmp_path):
@@ -147,7 +124,6 @@ def test_fork_server_needs_two_processes_that_import_with_the_same_environment(t
         assert client is None
 
 
-@with_timeout
 async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatch):
     """The reserved ports, for example, differ between an engine and a trainer."""
     code = f"import os, sys; print(os.environ.get({RESERVED_PORTS_VARIABLE!r}), 'colorsys' in sys.modules)"
@@ -171,7 +147,6 @@ async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatc
             assert spec.log.read_text() == output
 
 
-@with_timeout
 async def test_tcp_address_must_accept_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, socket.socket() as queued:
         queued.connect(listener.getsockname())  # fills the queue: a further connection is not answered

@@ -2,22 +2,22 @@
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ramify.errors import DeadlineExceeded, StorageFailed
 from ramify.fencing.lease import LeaseTerms, read_lease_clock
-from ramify.launch import liveness, node_process, remote_slot
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
 from ramify.launch.process import ProcessRole, ProcessState
-from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line, with_timeout
-from tests.launch.remote_launcher import InProcessLauncher
+from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line
+from tests.launch.remote_launcher import SETTINGS, InProcessLauncher
 from tests.support.processes import build_spec
 
 TERMS = LeaseTerms(duration=3.0, slack=3.0)
@@ -38,7 +38,6 @@ def log(tmp_path) -> ProcessLog:
 
 @pytest.mark.process
 @pytest.mark.parametrize("ending", [FOREVER, STOPS_ITSELF])
-@with_timeout
 async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_path, ending):
     async with open_slots(launcher, placement=LEASED) as (slot,):
         await start_code(slot, daemon_code(tmp_path / "lock") + ending, log)
@@ -57,7 +56,6 @@ async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_
 
 
 @pytest.mark.process
-@with_timeout
 async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, log):
     async with open_slots(launcher, placement=LEASED) as (slot,):
         await start_code(slot, "import signal; print('up', flush=True)" + FOREVER, log)
@@ -74,7 +72,6 @@ async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, l
 
 
 @pytest.mark.process
-@with_timeout
 async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
     """The head can still reach rank 1, but grants it no more renewals once rank 0 is lost."""
     async with open_slots(launcher, 2, placement=LEASED) as slots:
@@ -88,7 +85,6 @@ async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
 
 
 @pytest.mark.process
-@with_timeout
 async def test_lost_rank_is_named_although_another_failed_first(launcher, tmp_path):
     lines = []
     code = """
@@ -129,20 +125,18 @@ time.sleep(60)
     ],
     ids=["other", "head"],
 )
-@with_timeout
-async def test_supervisor_reports_a_node_that_does_not_answer(launcher, monkeypatch, tmp_path, head_node, report):
-    monkeypatch.setattr(liveness, "REACHABILITY_INTERVAL", 0.05)
+async def test_supervisor_reports_a_node_that_does_not_answer(tmp_path, head_node, report):
+    launcher = InProcessLauncher(replace(SETTINGS, max_silence=0.2))
     lines, states = [], []
     leader = "import time\nwhile not os.path.exists(DIR + '/done'): time.sleep(0.01)"
 
     def on_change(statuses):
-        """Cut the node off until it counts as silent; only then is a moment without a reply too long."""
+        """Cut the node off until it counts as silent."""
         states.append(statuses[0].state)
         if states[-1] is ProcessState.SILENT:
             launcher.clients[0].is_cut = False
         elif states[-1] is ProcessState.READY:
             launcher.clients[0].is_cut = ProcessState.SILENT not in states
-            monkeypatch.setattr(remote_slot, "MAX_SILENCE", 0.2 if launcher.clients[0].is_cut else 60.0)
             (tmp_path / "done").write_text("") if ProcessState.SILENT in states else None
 
     specs = [
@@ -157,17 +151,16 @@ async def test_supervisor_reports_a_node_that_does_not_answer(launcher, monkeypa
         print_line=lines.append,
         on_change=on_change,
         head_node=head_node,
+        settings=SupervisorSettings(reachability_interval=0.05),
     )
     assert await supervisor.run() is RunOutcome.FINISHED
-    assert lines == [report, "env: its node answers again"]
+    assert lines[:2] == [report, "env: its node answers again"]
     assert supervisor.get_process_statuses()[0].node == "node-0"
 
 
 @pytest.mark.process
-@with_timeout
-async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_stopped(launcher, monkeypatch, tmp_path):
-    for name in ("STOP_TIMEOUT", "KILL_TIMEOUT", "STOP_MARGIN"):
-        monkeypatch.setattr(remote_slot, name, 0.05)
+async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_stopped(tmp_path):
+    launcher = InProcessLauncher(replace(SETTINGS, stop_timeout=0.15))
     lines = []
     leader = "import time\nwhile not os.path.exists(DIR + '/cut'): time.sleep(0.01)"
 
@@ -194,7 +187,6 @@ async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_s
 
 
 @pytest.mark.process
-@with_timeout
 async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     process = NodeProcess(LeaseTerms(duration=0.1, slack=1.0), node="node", host="127.0.0.1")
     start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))
@@ -208,7 +200,6 @@ async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     await process.close()
 
 
-@with_timeout
 async def test_stopped_slot_starts_nothing_any_more(tmp_path):
     process = NodeProcess(TERMS, node="node", host="127.0.0.1")
     start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))
@@ -228,10 +219,8 @@ class SlowSlot(LocalSlot):
         raise DeadlineExceeded("python did not start within 60 s")
 
 
-@with_timeout
-async def test_start_that_timed_out_is_no_exit_and_ends_with_its_lease(launcher, log, monkeypatch):
-    monkeypatch.setattr(node_process, "LocalSlot", SlowSlot)
-    async with open_slots(launcher, placement=LEASED) as (slot,):
+async def test_start_that_timed_out_is_no_exit_and_ends_with_its_lease(log):
+    async with open_slots(InProcessLauncher(slot_class=SlowSlot), placement=LEASED) as (slot,):
         await start_code(slot, "", log)
         await wait_for_line(log, "DeadlineExceeded: python did not start within 60 s")
         failed_at = read_lease_clock()
@@ -241,10 +230,8 @@ async def test_start_that_timed_out_is_no_exit_and_ends_with_its_lease(launcher,
         assert read_lease_clock() - failed_at > TERMS.duration  # the start may have succeeded just after its timeout
 
 
-@with_timeout
-async def test_start_that_timed_out_is_an_exit_when_its_process_tree_is_empty(launcher, log, monkeypatch):
-    monkeypatch.setattr(node_process, "LocalSlot", SlowSlot)
-    async with open_slots(launcher, placement=LEASED) as (slot,):
+async def test_start_that_timed_out_is_an_exit_when_its_process_tree_is_empty(log, monkeypatch):
+    async with open_slots(InProcessLauncher(slot_class=SlowSlot), placement=LEASED) as (slot,):
         await start_code(slot, "", log)
         await wait_for_line(log, "DeadlineExceeded: python did not start within 60 s")
         monkeypatch.setattr(SlowSlot, "has_exited", True)
@@ -252,7 +239,6 @@ async def test_start_that_timed_out_is_an_exit_when_its_process_tree_is_empty(la
         assert not slot.is_lost
 
 
-@with_timeout
 async def test_output_that_cannot_be_read_is_a_storage_failure():
     process = NodeProcess(TERMS, node="node", host="127.0.0.1")
     (Path(process.get_address().directory) / "output.log").unlink()
@@ -261,10 +247,8 @@ async def test_output_that_cannot_be_read_is_a_storage_failure():
     await process.close()
 
 
-@with_timeout
-async def test_output_that_the_head_has_takes_no_space_on_the_node(monkeypatch):
-    monkeypatch.setattr(node_process, "RELEASE_BYTES", 4096)
-    process = NodeProcess(TERMS, node="node", host="127.0.0.1")
+async def test_output_that_the_head_has_takes_no_space_on_the_node():
+    process = NodeProcess(TERMS, node="node", host="127.0.0.1", release_bytes=4096)
     log = Path(process.get_address().directory) / "output.log"
     output = bytes(range(1, 251)) * 200  # 50,000 bytes
     log.write_bytes(output)

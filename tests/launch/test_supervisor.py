@@ -8,38 +8,51 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFailed, StorageFull
-from ramify.launch import liveness
-from ramify.launch import supervisor as supervisor_module
 from ramify.launch.process import ProcessRole, ProcessState
-from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor, parse_failure_from_log
-from ramify.processes import restart_budget
+from ramify.launch.supervisor import (
+    ProcessStatus,
+    RunOutcome,
+    Supervisor,
+    SupervisorSettings,
+    parse_failure_from_log,
+)
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
 from tests.launch.supervisor_process import SAVES_CHECKPOINT
-from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec, list_running, read_pids, wait_until
+from tests.support.processes import (
+    IGNORES_SIGTERM,
+    RUNS_FOREVER,
+    TIMEOUT,
+    async_wait_until,
+    build_spec,
+    list_running,
+    read_pids,
+    wait_until,
+)
 
 pytestmark = pytest.mark.process
 
 DONE = "sys.exit(0)"
+SETTINGS = SupervisorSettings(first_restart_delay=0.01)
+SHORT_TIMEOUTS = replace(SETTINGS, storage_timeout=0.5, last_report_timeout=0.1)
 
 
-def supervise(specs, *, restarts=3, grace_period=5.0, lines=None, on_change=None, epoch=0) -> RunOutcome:
+async def supervise(
+    specs, *, restarts=3, grace_period=5.0, lines=None, settings=SETTINGS, timeout=TIMEOUT, **options
+) -> RunOutcome:
     """Run a supervisor; its messages are appended to `lines`."""
     print_line = (lambda line: None) if lines is None else lines.append
     supervisor = Supervisor(
-        specs,
-        max_restarts=restarts,
-        grace_period=grace_period,
-        print_line=print_line,
-        on_change=on_change,
-        epoch=epoch,
+        specs, max_restarts=restarts, grace_period=grace_period, print_line=print_line, settings=settings, **options
     )
-    return asyncio.run(supervisor.run())
+    async with asyncio.timeout(timeout):
+        return await supervisor.run()
 
 
 def waits_for(path: str) -> str:
@@ -50,82 +63,79 @@ def waits_for(path: str) -> str:
 # -- the end of a run ----------------------------------------------------------------------------------------------
 
 
-def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
+async def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
     leader = waits_for("inference.pids") + DONE
     specs = [
         build_spec(tmp_path, "inference", RUNS_FOREVER),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
-    assert supervise(specs) is RunOutcome.FINISHED
+    assert await supervise(specs) is RunOutcome.FINISHED
     assert len(read_pids(tmp_path, "inference")) == 1
     assert list_running(tmp_path) == []
 
 
-def test_crashed_process_is_restarted_and_reported(tmp_path):
+async def test_crashed_process_is_restarted_and_reported(tmp_path):
     twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + RUNS_FOREVER
     leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
     lines = []
     leader = build_spec(tmp_path, "orchestrator", waits_for("env.pids") + leader, ProcessRole.LEADER)
-    assert supervise([build_spec(tmp_path, "env", twice), leader], lines=lines) is RunOutcome.FINISHED
+    assert await supervise([build_spec(tmp_path, "env", twice), leader], lines=lines) is RunOutcome.FINISHED
     assert len(read_pids(tmp_path, "env")) == 2
-    assert lines == ["env was killed by SIGKILL; restarting in 0.5 s (restart 1 of 3)"]
+    assert lines == ["env was killed by SIGKILL; restarting in 0.01 s (restart 1 of 3)"]
 
 
-def test_repeated_crashes_end_the_run_with_the_end_of_the_log(tmp_path):
+async def test_repeated_crashes_end_the_run_with_the_end_of_the_log(tmp_path):
     broken = build_spec(tmp_path, "trainer", "print('no room'); sys.exit(5)", ProcessRole.FOLLOWER)
     message = r"trainer ended with exit code 5, after 1 restarts; last lines of .*trainer.log:\nno room$"
     with pytest.raises(ProcessDied, match=message):
-        supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=1)
+        await supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=1)
     assert len(read_pids(tmp_path, "trainer")) == 2
     assert list_running(tmp_path) == []
 
 
-def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart_budget, "FIRST_DELAY", 0.01)
+async def test_identical_crashes_end_the_run_early(tmp_path):
     broken = build_spec(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
     with pytest.raises(ProcessDied, match=r"ended with exit code 1, the same error 3 times in a row(.|\n)*ValueError"):
-        supervise([broken], restarts=100)
+        await supervise([broken], restarts=100)
     assert len(read_pids(tmp_path, "orchestrator")) == 3
 
 
-def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart_budget, "FIRST_DELAY", 0.01)
-    monkeypatch.setattr(supervisor_module, "RESTART_WINDOW", 0.0)
+async def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path):
     code = "if len(open(DIR + '/env.pids').readlines()) < 5: raise ValueError('no luck')\n" + RUNS_FOREVER
     leader = "import time\nwhile not os.path.exists(DIR + '/env.pids') or "
     leader += "len(open(DIR + '/env.pids').readlines()) < 5: time.sleep(0.01)"
     specs = [build_spec(tmp_path, "env", code), build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
-    assert supervise(specs, restarts=10) is RunOutcome.FINISHED
+    assert await supervise(specs, restarts=10, settings=replace(SETTINGS, restart_window=0.0)) is RunOutcome.FINISHED
 
 
-def test_permanent_failure_is_not_retried(tmp_path):
+async def test_permanent_failure_is_not_retried(tmp_path):
     broken = build_spec(
         tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER
     )
     with pytest.raises(StorageFull, match=r"^no room on /data$"):
-        supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
+        await supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
     assert len(read_pids(tmp_path, "trainer")) == 1
 
 
-def test_failure_of_the_leader_ends_the_run(tmp_path):
+async def test_failure_of_the_leader_ends_the_run(tmp_path):
     stalled = build_spec(
         tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", ProcessRole.LEADER
     )
     with pytest.raises(DeadlineExceeded, match="waited for inference"):
-        supervise([stalled])
+        await supervise([stalled])
 
 
-def test_exit_code_two_raises_config_invalid(tmp_path):
+async def test_exit_code_two_raises_config_invalid(tmp_path):
     wrong = build_spec(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
     with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
-        supervise([wrong, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
+        await supervise([wrong, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
 
 
-def test_missing_command_is_reported(tmp_path):
+async def test_missing_command_is_reported(tmp_path):
     absent = build_spec(tmp_path, "trainer", "")
     object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
     with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
-        supervise([absent, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=0)
+        await supervise([absent, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=0)
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
@@ -157,7 +167,7 @@ def stop_if_ready(statuses) -> None:
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
 
-def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_port):
+async def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_port):
     lines, seen = [], []
     leader = answering_leader(tmp_path, free_port, hang_timeout=0.6, last_state=lambda: "last state: step=3/4")
 
@@ -167,39 +177,31 @@ def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_por
         if statuses[0].state is ProcessState.SILENT:
             (tmp_path / "done").touch()  # for the restarted leader
 
-    assert supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
+    assert await supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
     first = read_pids(tmp_path, "orchestrator")[0]
     silent = rf"orchestrator \(process {first}, stopped\) has not answered at {leader.address} for \d+ s"
     assert re.fullmatch(silent, lines[0])
     assert lines[1] == "last state: step=3/4"
     assert re.fullmatch(
-        r"orchestrator did not answer for \d+ s and was killed; restarting in 0.5 s \(restart 1 of 3\)", lines[2]
+        r"orchestrator did not answer for \d+ s and was killed; restarting in 0.01 s \(restart 1 of 3\)", lines[2]
     )
     states = [process.state for (process,) in seen]
     assert states.index(ProcessState.READY) < states.index(ProcessState.SILENT) < states.index(ProcessState.ENDED)
     assert list_running(tmp_path) == []
 
 
-def test_unresponsive_leader_is_killed_although_its_last_state_cannot_be_read(tmp_path, free_port, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "LAST_REPORT_TIMEOUT", 0.1)
+async def test_unresponsive_leader_is_killed_although_its_last_state_cannot_be_read(tmp_path, free_port):
     answers, lines = threading.Event(), []
     leader = answering_leader(tmp_path, free_port, hang_timeout=0.6, last_state=answers.wait)
-    with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed"):
-        supervise([leader], restarts=0, lines=lines, on_change=stop_if_ready)
+    with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
+        await supervise([leader], restarts=0, lines=lines, on_change=stop_if_ready, settings=SHORT_TIMEOUTS)
     answers.set()
     assert lines[1].startswith("its last state: the storage did not answer within 0.1 s")
-
-
-def test_leader_that_stays_unresponsive_ends_the_run(tmp_path, free_port):
-    leader = answering_leader(tmp_path, free_port, hang_timeout=0.6)
-    with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
-        supervise([leader], restarts=0, on_change=stop_if_ready)
     assert list_running(tmp_path) == []
 
 
-def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port, monkeypatch):
+async def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port):
     """The leader is stopped until it is reported as silent, long before its `hang_timeout`."""
-    monkeypatch.setattr(liveness, "MAX_PROBE_INTERVAL", 0.3)
     lines, states = [], []
 
     def on_change(seen):
@@ -212,7 +214,8 @@ def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port, monkeyp
             (tmp_path / "done").touch()
 
     leader = answering_leader(tmp_path, free_port, hang_timeout=60.0)
-    assert supervise([leader], lines=lines, on_change=on_change) is RunOutcome.FINISHED
+    settings = replace(SETTINGS, max_probe_interval=0.3)
+    assert await supervise([leader], lines=lines, on_change=on_change, settings=settings) is RunOutcome.FINISHED
     assert lines == []
     assert len(read_pids(tmp_path, "orchestrator")) == 1
 
@@ -220,41 +223,41 @@ def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port, monkeyp
 # -- starts and readiness ------------------------------------------------------------------------------------------
 
 
-def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port):
+async def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port):
     hangs = build_spec(tmp_path, "inference", RUNS_FOREVER, address=f"tcp://127.0.0.1:{free_port}", ready_timeout=0.3)
     with pytest.raises(
         DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
     ):
-        supervise([hangs, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
+        await supervise([hangs, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
     assert list_running(tmp_path) == []
 
 
-def test_prepare_runs_before_each_start(tmp_path):
+async def test_prepare_runs_before_each_start(tmp_path):
     def prepare():
         with (tmp_path / "prepared").open("a") as file:
             file.write("x")
 
     crashes = "if len(open(DIR + '/prepared').read()) < 2: sys.exit(9)"
     assert (
-        supervise([build_spec(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
+        await supervise([build_spec(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
         is RunOutcome.FINISHED
     )
     assert (tmp_path / "prepared").read_text() == "xx"
 
 
-def test_files_of_a_process_that_cannot_be_prepared_in_time_end_the_run(tmp_path):
+async def test_files_of_a_process_that_cannot_be_prepared_in_time_end_the_run(tmp_path):
     answers = threading.Event()
     specs = [
         build_spec(tmp_path, "inference", RUNS_FOREVER, prepare=answers.wait, ready_timeout=0.5),
         build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER),
     ]
     with pytest.raises(StorageFailed, match=r"the files of inference: the storage did not answer within 0.5 s"):
-        supervise(specs)
+        await supervise(specs)
     answers.set()
     assert list_running(tmp_path) == []
 
 
-def test_finished_follower_restarts_with_the_leader(tmp_path):
+async def test_finished_follower_restarts_with_the_leader(tmp_path):
     count = "len(open(DIR + '/trainer.pids').readlines())"
     leader = f"""
 import time
@@ -268,21 +271,21 @@ sys.exit(9 if starts == 1 else 0)
         build_spec(tmp_path, "trainer", DONE, ProcessRole.FOLLOWER),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
-    assert supervise(specs) is RunOutcome.FINISHED
+    assert await supervise(specs) is RunOutcome.FINISHED
     assert len(read_pids(tmp_path, "trainer")) == 2
 
 
-def test_process_states_are_reported(tmp_path):
+async def test_process_states_are_reported(tmp_path):
     seen = []
     specs = [build_spec(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
-    supervise(specs, on_change=seen.append)
+    await supervise(specs, on_change=seen.append)
     states = [process.state for (process,) in seen]
     assert states[0] is ProcessState.STARTING
     assert states[-1] is ProcessState.ENDED
     assert seen[0][0].pid == read_pids(tmp_path, "orchestrator")[0]
 
 
-def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
+async def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
     changed_at = {}
 
     def on_change(statuses):
@@ -292,12 +295,12 @@ def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
         elif statuses[0].state is ProcessState.READY:
             (tmp_path / "done").touch()
 
-    supervise([answering_leader(tmp_path, free_port)], on_change=on_change)
+    await supervise([answering_leader(tmp_path, free_port)], on_change=on_change)
     assert changed_at[ProcessState.READY] >= changed_at[ProcessState.STARTING] + 0.5
     assert changed_at[ProcessState.ENDED] >= changed_at[ProcessState.READY]
 
 
-def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
+async def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
     lines = []
 
     def on_change(processes):
@@ -308,17 +311,15 @@ def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
         build_spec(tmp_path, "inference", RUNS_FOREVER),
         build_spec(tmp_path, "orchestrator", waits_for("inference.pids") + DONE, ProcessRole.LEADER),
     ]
-    assert supervise(specs, lines=lines, on_change=on_change) is RunOutcome.FINISHED
+    assert await supervise(specs, lines=lines, on_change=on_change) is RunOutcome.FINISHED
     assert lines == ["the last status of the processes was not recorded: no room"]
 
 
-def test_status_that_is_not_recorded_in_time_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "STORAGE_TIMEOUT", 0.5)
-    monkeypatch.setattr(supervisor_module, "LAST_REPORT_TIMEOUT", 0.1)
+async def test_status_that_is_not_recorded_in_time_ends_the_run(tmp_path):
     answers, lines = threading.Event(), []
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(StorageFailed, match=r"the status of the processes: the storage did not answer within 0.5 s"):
-        supervise([leader], lines=lines, on_change=lambda statuses: answers.wait())
+        await supervise([leader], lines=lines, on_change=lambda statuses: answers.wait(), settings=SHORT_TIMEOUTS)
     answers.set()
     assert lines[-1].startswith("the last status of the processes was not recorded: ")
     assert list_running(tmp_path) == []
@@ -333,20 +334,15 @@ def test_report_that_was_overtaken_is_dropped(tmp_path):
     assert [status.pid for (status,) in reports] == [1, 3]
 
 
-def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):
+async def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):
     lines = []
-
-    async def run():
-        leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-        supervisor = Supervisor([leader], max_restarts=0, grace_period=60.0, print_line=lines.append)
-        running = asyncio.create_task(supervisor.run())
-        while not supervisor._processes:
-            await asyncio.sleep(0)
-        supervisor.request_stop()
-        async with asyncio.timeout(60):
-            return await running
-
-    assert asyncio.run(run()) is RunOutcome.STOPPED
+    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
+    supervisor = Supervisor([leader], max_restarts=0, grace_period=60.0, print_line=lines.append)
+    running = asyncio.create_task(supervisor.run())
+    await async_wait_until(lambda: supervisor._processes)
+    supervisor.request_stop()
+    async with asyncio.timeout(TIMEOUT):
+        assert await running is RunOutcome.STOPPED
     assert lines[-1].startswith("orchestrator was killed by SIGTERM before saving a checkpoint")
 
 
@@ -366,69 +362,14 @@ def supervisor_process(tmp_path):
     process.communicate(timeout=60)
 
 
-def test_interrupts_end_all_processes_within_ten_seconds(supervisor_process, tmp_path):
+def test_interrupt_saves_a_checkpoint_and_ends_all_processes_within_ten_seconds(supervisor_process, tmp_path):
     assert len(list_running(tmp_path)) == 5
     assert STOP_TIMEOUT + DESCENDANTS_TIMEOUT + KILL_TIMEOUT <= 10
     supervisor_process.send_signal(signal.SIGINT)
-    assert supervisor_process.wait(timeout=60) == 130
+    assert supervisor_process.wait(timeout=60) == RunOutcome.INTERRUPTED.value == 130
     assert list_running(tmp_path) == []
+    assert (tmp_path / "checkpoint").exists()
     assert "Traceback" not in supervisor_process.stderr.read()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stop_signal_saves_a_checkpoint_and_exits_75(supervisor_process, tmp_path, number):
-    os.kill(read_pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
-    supervisor_process.send_signal(number)
-    assert supervisor_process.wait(timeout=60) == 75
-    assert (tmp_path / "checkpoint").exists()
-    wait_until(lambda: list_running(tmp_path) == [])
-
-
-def test_first_interrupt_saves_a_checkpoint(supervisor_process, tmp_path):
-    os.kill(read_pids(tmp_path, "trainer")[0], signal.SIGKILL)  # it ignores SIGTERM, which would delay the stop
-    supervisor_process.send_signal(signal.SIGINT)
-    assert supervisor_process.wait(timeout=60) == 130
-    assert (tmp_path / "checkpoint").exists()
-    wait_until(lambda: list_running(tmp_path) == [])
-
-
-@pytest.mark.parametrize("first", ["interrupt", "request_stop"])
-def test_interrupt_of_a_stopping_run_ends_it_at_once(tmp_path, first):
-    lines = []
-
-    async def run():
-        leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
-        supervisor = Supervisor([leader], max_restarts=0, grace_period=3600.0, print_line=lines.append)
-        running = asyncio.create_task(supervisor.run())
-        while "ignoring" not in (leader.log.read_text() if leader.log.exists() else ""):
-            await asyncio.sleep(0.01)
-        getattr(supervisor, first)()
-        await asyncio.sleep(0)
-        assert not running.done()
-        supervisor.interrupt()
-        async with asyncio.timeout(60):
-            return await running
-
-    assert asyncio.run(run()) is RunOutcome.INTERRUPTED
-    assert lines[0].endswith("waiting up to 3600 s for a checkpoint; Ctrl-C ends the run at once")
-    assert list_running(tmp_path) == []
-
-
-def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
-    """This is how the interrupt of a notebook reaches the supervisor, which runs in another thread."""
-
-    async def run():
-        leader = build_spec(tmp_path, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER)
-        running = asyncio.create_task(Supervisor([leader], max_restarts=0, grace_period=60.0).run())
-        while not (tmp_path / "listening").exists():
-            await asyncio.sleep(0.01)
-        running.cancel()
-        async with asyncio.timeout(60):
-            await asyncio.wait([running])
-        assert running.cancelled()
-
-    asyncio.run(run())
-    assert (tmp_path / "checkpoint").exists()
 
 
 def test_killed_supervisor_leaves_no_process(supervisor_process, tmp_path):
@@ -436,22 +377,55 @@ def test_killed_supervisor_leaves_no_process(supervisor_process, tmp_path):
     wait_until(lambda: list_running(tmp_path) == [])
 
 
-def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
-    ignores_sigterm = (
-        "import signal; signal.signal(15, signal.SIG_IGN); open(DIR + '/started', 'w').close(); signal.pause()"
-    )
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+async def test_stop_signal_saves_a_checkpoint_and_exits_75(tmp_path, number):
+    leader = build_spec(tmp_path, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER)
+    running = asyncio.create_task(supervise([leader], grace_period=60.0))
+    await async_wait_until((tmp_path / "listening").exists)
+    signal.raise_signal(number)
+    assert (await running).value == 75
+    assert (tmp_path / "checkpoint").exists()
+    assert list_running(tmp_path) == []
+
+
+@pytest.mark.parametrize("first", ["interrupt", "request_stop"])
+async def test_interrupt_of_a_stopping_run_ends_it_at_once(tmp_path, first):
     lines = []
+    leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
+    supervisor = Supervisor([leader], max_restarts=0, grace_period=3600.0, print_line=lines.append)
+    running = asyncio.create_task(supervisor.run())
+    await async_wait_until(lambda: leader.log.exists() and "ignoring" in leader.log.read_text())
+    getattr(supervisor, first)()
+    await asyncio.sleep(0)
+    assert not running.done()
+    supervisor.interrupt()
+    async with asyncio.timeout(TIMEOUT):
+        assert await running is RunOutcome.INTERRUPTED
+    assert lines[0].endswith("waiting up to 3600 s for a checkpoint; Ctrl-C ends the run at once")
+    assert list_running(tmp_path) == []
 
-    async def run():
-        leader = build_spec(tmp_path, "orchestrator", ignores_sigterm, ProcessRole.LEADER)
-        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, print_line=lines.append)
-        running = asyncio.create_task(supervisor.run())
-        while not (tmp_path / "started").exists():
-            await asyncio.sleep(0.01)
-        supervisor.request_stop()
-        return await running
 
-    assert asyncio.run(run()) is RunOutcome.STOPPED
+async def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
+    """This is how the interrupt of a notebook reaches the supervisor, which runs in another thread."""
+    leader = build_spec(tmp_path, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER)
+    running = asyncio.create_task(supervise([leader], grace_period=60.0))
+    await async_wait_until((tmp_path / "listening").exists)
+    running.cancel()
+    async with asyncio.timeout(TIMEOUT):
+        await asyncio.wait([running])
+    assert running.cancelled()
+    assert (tmp_path / "checkpoint").exists()
+
+
+async def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
+    lines = []
+    leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
+    supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, print_line=lines.append)
+    running = asyncio.create_task(supervisor.run())
+    await async_wait_until(lambda: leader.log.exists() and "ignoring" in leader.log.read_text())
+    supervisor.request_stop()
+    async with asyncio.timeout(TIMEOUT):
+        assert await running is RunOutcome.STOPPED
     assert lines[-1] == "no new checkpoint; the previous one is used"
 
 

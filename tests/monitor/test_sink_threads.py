@@ -2,7 +2,7 @@
 
 import threading
 
-from ramify.monitor import MonitorSinks, sink_threads
+from ramify.monitor import MonitorSinks
 
 LONG = 30.0  # seconds; no test should wait this long
 
@@ -106,10 +106,9 @@ def test_a_sink_that_cannot_be_opened_is_reported():
     assert sinks.num_dropped == {"wandb": 1}
 
 
-def test_a_sink_that_hangs_is_abandoned_when_the_run_closes(monkeypatch):
-    monkeypatch.setattr(sink_threads, "MAX_QUEUED_CALLS", 4)
+def test_a_sink_that_hangs_is_abandoned_when_the_run_closes():
     sink, lines = HangingSink(), []
-    sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append)
+    sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append, max_queued_calls=4)
     sinks.log_metrics(0, {})
     assert sink.called.wait(LONG)
     for step in range(1, 6):

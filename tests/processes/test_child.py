@@ -1,7 +1,6 @@
 """A child process is started, watched and stopped with all its descendants, however its parent ends."""
 
 import asyncio
-import functools
 import signal
 import subprocess
 import sys
@@ -11,8 +10,7 @@ import pytest
 
 from ramify.errors import DeadlineExceeded, ProcessDied
 from ramify.fencing.lease import read_lease_clock
-from ramify.processes import child as child_module
-from ramify.processes.child import ChildProcess
+from ramify.processes.child import WATCHER_COMMAND, ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.support.processes import is_running, wait_until_ended
@@ -42,16 +40,6 @@ asyncio.run(main())
 """
 
 
-def with_timeout(test):
-    """Run an async test with a timeout."""
-
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 90))
-
-    return run
-
-
 async def start(tmp_path: Path, *command: str, stop_timeout: float = 5.0) -> tuple[ChildProcess, ProcessLog]:
     child, log = ChildProcess(command, stop_timeout=stop_timeout), ProcessLog(tmp_path / "logs" / "child.log")
     with log.open() as output:
@@ -69,14 +57,12 @@ async def wait_until_up(child: ChildProcess, log: ProcessLog) -> None:
 @pytest.mark.parametrize(
     ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
 )
-@with_timeout
 async def test_exit_code_of_the_command(tmp_path, code, exit_code):
     child, _ = await start(tmp_path, *PYTHON, code)
     assert await asyncio.gather(child.wait(), child.wait()) == [exit_code, exit_code]
     assert await child.stop() == exit_code
 
 
-@with_timeout
 async def test_missing_command_is_reported_in_the_log(tmp_path):
     child, log = await start(tmp_path, "/nowhere/program")
     assert await child.wait() == EXIT_NOT_STARTED
@@ -84,7 +70,6 @@ async def test_missing_command_is_reported_in_the_log(tmp_path):
     assert log.tail() == "/nowhere/program cannot be started: No such file or directory"
 
 
-@with_timeout
 async def test_stop_sends_sigterm_then_sigkill(tmp_path):
     for code, number in ((RUNS_FOREVER, signal.SIGTERM), (IGNORES_SIGTERM, signal.SIGKILL)):
         child, log = await start(tmp_path, *PYTHON, code, stop_timeout=0.5 if number == signal.SIGKILL else 20.0)
@@ -94,7 +79,6 @@ async def test_stop_sends_sigterm_then_sigkill(tmp_path):
         assert not is_running(child.pid)
 
 
-@with_timeout
 async def test_cancelled_stop_kills_the_process(tmp_path):
     child, log = await start(tmp_path, *PYTHON, IGNORES_SIGTERM, stop_timeout=60.0)
     await wait_until_up(child, log)
@@ -103,12 +87,10 @@ async def test_cancelled_stop_kills_the_process(tmp_path):
     wait_until_ended(child.pid)
 
 
-@with_timeout
 async def test_stop_before_start_does_nothing():
     assert await ChildProcess(["true"]).stop() is None
 
 
-@with_timeout
 async def test_signal_to_a_starting_process_is_sent_when_its_pid_is_known(tmp_path):
     child = ChildProcess((*PYTHON, RUNS_FOREVER))
     with (tmp_path / "log").open("wb") as output:
@@ -121,10 +103,9 @@ async def test_signal_to_a_starting_process_is_sent_when_its_pid_is_known(tmp_pa
     await child.stop()
 
 
-@with_timeout
-async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(child_module, "START_TIMEOUT", 0.3)
-    child, log = ChildProcess((*PYTHON, IGNORES_SIGTERM), stop_timeout=0.1), ProcessLog(tmp_path / "child.log")
+async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_path):
+    child = ChildProcess((*PYTHON, IGNORES_SIGTERM), stop_timeout=0.1, start_timeout=0.3)
+    log = ProcessLog(tmp_path / "child.log")
     with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within 0.3 s"):
         await child.start(output.fileno(), command_forks_watcher=True)
     await wait_until_up(child, log)
@@ -135,7 +116,6 @@ async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_p
     wait_until_ended(pid)
 
 
-@with_timeout
 async def test_command_that_the_system_refuses_has_a_named_error(tmp_path):
     child = ChildProcess(("true", "x" * (1 << 20)))
     with (
@@ -156,7 +136,6 @@ asyncio.run(child.ChildProcess(["true"]).kill())
     assert subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=60).returncode == 0
 
 
-@with_timeout
 async def test_process_that_exits_or_hangs_is_not_ready(tmp_path):
     async def never() -> bool:
         return False
@@ -170,7 +149,6 @@ async def test_process_that_exits_or_hangs_is_not_ready(tmp_path):
     await child.stop()
 
 
-@with_timeout
 async def test_daemons_are_killed_when_the_command_exits(tmp_path):
     child, log = await start(tmp_path, *PYTHON, STARTS_DAEMON)
 
@@ -216,17 +194,34 @@ def test_log_shows_the_last_lines_since_it_was_opened(tmp_path):
 
 # Runs its arguments as soon as a file exists.
 WAITS_FOR_FILE = 'while [ ! -e "$0" ]; do sleep 0.01; done; exec "$@"'
+LATE_WATCHER = """
+import os, pathlib, sys, time
+from ramify.processes.watcher import exec_command, fork_under_watcher
+if os.fork():
+    os._exit(0)
+os.setsid()
+deadline = time.monotonic() + 60
+while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+fork_under_watcher(stop_timeout=float(sys.argv[3]))
+exec_command(sys.argv[4:])
+"""
 
 
-def delay_watcher(monkeypatch, file: Path) -> None:
-    command = ("sh", "-c", WAITS_FOR_FILE, str(file), *child_module.WATCHER_COMMAND)
-    monkeypatch.setattr(child_module, "WATCHER_COMMAND", command)
+@pytest.fixture
+def blocked_watcher(tmp_path) -> tuple[str, ...]:
+    """The command of a detached watcher that is not executed before there is a file."""
+    return ("sh", "-c", WAITS_FOR_FILE, str(tmp_path / "file"), *WATCHER_COMMAND)
 
 
-@with_timeout
-async def test_start_of_a_detached_watcher_does_not_block_the_loop(tmp_path, monkeypatch):
-    delay_watcher(monkeypatch, tmp_path / "file")
-    child = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True)
+@pytest.fixture
+def late_watcher(tmp_path) -> dict:
+    """Options of a child whose detached watcher waits for a file before it does anything."""
+    return {"start_timeout": 2.0, "watcher_command": (sys.executable, "-c", LATE_WATCHER, str(tmp_path / "file"))}
+
+
+async def test_start_of_a_detached_watcher_does_not_block_the_loop(tmp_path, blocked_watcher):
+    child = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True, watcher_command=blocked_watcher)
     with ProcessLog(tmp_path / "log").open() as output:
         starting = asyncio.create_task(child.start(output.fileno()))
         while child._control_socket is None:  # the watcher is being started
@@ -236,11 +231,9 @@ async def test_start_of_a_detached_watcher_does_not_block_the_loop(tmp_path, mon
     assert await child.stop() == 128 + signal.SIGTERM
 
 
-@with_timeout
-async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(child_module, "START_TIMEOUT", 0.2)
-    delay_watcher(monkeypatch, tmp_path / "file")
-    child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True)
+async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(tmp_path, blocked_watcher):
+    command = (*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')")
+    child = ChildProcess(command, is_detached=True, start_timeout=0.2, watcher_command=blocked_watcher)
     with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
         await child.start(output.fileno())
     assert await child.stop() == EXIT_NOT_STARTED
@@ -248,28 +241,8 @@ async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(
     assert pids == []
 
 
-def delay_start(monkeypatch, tmp_path) -> None:
-    """Let detached watchers wait for a file before they do anything."""
-    code = f"""
-import os, pathlib, sys, time
-from ramify.processes.watcher import exec_command, fork_under_watcher
-if os.fork():
-    os._exit(0)
-os.setsid()
-deadline = time.monotonic() + 60
-while not pathlib.Path({str(tmp_path / "file")!r}).exists() and time.monotonic() < deadline:
-    time.sleep(0.01)
-fork_under_watcher(stop_timeout=float(sys.argv[2]))
-exec_command(sys.argv[3:])
-"""
-    monkeypatch.setattr(child_module, "START_TIMEOUT", 2.0)
-    monkeypatch.setattr(child_module, "WATCHER_COMMAND", (sys.executable, "-c", code))
-
-
-@with_timeout
-async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_path, monkeypatch):
-    delay_start(monkeypatch, tmp_path)
-    child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True)
+async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_path, late_watcher):
+    child = ChildProcess((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), is_detached=True, **late_watcher)
     child.set_lease_end(read_lease_clock() + 60)
     with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
         await child.start(output.fileno())
@@ -283,10 +256,8 @@ async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_pat
     assert not (tmp_path / "started").exists()
 
 
-@with_timeout
-async def test_process_that_starts_after_its_timeout_can_be_stopped(tmp_path, monkeypatch):
-    delay_start(monkeypatch, tmp_path)
-    child, log = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True), ProcessLog(tmp_path / "log")
+async def test_process_that_starts_after_its_timeout_can_be_stopped(tmp_path, late_watcher):
+    child, log = ChildProcess((*PYTHON, RUNS_FOREVER), is_detached=True, **late_watcher), ProcessLog(tmp_path / "log")
     with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
         await child.start(output.fileno())
     (tmp_path / "file").touch()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ramify.processes import training_lock
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 
 HOLD_FOREVER = """
@@ -43,20 +42,17 @@ def test_a_killed_trainer_releases_the_lock(tmp_path):
     assert not TrainingLock(path).should_wait()
 
 
-def test_a_lock_that_is_held_too_long_is_ignored(tmp_path, monkeypatch):
-    engine = TrainingLock(tmp_path / "lock")
+def test_a_lock_that_is_held_too_long_is_ignored(tmp_path):
     with TrainingLock(tmp_path / "lock").hold():
-        assert engine.should_wait()
-        monkeypatch.setattr(training_lock, "HOLD_TIMEOUT", 0.0)
-        assert not engine.should_wait()
+        assert TrainingLock(tmp_path / "lock").should_wait()
+        assert not TrainingLock(tmp_path / "lock", hold_timeout=0.0).should_wait()
 
 
-def test_a_trainer_does_not_wait_for_an_engine_that_is_stopped_with_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_lock, "ACQUIRE_TIMEOUT", 0.05)
+def test_a_trainer_does_not_wait_for_an_engine_that_is_stopped_with_the_lock(tmp_path):
     warnings: list[str] = []
     with (tmp_path / "lock").open("w") as engine:
         fcntl.flock(engine, fcntl.LOCK_EX)
-        with TrainingLock(tmp_path / "lock").hold(warnings.append):
+        with TrainingLock(tmp_path / "lock", acquire_timeout=0.05).hold(warnings.append):
             assert len(warnings) == 1 and "trains without waiting" in warnings[0]
     with TrainingLock(tmp_path / "lock").hold(warnings.append):
         assert len(warnings) == 1

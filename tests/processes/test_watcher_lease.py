@@ -1,6 +1,5 @@
 """The watcher kills a process tree when its lease ends, whatever the process and its parent are doing."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ import pytest
 from ramify.fencing.lease import read_lease_clock
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
-from tests.processes.test_child import PYTHON, STARTS_DAEMON, with_timeout
-from tests.support.processes import is_running, wait_until_ended
+from tests.processes.test_child import PYTHON, STARTS_DAEMON
+from tests.support.processes import async_wait_until, is_running, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -42,13 +41,11 @@ async def start(tmp_path, code: str, lease_end: float | None) -> tuple[ChildProc
         child.set_lease_end(lease_end)
     with log.open() as output:
         await child.start(output.fileno())
-    while log.tail().count(" ") != 1 or log.tail().startswith("("):
-        await asyncio.sleep(0.01)
+    await async_wait_until(lambda: log.tail().count(" ") == 1 and not log.tail().startswith("("), "the pids")
     return child, [int(pid) for pid in log.tail().split()]
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-@with_timeout
 async def test_tree_is_killed_when_the_lease_ends(tmp_path, is_stopped):
     child, pids = await start(tmp_path, IGNORES_SIGTERM, None)
     if is_stopped:
@@ -62,14 +59,12 @@ async def test_tree_is_killed_when_the_lease_ends(tmp_path, is_stopped):
     await child.stop()
 
 
-@with_timeout
 async def test_renewed_lease_keeps_the_process(tmp_path):
     child, pids = await start(tmp_path, STARTS_DAEMON, None)
     first_end = read_lease_clock() + 2.0
     child.set_lease_end(first_end)
     child.set_lease_end(first_end + 60)
-    while read_lease_clock() < first_end + LEASE:
-        await asyncio.sleep(0.05)
+    await async_wait_until(lambda: read_lease_clock() > first_end + 0.2)
     assert child.poll() is None
     child.set_lease_end(read_lease_clock() + LEASE)
     assert await child.wait() == 128 + signal.SIGKILL
@@ -77,14 +72,12 @@ async def test_renewed_lease_keeps_the_process(tmp_path):
     await child.stop()
 
 
-@with_timeout
 async def test_stop_ends_a_process_before_its_lease(tmp_path):
     child, _ = await start(tmp_path, STARTS_DAEMON, read_lease_clock() + 60)
     assert await child.stop() == 128 + signal.SIGTERM
     child.set_lease_end(read_lease_clock())  # nobody is there any more
 
 
-@with_timeout
 async def test_lease_that_has_ended_kills_at_once(tmp_path):
     child = ChildProcess((*PYTHON, "import signal; signal.pause()"))
     child.set_lease_end(read_lease_clock() - 1)

@@ -20,7 +20,9 @@ def describe_last_state(path: Path) -> str:
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"
 
 
-async def read_startup_wait(path: Path, earlier: Snapshot | None, caller: SingleThreadCaller | None = None) -> str:
+async def read_startup_wait(
+    path: Path, earlier: Snapshot | None, caller: SingleThreadCaller | None = None, *, timeout: float = READ_TIMEOUT
+) -> str:
     """Describe what the orchestrator of the run at `path` waits for while it starts; "" if it has reported no wait.
 
     `earlier` is the last snapshot of the earlier start. Its time is not compared with that of this start, because it
@@ -29,9 +31,9 @@ async def read_startup_wait(path: Path, earlier: Snapshot | None, caller: Single
     """
     read = partial(read_snapshot, path)
     try:
-        snapshot = await call_storage(read, SNAPSHOT_FILE, timeout=READ_TIMEOUT, caller=caller)
+        snapshot = await call_storage(read, SNAPSHOT_FILE, timeout=timeout, caller=caller)
     except StorageFailed:
-        return f"{path / SNAPSHOT_FILE} could not be read within {READ_TIMEOUT:g} s"
+        return f"{path / SNAPSHOT_FILE} could not be read within {timeout:g} s"
     if snapshot is None or snapshot == earlier or not snapshot.is_starting:
         return ""
     for wait in snapshot.waits:

@@ -12,22 +12,23 @@ import psutil
 
 from ramify.launch.process import ProcessState, SupervisedProcess, is_responding
 
-MAX_PROBE_INTERVAL = 5.0  # seconds between requests, and the timeout of each
 # Unanswered requests after which a process counts as silent. More than one, because a supervisor that was stopped
 # itself finds an old request unanswered when it is continued.
 MAX_UNANSWERED = 3
-REACHABILITY_INTERVAL = 1.0  # seconds between two looks at whether the nodes of a process can be reached
 
 
-async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], Awaitable[None]]) -> float:
+async def wait_for_silence(
+    process: SupervisedProcess, on_change: Callable[[], Awaitable[None]], *, max_interval: float
+) -> float:
     """Wait until a process has not answered for its `hang_timeout`, and return the seconds since its last answer.
 
-    `on_change` is called whenever the process becomes silent or answers again.
+    `on_change` is called whenever the process becomes silent or answers again. `max_interval` limits the seconds
+    between requests, and the timeout of each.
     """
     address, hang_timeout = process.address, process.spec.hang_timeout
     assert hang_timeout is not None
     # A process is shown as silent after half of the timeout.
-    interval = min(hang_timeout / (4 * MAX_UNANSWERED), MAX_PROBE_INTERVAL)
+    interval = min(hang_timeout / (4 * MAX_UNANSWERED), max_interval)
     num_unanswered, silent_since = 0, time.monotonic()
     while True:
         await asyncio.sleep(interval)
@@ -47,13 +48,15 @@ async def wait_for_silence(process: SupervisedProcess, on_change: Callable[[], A
             return silent_seconds
 
 
-async def watch_reachability(process: SupervisedProcess, on_change: Callable[[], Awaitable[None]]) -> None:
+async def watch_reachability(
+    process: SupervisedProcess, on_change: Callable[[], Awaitable[None]], *, interval: float
+) -> None:
     """Set the state of a process to SILENT while a node of it cannot be reached. Runs until it is cancelled.
 
     `on_change` is called whenever the state changes. The process is not killed: its node does that when the lease ends.
     """
     while True:
-        await asyncio.sleep(REACHABILITY_INTERVAL)
+        await asyncio.sleep(interval)
         state = ProcessState.SILENT if process.unreachable_node else ProcessState.READY
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.set_state(state)

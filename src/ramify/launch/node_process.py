@@ -71,8 +71,17 @@ class ExchangeReply:
 class NodeProcess:
     """One process on this node. It is started after the first grant, and at most once."""
 
-    def __init__(self, terms: LeaseTerms, *, node: str, host: str) -> None:
-        self._slot = LocalSlot(host=host, has_port=True, is_detached=True)
+    def __init__(
+        self,
+        terms: LeaseTerms,
+        *,
+        node: str,
+        host: str,
+        release_bytes: int = RELEASE_BYTES,
+        slot_class: type[LocalSlot] = LocalSlot,
+    ) -> None:
+        self._release_bytes = release_bytes
+        self._slot = slot_class(host=host, has_port=True, is_detached=True)
         self._log = ProcessLog(self._slot.directory / "output.log", append=True)  # /dev/stdout, too
         with wrap_storage_errors(self._log.path):
             self._log.open().close()
@@ -144,7 +153,7 @@ class NodeProcess:
 
     def _read_output(self, offset: int) -> tuple[bytes, int]:
         """Return the output from `offset` on, and its size; what is before has arrived and is not needed any more."""
-        if offset - self._num_released >= RELEASE_BYTES:
+        if offset - self._num_released >= self._release_bytes:
             self._log.release_space(offset)
             self._num_released = offset
         with wrap_storage_errors(self._log.path), self._log.path.open("rb") as log:

@@ -24,10 +24,10 @@ INIT_TIMEOUT = 60.0  # seconds for all of it; Ray needs a few if the machine is 
 SIGTERM_WARNING = "SIGTERM handler is not set"
 
 
-def connect_to_ray(address: str) -> Any:
+def connect_to_ray(address: str, *, timeout: float = INIT_TIMEOUT) -> Any:
     """Return the module `ray`, connected to the cluster at `address`: `auto`, HOST:PORT or ray://HOST:PORT.
 
-    Raises ConfigInvalid if Ray is missing or the cluster does not answer.
+    Raises ConfigInvalid if Ray is missing or the cluster does not answer within `timeout` seconds.
     """
     try:
         ray: Any = import_module("ray")
@@ -42,17 +42,17 @@ def connect_to_ray(address: str) -> Any:
             ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
 
     try:
-        run_coroutine(_run_with_deadline(initialize))
+        run_coroutine(_run_with_deadline(initialize, timeout))
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"{variable!r} ({ADDRESS_VARIABLE})" if variable else repr(address)
-        reason = str(error) or f"no answer within {INIT_TIMEOUT:g} s"
+        reason = str(error) or f"no answer within {timeout:g} s"
         advice = "start it with `ray start --head`, or set cluster.address"
         raise ConfigInvalid(f"cluster.address: no Ray cluster answers at {where}: {reason}; {advice}") from error
     return ray
 
 
-async def _run_with_deadline(initialize: Callable[[], None]) -> None:
-    async with asyncio.timeout(INIT_TIMEOUT):
+async def _run_with_deadline(initialize: Callable[[], None], timeout: float) -> None:
+    async with asyncio.timeout(timeout):
         await call_in_daemon_thread(initialize, "ray.init")
 
 

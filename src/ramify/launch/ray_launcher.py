@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self, TypeVar
@@ -29,25 +30,37 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error
-SHUTDOWN_TIMEOUT = 30.0  # seconds to disconnect from Ray
-RELEASE_TIMEOUT = 5.0  # seconds for Ray to report the resources of actors that were ended as free
-RELEASE_POLL_INTERVAL = 0.2  # seconds between two polls of the free resources
-NODE_POLL_INTERVAL = 1.0  # seconds between two looks at the nodes that have joined
-NODE_REPORT_INTERVAL = 30.0  # seconds between two lines about the nodes that are waited for
-RETRY_INTERVAL = 1.0  # seconds before another try to place a process whose node has just died
 MAX_OPEN_TRIES = 3  # a node that neither starts an actor nor dies takes this part of the time to find a place
-# Seconds for which a node is avoided after a process was lost there. Ray needs about one minute to notice a dead node.
-NODE_AVOIDANCE = 120.0
 LIST_NODES = "list its nodes"  # in the text of errors
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RayLauncherSettings:
+    """Intervals and timeouts of a RayLauncher, in seconds."""
+
+    retry_interval: float = 1.0
+    """Delay before another try to place a process whose node has just died."""
+    node_avoidance: float = 120.0
+    """Time for which a node is avoided after a process was lost there. Ray notices a dead node after about a minute."""
+    node_poll_interval: float = 1.0
+    """Time between two checks of which nodes have joined."""
+    node_report_interval: float = 30.0
+    """Time between two lines about the nodes that are waited for."""
+    release_timeout: float = 5.0
+    """Time for Ray to report the resources of ended actors as free."""
+    release_poll_interval: float = 0.2
+    """Time between two polls of the free resources."""
+    shutdown_timeout: float = 30.0
+    """Time to disconnect from Ray."""
 
 
 class RayLauncher:
     """Starts processes with a placement on the nodes of Ray, and all others on this machine."""
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: Any, settings: RayLauncherSettings | None = None) -> None:
         """Use an initialized `ray`; `connect` is the usual way."""
-        self._ray, self._local = ray, LocalLauncher()
+        self._ray, self._local, self._settings = ray, LocalLauncher(), settings or RayLauncherSettings()
         self._avoided_until: dict[str, float] = {}  # monotonic time, by node
         self._clients: list[_RayClient] = []  # of actors that were not ended
         self._actor_class = ray.remote(_NodeProcessActor)
@@ -115,7 +128,7 @@ class RayLauncher:
                         last_failure = f"; the last try failed: {error.message}"
                     except TimeoutError:  # the nodes that did not answer are avoided now
                         last_failure = ""
-                    await asyncio.sleep(RETRY_INTERVAL)
+                    await asyncio.sleep(self._settings.retry_interval)
         except TimeoutError as error:
             shortage = await self._describe_shortage(leases, placement)
             message = f"{leases.role} could not be placed within {timeout:g} s"
@@ -137,7 +150,7 @@ class RayLauncher:
 
     def _avoid(self, node: "_RayNode | None") -> None:
         if node is not None:
-            self._avoided_until[node.name] = time.monotonic() + NODE_AVOIDANCE
+            self._avoided_until[node.name] = time.monotonic() + self._settings.node_avoidance
 
     async def _open_on(
         self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: Placement
@@ -202,13 +215,13 @@ class RayLauncher:
     async def _describe_usage_after_release(self, nodes: Sequence[ClusterNode]) -> str:
         """Poll `describe_usage` until Ray has released the actors that were just ended.
 
-        It polls at most RELEASE_TIMEOUT seconds.
+        It polls at most `release_timeout` seconds.
         """
-        deadline = time.monotonic() + RELEASE_TIMEOUT
+        deadline = time.monotonic() + self._settings.release_timeout
         while usage := await self._describe_usage_within_timeout(nodes):
             if time.monotonic() >= deadline or not any(client.is_closed for client in self._clients):
                 break
-            await asyncio.sleep(RELEASE_POLL_INTERVAL)
+            await asyncio.sleep(self._settings.release_poll_interval)
         return usage
 
     async def _describe_usage_within_timeout(self, nodes: Sequence[ClusterNode]) -> str:
@@ -262,10 +275,10 @@ class RayLauncher:
                     if len(nodes) >= num_nodes:
                         return nodes
                     if (now := time.monotonic()) >= next_report:
-                        next_report = now + NODE_REPORT_INTERVAL
+                        next_report = now + self._settings.node_report_interval
                         joined = describe_joined(nodes, num_nodes)
                         print_line(f"{joined}; waiting up to {deadline - now:.0f} s{failure}")
-                    await asyncio.sleep(NODE_POLL_INTERVAL)
+                    await asyncio.sleep(self._settings.node_poll_interval)
         except TimeoutError as error:
             message = f"after {timeout:g} s, {describe_joined(nodes, num_nodes)}, fewer than cluster.num_nodes"
             raise DeadlineExceeded(f"{message}; start Ray on the other nodes{failure}") from error
@@ -277,11 +290,11 @@ class RayLauncher:
     async def close(self, print_line: Callable[[str], None] = print) -> None:
         """Disconnect from Ray as `disconnect` does, in the running event loop."""
         try:
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT):
+            async with asyncio.timeout(self._settings.shutdown_timeout):
                 await call_in_daemon_thread(self._ray.shutdown, "ray.shutdown")
         except TimeoutError:
             atexit.unregister(self._ray.shutdown)  # it would hang again when this process exits
-            problem = f"Ray did not disconnect within {SHUTDOWN_TIMEOUT:g} s"
+            problem = f"Ray did not disconnect within {self._settings.shutdown_timeout:g} s"
             consequence = "processes on its nodes end with their leases"
             print_line(f"DeadlineExceeded: {problem}; {consequence}; check the cluster with `ray status`")
 

@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -22,10 +22,7 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.log import ProcessLog
 from ramify.store import wrap_storage_errors
 
-EXCHANGE_INTERVAL = 0.5  # seconds between two calls
-STOP_INTERVAL = 0.1  # the same, while the process is being stopped
-MAX_SILENCE = 3.0  # seconds without a reply after which the node counts as unreachable
-STOP_MARGIN = 2.0  # seconds for the calls, in addition to those of the watcher
+STOP_INTERVAL = 0.1  # seconds between two calls while the process is being stopped
 
 
 class NodeClient(Protocol):
@@ -40,6 +37,18 @@ class NodeClient(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteSlotSettings:
+    """Intervals and timeouts of a RemoteSlot, in seconds."""
+
+    exchange_interval: float = 0.5
+    """Time between two calls."""
+    max_silence: float = 3.0
+    """Time without a reply after which the node counts as unreachable."""
+    stop_timeout: float = STOP_TIMEOUT + KILL_TIMEOUT + 2.0
+    """Time for a stop: the time that the watcher takes, and some for the calls."""
+
+
 class RemoteSlot:
     """The place of one execution of a process on another machine."""
 
@@ -49,15 +58,13 @@ class RemoteSlot:
         address: SlotAddress,
         leases: RoleLeases,
         rank: int,
-        *,
-        interval: float = EXCHANGE_INTERVAL,
+        settings: RemoteSlotSettings | None = None,
     ) -> None:
-        """Use an opened slot; `interval` is the number of seconds between two calls."""
         self.node, self.host, self.port = address.node, address.host, address.port
         self.directory = Path(address.directory)
         self.pid, self.is_lost, self.has_exited = 0, False, True
         self._client, self._leases, self._token, self._rank = client, leases, leases.token, rank
-        self._interval = interval
+        self._settings = settings or RemoteSlotSettings()
         self._replied_at = time.monotonic()
         self._request = ExchangeRequest()
         self._last_signal = 0
@@ -70,7 +77,7 @@ class RemoteSlot:
         """Seconds since the last reply, if that is long ago and no exit of the process was seen; else 0."""
         seconds = time.monotonic() - self._replied_at
         is_calling = self._task is not None and not self._task.done()
-        return seconds if (is_calling or self.is_lost) and seconds > MAX_SILENCE else 0.0
+        return seconds if (is_calling or self.is_lost) and seconds > self._settings.max_silence else 0.0
 
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
@@ -114,7 +121,7 @@ class RemoteSlot:
         self.request_stop()
         try:
             if self._task is not None:
-                await asyncio.wait({self._task}, timeout=STOP_TIMEOUT + KILL_TIMEOUT + STOP_MARGIN)
+                await asyncio.wait({self._task}, timeout=self._settings.stop_timeout)
         finally:
             is_reachable = self._task is None or (self._task.done() and not self.is_lost)
             if self._task is not None:
@@ -177,7 +184,9 @@ class RemoteSlot:
 
     async def _sleep(self) -> None:
         """Wait for the next call; one that has something to send is made at once."""
-        interval = min(STOP_INTERVAL, self._interval) if self._request.is_stop_requested else self._interval
+        interval = self._settings.exchange_interval
+        if self._request.is_stop_requested:
+            interval = min(STOP_INTERVAL, interval)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(interval):
                 await self._wake.wait()

@@ -34,12 +34,10 @@ from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
-from ramify.processes.restart_budget import RESTART_WINDOW, RestartBudget
+from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
-PLACE_RETRY_DELAY = 30.0  # seconds before another try to find a place for a process that the run can do without
-LAST_REPORT_TIMEOUT = 10.0  # seconds to read or write a status file when the run, or its orchestrator, ends
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
 FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure
 
@@ -72,6 +70,24 @@ class ProcessStatus:
     """Seconds after which it is dead for certain if its node cannot be reached; None for one that runs on the head."""
 
 
+@dataclass(frozen=True, slots=True)
+class SupervisorSettings:
+    """Delays and timeouts of a supervisor, in seconds."""
+
+    first_restart_delay: float = FIRST_DELAY
+    restart_window: float = RESTART_WINDOW
+    """Identical crashes with more time between them are not a bug: hardware may fail in the same way once a day."""
+    place_retry_delay: float = 30.0
+    """Delay before another try to find a place for a process that the run can do without."""
+    storage_timeout: float = STORAGE_TIMEOUT
+    last_report_timeout: float = 10.0
+    """Time to read or write a status file when the run, or its orchestrator, ends."""
+    max_probe_interval: float = 5.0
+    """Time between two requests to a process on the head, and the timeout of each; less for a short `hang_timeout`."""
+    reachability_interval: float = 1.0
+    """Time between two checks of whether the nodes of a process can be reached."""
+
+
 class _Crash(NamedTuple):
     last_line: str  # of the log
     time: float  # of the monotonic clock
@@ -101,13 +117,17 @@ class Supervisor:
         earlier_processes: Mapping[str, EarlierProcess] | None = None,
         epoch: int = 0,
         head_node: str = "",
+        settings: SupervisorSettings | None = None,
     ) -> None:
+        self._settings = settings = settings or SupervisorSettings()
         self.process_specs, self.grace_period, self.epoch = list(process_specs), grace_period, epoch
         self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
         self._head_node = head_node
         self._leases: dict[str, RoleLeases] = {}
         self._earlier_processes = earlier_processes or {}
-        self._budgets = {spec.name: RestartBudget(max_restarts) for spec in process_specs}
+        self._budgets = {
+            spec.name: RestartBudget(max_restarts, first_delay=settings.first_restart_delay) for spec in process_specs
+        }
         self._processes: dict[str, SupervisedProcess] = {}
         # The consecutive crashes of each process, as long as they are identical.
         self._crashes: dict[str, list[_Crash]] = {spec.name: [] for spec in process_specs}
@@ -208,8 +228,8 @@ class Supervisor:
     async def _open(self, process: SupervisedProcess) -> None:
         """Open the slots of a process.
 
-        If they cannot be opened, retry every PLACE_RETRY_DELAY seconds while another process of the same service runs;
-        otherwise raise DeadlineExceeded or ProcessDied.
+        If they cannot be opened, retry every `place_retry_delay` seconds while another process of the same service
+        runs; otherwise raise DeadlineExceeded or ProcessDied.
         """
         spec = process.spec
         while True:
@@ -226,7 +246,7 @@ class Supervisor:
                 return
             process.set_state(ProcessState.WAITING)
             await self._notify_changed()
-            await asyncio.sleep(PLACE_RETRY_DELAY)
+            await asyncio.sleep(self._settings.place_retry_delay)
 
     def _has_running_peer(self, spec: ProcessSpec) -> bool:
         """Return whether another process of the same service has a place."""
@@ -272,9 +292,11 @@ class Supervisor:
         await process.wait_until_ready()
         await self._notify_changed()
         if process.spec.placement is not None:
-            await watch_reachability(process, lambda: self._report_reachability(process))
+            interval = self._settings.reachability_interval
+            await watch_reachability(process, lambda: self._report_reachability(process), interval=interval)
         elif process.spec.hang_timeout is not None:
-            process.silent_seconds = await wait_for_silence(process, self._notify_changed)
+            max_interval = self._settings.max_probe_interval
+            process.silent_seconds = await wait_for_silence(process, self._notify_changed, max_interval=max_interval)
             await self._kill_silent(process)
 
     async def _kill_silent(self, process: SupervisedProcess) -> None:
@@ -284,7 +306,8 @@ class Supervisor:
         self._print_line(f"{label} has not answered at {process.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
             try:
-                state = await call_storage(spec.last_state, "its last state", timeout=LAST_REPORT_TIMEOUT)
+                timeout = self._settings.last_report_timeout
+                state = await call_storage(spec.last_state, "its last state", timeout=timeout)
             except StorageFailed as error:
                 state = error.message
             self._print_line(state)
@@ -342,14 +365,15 @@ class Supervisor:
     def _count_identical_crashes(self, process: SupervisedProcess, code: int) -> int:
         """Return how many crashes in a row, not by a signal or a Ramify failure, had the same last line.
 
-        Each must be within RESTART_WINDOW of the one before: hardware may fail in the same way once a day.
+        Each must be within `restart_window` of the one before.
         """
         crashes, tail, now = self._crashes[process.spec.name], process.tail(), time.monotonic()
         if is_signal_exit(code) or parse_failure_from_log(tail) is not None:
             crashes.clear()
             return 0
         crash = _Crash(tail.splitlines()[-1], now)
-        if crashes and (crashes[-1].last_line != crash.last_line or crashes[-1].time <= now - RESTART_WINDOW):
+        oldest = now - self._settings.restart_window
+        if crashes and (crashes[-1].last_line != crash.last_line or crashes[-1].time <= oldest):
             crashes.clear()
         crashes.append(crash)
         return len(crashes)
@@ -384,20 +408,21 @@ class Supervisor:
     async def _notify_ended(self) -> None:
         """Report the last status; if it cannot be recorded, the outcome of the run stays what it is."""
         try:
-            await self._notify_changed(timeout=LAST_REPORT_TIMEOUT)
+            await self._notify_changed(timeout=self._settings.last_report_timeout)
         except RamifyError as error:
             self._print_line(f"the last status of the processes was not recorded: {error.message}")
 
     async def _notify_changed(self, *, timeout: float | None = None) -> None:
         """Report the status of all processes; return when it is recorded.
 
-        Raises StorageFailed after `timeout` seconds, by default STORAGE_TIMEOUT.
+        Raises StorageFailed after `timeout` seconds, by default `storage_timeout`.
         """
         if self._on_change is None:
             return
         self._num_reports += 1
         report = partial(self._report, self._on_change, self._num_reports, self.get_process_statuses())
-        await call_storage(report, "the status of the processes", timeout=timeout or STORAGE_TIMEOUT)
+        timeout = timeout or self._settings.storage_timeout
+        await call_storage(report, "the status of the processes", timeout=timeout)
 
     def _report(self, on_change: OnChange, number: int, statuses: Sequence[ProcessStatus]) -> None:
         """Call `on_change`, unless a later report was faster.

@@ -26,11 +26,19 @@ SinkCall = Callable[[Sink], None]
 class MonitorSinks:
     """The sinks of a run. Each factory is called in the sink's thread, since opening a sink may fail or hang too.
 
-    `print_line` receives the warnings about sinks.
+    `print_line` receives the warnings about sinks. Calls beyond `max_queued_calls` of a sink are dropped.
     """
 
-    def __init__(self, factories: Mapping[str, SinkFactory], *, print_line: Callable[[str], None]) -> None:
-        self._workers = [_SinkWorker(name, factory, print_line) for name, factory in factories.items()]
+    def __init__(
+        self,
+        factories: Mapping[str, SinkFactory],
+        *,
+        print_line: Callable[[str], None],
+        max_queued_calls: int = MAX_QUEUED_CALLS,
+    ) -> None:
+        self._workers = [
+            _SinkWorker(name, factory, print_line, max_queued_calls) for name, factory in factories.items()
+        ]
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -63,10 +71,12 @@ class MonitorSinks:
 class _SinkWorker:
     """One sink, its queue and its thread."""
 
-    def __init__(self, name: str, factory: SinkFactory, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, factory: SinkFactory, print_line: Callable[[str], None], max_queued_calls: int
+    ) -> None:
         self.name, self.num_dropped = name, 0
         self._factory, self._print_line = factory, print_line
-        self._calls: queue.Queue[SinkCall | None] = queue.Queue(MAX_QUEUED_CALLS)
+        self._calls: queue.Queue[SinkCall | None] = queue.Queue(max_queued_calls)
         self._given_up = False
         self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"monitor {name}", daemon=True)

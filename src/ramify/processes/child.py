@@ -44,6 +44,8 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         stop_timeout: float = STOP_TIMEOUT,
         is_detached: bool = False,
+        start_timeout: float = START_TIMEOUT,
+        watcher_command: Sequence[str] = WATCHER_COMMAND,
     ) -> None:
         """Prepare a command; `env` is added to the environment of this process.
 
@@ -51,7 +53,8 @@ class ChildProcess:
         the watcher time to clean up.
         """
         self.command, self.env, self.stop_timeout = tuple(command), dict(env or {}), stop_timeout
-        self._is_detached = is_detached
+        self._is_detached, self._start_timeout = is_detached, start_timeout
+        self._watcher_command = tuple(watcher_command)
         self.pid = 0
         self.exit_code: int | None = None
         self._control_socket: socket.socket | None = None  # the watcher stops the process when this is closed
@@ -82,7 +85,7 @@ class ChildProcess:
         interpreter. It then chooses the time between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
         """
         detach = (DETACH_FLAG,) if self._is_detached else ()
-        watcher = () if command_forks_watcher else (*WATCHER_COMMAND, *detach, str(self.stop_timeout))
+        watcher = () if command_forks_watcher else (*self._watcher_command, *detach, str(self.stop_timeout))
         try:
             with self._open_control_socket() as child_socket:
                 popen = subprocess.Popen(
@@ -96,15 +99,15 @@ class ChildProcess:
                 )
                 self._is_starting = True
             if self._is_detached:
-                await _wait_for_fork(popen)
-                if not await self._receive_pids(START_TIMEOUT):
+                await _wait_for_fork(popen, self._start_timeout)
+                if not await self._receive_pids(self._start_timeout):
                     raise ProcessDied(f"{self.command[0]} cannot be started: its watcher has exited")
                 return
             self._watcher_popen, self._watcher_pid = popen, popen.pid
             self._watcher_pidfd = os.pidfd_open(self._watcher_pid)
-            await self._receive_pids(START_TIMEOUT)  # if the watcher exits first, `wait` returns its exit code
+            await self._receive_pids(self._start_timeout)  # if the watcher exits first, `wait` returns its exit code
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise DeadlineExceeded(f"{self.command[0]} did not start within {START_TIMEOUT:g} s") from None
+            raise DeadlineExceeded(f"{self.command[0]} did not start within {self._start_timeout:g} s") from None
         except OSError as error:
             raise ProcessDied(f"{self.command[0]} cannot be started: {error.strerror}") from error
 
@@ -270,11 +273,11 @@ async def wait_until_ready(
         await asyncio.sleep(poll_interval)
 
 
-async def _wait_for_fork(popen: subprocess.Popen[bytes]) -> None:
+async def _wait_for_fork(popen: subprocess.Popen[bytes], timeout: float) -> None:
     """Wait until a process has exited that leaves a detached watcher behind. Raises TimeoutError, and kills it then."""
     pidfd = os.pidfd_open(popen.pid)
     try:
-        async with asyncio.timeout(START_TIMEOUT):
+        async with asyncio.timeout(timeout):
             await _wait_readable(pidfd)
     finally:
         os.close(pidfd)

@@ -16,8 +16,10 @@ MAX_DELAY = 30.0  # seconds
 class RestartBudget:
     """The restarts of one process; `num_restarts` counts all of them."""
 
-    def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_restarts, self._clock = max_restarts, clock
+    def __init__(
+        self, max_restarts: int, *, first_delay: float = FIRST_DELAY, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_restarts, self._first_delay, self._clock = max_restarts, first_delay, clock
         self._recent_restarts: deque[float] = deque()
         self.num_restarts = 0
 
@@ -28,7 +30,7 @@ class RestartBudget:
             self._recent_restarts.popleft()
         if len(self._recent_restarts) >= self.max_restarts:
             return None
-        delay = min(FIRST_DELAY * 2 ** len(self._recent_restarts), MAX_DELAY)
+        delay = min(self._first_delay * 2 ** len(self._recent_restarts), MAX_DELAY)
         self._recent_restarts.append(now)
         self.num_restarts += 1
         return delay

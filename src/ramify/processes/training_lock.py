@@ -14,14 +14,20 @@ from pathlib import Path
 
 TRAINING_LOCK_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
 HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
-ACQUIRE_TIMEOUT = 1.0  # seconds that a trainer waits for the lock
+ACQUIRE_TIMEOUT = 1.0  # seconds
 POLL_INTERVAL = 1e-3  # seconds between two tries to acquire it
 
 
 class TrainingLock:
-    """The lock at `path`, or no lock without a path. The ranks of a trainer hold it together."""
+    """The lock at `path`, or no lock without a path. The ranks of a trainer hold it together.
 
-    def __init__(self, path: Path | None) -> None:
+    An engine waits for a trainer at most `hold_timeout` seconds, and a trainer for an engine `acquire_timeout` seconds.
+    """
+
+    def __init__(
+        self, path: Path | None, *, hold_timeout: float = HOLD_TIMEOUT, acquire_timeout: float = ACQUIRE_TIMEOUT
+    ) -> None:
+        self._hold_timeout, self._acquire_timeout = hold_timeout, acquire_timeout
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else None
         self._held_since: float | None = None
 
@@ -33,12 +39,13 @@ class TrainingLock:
 
     @contextlib.contextmanager
     def hold(self, warn: Callable[[str], None] = lambda line: None) -> Generator[None]:
-        """Hold the lock, as a trainer. If it cannot be had within ACQUIRE_TIMEOUT, warn and go on without it."""
+        """Hold the lock, as a trainer. If it cannot be acquired in time, warn and go on without it."""
         if self._fd is None:
             yield
             return
         if not self._acquire_shared(self._fd):
-            warn(f"an engine has held the training lock for {ACQUIRE_TIMEOUT:g} s; this step trains without waiting")
+            held = f"an engine has held the training lock for {self._acquire_timeout:g} s"
+            warn(f"{held}; this step trains without waiting")
         try:
             yield
         finally:
@@ -49,7 +56,7 @@ class TrainingLock:
 
         An engine holds it only for an instant, unless the engine is stopped in that instant.
         """
-        deadline = time.monotonic() + ACQUIRE_TIMEOUT
+        deadline = time.monotonic() + self._acquire_timeout
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -60,7 +67,7 @@ class TrainingLock:
                 time.sleep(POLL_INTERVAL)
 
     def should_wait(self) -> bool:
-        """Return whether a trainer holds the lock, for less than HOLD_TIMEOUT so far, so that the engine has to wait.
+        """Return whether a trainer holds the lock, for less than `hold_timeout` so far, so that the engine has to wait.
 
         This takes the lock for an instant, and remembers since when a trainer holds it.
         """
@@ -70,7 +77,7 @@ class TrainingLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._held_since = self._held_since or time.monotonic()
-            return time.monotonic() - self._held_since < HOLD_TIMEOUT
+            return time.monotonic() - self._held_since < self._hold_timeout
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._held_since = None
         return False
