@@ -185,7 +185,7 @@ coverage: env  ## the tests with coverage.py: a table per module in build/covera
 	rm -rf build/coverage && mkdir -p build/coverage
 	status=0; $(BIN)/coverage run -m pytest -q -n $(WORKERS) -m '' $(COVERAGE_TESTS) || status=$$?; \
 	$(BIN)/coverage combine -q && $(BIN)/coverage html -q -d build/coverage/html && \
-	$(BIN)/coverage report --format=markdown >build/coverage/report.md && tail -n 1 build/coverage/report.md && exit $$status
+	$(BIN)/coverage report --format=markdown >build/coverage/report.md && grep TOTAL build/coverage/report.md && exit $$status
 
 dist:  ## the source distribution, and the wheel built from it
 	rm -rf dist .venvs/build && $(PYTHON) -m venv .venvs/build
