@@ -25,6 +25,7 @@ def copy_weights(trainer) -> dict[str, torch.Tensor]:
     return {name: master.detach().clone() for name, master in trainer.master_weights.named_parameters()}
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [
@@ -35,22 +36,20 @@ def copy_weights(trainer) -> dict[str, torch.Tensor]:
     ids=str,
 )
 def test_a_restored_trainer_continues_exactly(model, tmp_path, optimizer, dtype):
-    batches = random_batches(4)
+    first, second = random_batches(2)
     trainer = make_trainer(model, optimizer, dtype=dtype)
     checkpoints = CheckpointManager(tmp_path, SINGLE_RANK)
-    for batch in batches[:2]:
-        trainer.step(batch)
+    trainer.step(first)
     torch.manual_seed(5)
-    checkpoints.save(trainer, 2, {"seen": 7})
+    checkpoints.save(trainer, 1, {"seen": 7})
     random_numbers = torch.rand(3)
-    expected = [trainer.step(batch) for batch in batches[2:]]
+    expected = trainer.step(second)
 
     restored = make_trainer(model, optimizer, dtype=dtype)
-    assert checkpoints.load(restored, 2) == {"seen": 7} == checkpoints.read_note(2)
+    assert checkpoints.load(restored, 1) == {"seen": 7} == checkpoints.read_note(1)
     assert torch.equal(torch.rand(3), random_numbers)
-    for batch, metrics in zip(batches[2:], expected, strict=True):
-        actual = restored.step(batch)
-        assert (actual.loss, actual.grad_norm, actual.lr) == (metrics.loss, metrics.grad_norm, metrics.lr)
+    actual = restored.step(second)
+    assert (actual.loss, actual.grad_norm, actual.lr) == (expected.loss, expected.grad_norm, expected.lr)
     assert all(torch.equal(master, copy_weights(trainer)[name]) for name, master in copy_weights(restored).items())
 
 
