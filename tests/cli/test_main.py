@@ -89,7 +89,7 @@ def test_command_receives_arguments_and_returns_the_exit_code(command):
 )
 def test_named_failures_are_exit_codes_with_their_message(command, capsys, body, exit_code, message):
     command(*body)
-    assert app.main(["scratch"]) == exit_code
+    assert app.main(["scratch", "--max_step"]) == exit_code
     error = capsys.readouterr().err
     assert error == message if message else "Traceback" not in error
 

@@ -189,11 +189,31 @@ def test_misspelt_taskset_key_suggests_the_nearest(capsys, tmp_path):
 # -- how it ends -----------------------------------------------------------------------------------------------------
 
 
+STUBBED_RL = """
+import dataclasses, sys
+from pathlib import Path
+from ramify.cli.app import main
+from ramify.launch import api
+from ramify.launch.process import ProcessRole
+from tests.support.processes import RUNS_FOREVER, build_spec
+
+folder, code, *args = sys.argv[1:]
+specs = (
+    build_spec(Path(folder), "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
+    build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),
+)
+build_plan = api.build_plan
+api.build_plan = lambda config: dataclasses.replace(build_plan(config), process_specs=specs)
+api.check_plugin_tables = lambda config: {}
+sys.exit(main(["rl", *args]))
+"""
+
+
 def start_stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
     """Start `ramify rl` with small scripts instead of its processes."""
     shutil.copy(ROOT / "examples" / "reverse_text" / "rl.toml", folder)
     args = ["@", str(folder / "rl.toml"), "-o", str(folder), "--max_steps", "5"]
-    command = [sys.executable, "-m", "tests.cli.stubbed_rl", str(folder), code, *args]
+    command = [sys.executable, "-c", STUBBED_RL, str(folder), code, *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
