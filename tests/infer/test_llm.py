@@ -86,5 +86,5 @@ def test_a_generation_that_is_interrupted_leaves_no_request(llm, monkeypatch):
     with pytest.raises(StopIteration):
         llm.generate([MESSAGES], n=4)
     monkeypatch.undo()
-    assert not llm._core.has_unfinished_requests
     assert len(llm.generate([MESSAGES], n=4, max_tokens=4)[0]) == 4
+    assert not llm._core.has_unfinished_requests

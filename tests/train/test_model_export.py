@@ -27,7 +27,7 @@ def run_two_steps(home: Path, **trainer) -> SftResult:
         "batch_size": 2,
         "seq_len": 64,
         "checkpoint": {"interval": 1},
-        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, **trainer},
+        "trainer": {"device": "cpu", "threads": 1, "optim": {"lr": 1e-2}, **trainer},
     }
     return run_sft(SftConfig.model_validate(settings))
 

@@ -236,7 +236,13 @@ def settings(world: Path, name: str, **trainer) -> dict:
         "batch_size": 5,
         "epochs": EPOCHS,
         "seq_len": 64,
-        "trainer": {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}}, **trainer},
+        "trainer": {
+            "device": "cpu",
+            "threads": 1,
+            "pack_tokens": 128,
+            "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}},
+            **trainer,
+        },
         "checkpoint": {"interval": 3},
     }
 
