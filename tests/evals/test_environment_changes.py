@@ -13,6 +13,8 @@ from ramify.store.environments import ENVIRONMENTS_KEY
 from ramify.tasksets.color_codeword import make_square
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = """
 import ramify as rf
 from scoring import FULL_MARKS

@@ -12,6 +12,8 @@ from ramify.evals.config import EvalConfig
 from tests.evals.environments import Config, Echo
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def engine():
@@ -30,7 +32,6 @@ def settings(engine, tmp_path):
     }
 
 
-@pytest.mark.process
 def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
     async def cell():
         plain = rf.evaluate(Echo, **settings)

@@ -13,6 +13,7 @@ from ramify.rollout import Environment
 from tests.evals.test_task_digest import make_task
 
 
+@pytest.mark.process
 @pytest.mark.timeout(60)
 def test_images_of_a_task_are_read_within_a_deadline(tmp_path, monkeypatch):
     answers = threading.Event()

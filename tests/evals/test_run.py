@@ -9,6 +9,8 @@ from ramify.store import RunStore
 from tests.evals import environments
 from tests.support.engine import ScriptedEngine, fail, first, reverse_some, run_engine
 
+pytestmark = pytest.mark.process
+
 FILE = environments.__file__
 
 

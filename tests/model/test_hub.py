@@ -180,6 +180,7 @@ def test_other_names_do_not_use_the_hub(remote, tmp_path, monkeypatch):
 EVAL = ("eval", "reverse-text", "-m", NAME, "--num_tasks", "1", "--sampling.max_tokens", "4", "-o")
 
 
+@pytest.mark.process
 def test_dry_runs_do_not_download(remote, tmp_path, capsys):
     assert main([*EVAL, str(tmp_path), "--dry-run"]) == 2
     assert f"ramify model fetch {NAME}" in capsys.readouterr().err
