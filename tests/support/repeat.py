@@ -74,7 +74,14 @@ class Repeater:
         timeout = getattr(self._config.option, "timeout", None)
         options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *(["--timeout", str(timeout)] if timeout else [])]
         command = [sys.executable, "-m", "pytest", *options, test]
-        return subprocess.run(command, cwd=self._config.rootpath, capture_output=True).returncode == 0
+        run_limit = self._config.pluginmanager.get_plugin("run_limit")
+        seconds_left = 0.9 * run_limit.seconds_left if run_limit else None
+        try:
+            done = subprocess.run(command, cwd=self._config.rootpath, capture_output=True, timeout=seconds_left)
+        except subprocess.TimeoutExpired:  # the run has no time left to wait for it
+            run_limit.must_sweep = True
+            return False
+        return done.returncode == 0
 
     def _move_reports(self) -> None:
         """Count tests that passed when repeated as `repeated`, in place of `failed` and `error`."""

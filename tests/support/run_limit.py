@@ -30,13 +30,18 @@ class RunLimit:
         self.report_seconds = REPORT_SECONDS
         self._stderr = os.dup(2)  # tests run with another one
         self._running: dict[str, float] = {}  # tests and when they started
-        self._must_sweep = False
+        self.must_sweep = False
         self._has_ended = threading.Event()
         self._run_name = uuid.uuid4().hex
         os.environ[RUN_VARIABLE] = f"{os.environ.get(RUN_VARIABLE, '')}/{self._run_name}"
+        self._deadline = time.monotonic() + seconds
         self._timer = threading.Timer(seconds, self.expire)
         self._timer.daemon = True
         self._timer.start()
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
     def pytest_runtest_logstart(self, nodeid):
         self._running[nodeid] = time.monotonic()
@@ -46,17 +51,17 @@ class RunLimit:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, error):
-        self._must_sweep |= error is not None
+        self.must_sweep |= error is not None
 
     def pytest_unconfigure(self):
         self._timer.cancel()
         self._has_ended.set()
-        if self._must_sweep:
+        if self.must_sweep:
             self._kill_processes()
 
     def expire(self) -> None:
         """Stop the session, and kill it with all its processes if it does not end."""
-        self._must_sweep = True
+        self.must_sweep = True
         self._write(self._describe())
         self._stop_session()
         if not self._has_ended.wait(self.report_seconds):

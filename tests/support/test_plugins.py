@@ -56,7 +56,7 @@ class Project:
     def pytest(self, *arguments: str) -> tuple[int, str]:
         """Return the exit status and the output of pytest, which loads no plugins but those that are needed."""
         variables = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
             "PYTHONPATH": str(ROOT),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_ADDOPTS": "-p xdist.plugin -p no:cacheprovider",

@@ -15,6 +15,7 @@ import pytest
 TIERS = ("unit", "process", "run")
 MAX_WORKERS = 8  # of `pytest` alone; each worker imports the package and the tests
 RUN_LIMIT = 600.0  # seconds for `pytest` alone
+PROBES = {"find_cgroup_parents", "find_unsupported_reason", "load_c_library"}  # may start a process, once
 START_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 
 
@@ -23,9 +24,12 @@ def get_tier(item: pytest.Item) -> str:
     return next((mark.name for mark in item.iter_markers() if mark.name in TIERS), "unit")
 
 
-def is_compiler(command: object) -> bool:
-    """Return whether a command compiles the operators in C, as the first engine on a machine does."""
-    return isinstance(command, list) and "-shared" in command
+def is_probing() -> bool:
+    """Return whether the code that runs is a probe of the machine, whose result the process keeps."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in PROBES:
+        frame = frame.f_back
+    return frame is not None
 
 
 class ProcessGuard:
@@ -44,7 +48,7 @@ class ProcessGuard:
 
     def audit(self, event: str, arguments: tuple) -> None:
         """Raise if `event` is the start of a process by a `unit` test."""
-        if event not in START_EVENTS or (event == "subprocess.Popen" and is_compiler(arguments[1])):
+        if event not in START_EVENTS or is_probing():
             return
         self._starts += 1
         if self._item is not None:
@@ -139,13 +143,7 @@ def pytest_cmdline_main(config):
         option.numprocesses = min(os.cpu_count() or 1, MAX_WORKERS)
 
 
-def pytest_addoption(parser):
-    parser.addini("unit_guard", "whether a unit test that starts a process fails", type="bool", default=True)
-
-
 def pytest_configure(config):
-    if not config.getini("unit_guard"):
-        return
     guard = ProcessGuard()
     config.pluginmanager.register(guard, "process_guard")
     sys.addaudithook(guard.audit)

@@ -87,6 +87,7 @@ def test_extract_boxed_balances_braces(text, answer):
     assert extract_boxed(text) == answer
 
 
+@pytest.mark.process  # math-verify compares in a process of its own
 @pytest.mark.parametrize(
     ("answer", "expected", "same"),
     [
