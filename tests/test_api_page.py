@@ -25,7 +25,6 @@ CLASSES = {name: value for name, value in OBJECTS.items() if isinstance(value, t
 FUNCTIONS = {name: value for name, value in OBJECTS.items() if not isinstance(value, type)}
 HOOKS = [field.name for field in fields(TasksetHooks) if field.default is None]
 OF_PYDANTIC = {"model_config"}
-RENAMES = {"renamed_keys", "renamed_values"}  # documented once, at Config
 
 
 def own_classes(cls: type) -> list[type]:
@@ -44,8 +43,7 @@ def members(cls: type) -> dict[str, Any]:
     for base in own_classes(cls):
         attributes = dict.fromkeys(inspect.get_annotations(base))
         names |= {name: value for name, value in vars(base).items() if not name.startswith("_")} | attributes
-    documented = OF_PYDANTIC | (RENAMES if cls is not ramify.Config else set())
-    return {name: value for name, value in names.items() if not name.startswith("_") and name not in documented}
+    return {name: value for name, value in names.items() if not name.startswith("_") and name not in OF_PYDANTIC}
 
 
 def docstrings(cls: type) -> str:

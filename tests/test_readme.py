@@ -17,9 +17,9 @@ import pytest
 from ramify.cli import main
 from ramify.cli.app import COMMANDS
 from ramify.runtime.bwrap import find_unsupported_reason
+from tests.support.ledgers import write_finished_run
 
 ROOT = Path(__file__).parent.parent
-FINISHED_RUN = ROOT / "tests" / "fixtures" / "older_runs" / "runs" / "finished"
 PROGRAMS = ("make", "source", "ramify", "pytest")
 RECORDER = '#!/bin/sh\n{ printf "%s\\t" "${0##*/}" "$@"; echo; } >> "$CALLS"\n'
 BROKEN_BWRAP = "#!/bin/sh\nexit 1\n"
@@ -109,7 +109,7 @@ def test_commands_of_the_readme_find_their_files_and_arguments(has_bwrap, tmp_pa
                 assert ("without isolation" in output.out) == (not has_bwrap)
             if is_training:
                 for plan in Path("outputs").glob("*/plan.txt"):
-                    shutil.copytree(FINISHED_RUN, plan.parent, dirs_exist_ok=True)
+                    write_finished_run(plan.parent)
     finally:
         find_unsupported_reason.cache_clear()
 

@@ -18,7 +18,7 @@ from ramify.store.run_log import RunLog
 from ramify.store.run_writer import RunWriter
 from ramify.train import checkpoint_manifest
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
-from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
+from tests.support.ledgers import write_finished_run
 
 HANGS = """
 import sys, threading
@@ -45,15 +45,7 @@ def save_checkpoint(run: Path, step: int) -> Path:
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A finished run of four steps with two checkpoints, the last of them damaged."""
-    with RunStore.open(tmp_path / "run") as store:
-        ledger = Ledger.open(store)
-        for step in range(4):
-            issue_and_score(ledger, step)
-            record_batch(ledger, step, step)
-            train(ledger, step)
-        run_all(ledger.commit_version(make_commit(ledger, 4)))
-        store.set_fact(FINISHED_KEY, 4)
-        RunLog(store).log_event("finished")
+    write_finished_run(tmp_path / "run")
     save_checkpoint(tmp_path / "run", 2)
     (save_checkpoint(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
     return tmp_path / "run"
@@ -91,7 +83,6 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert audit(ledger, finished=False) == []
         assert store.get_fact(FINISHED_KEY) is None
         assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
-        store.set_fact(FINISHED_KEY, 4)  # as an earlier version of Ramify left it when it was interrupted
     assert main(["rollback", str(run), "2"]) == 0  # idempotent
     with RunStore.open(run, write=False) as store:
         assert Ledger.open_readonly(store).progress().incarnation == 1

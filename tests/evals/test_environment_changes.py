@@ -182,28 +182,6 @@ def test_changed_taskset_key_can_be_accepted_but_not_another_model(evaluate, eng
         evaluate("", accept_changes=True, model={"name": "other"}, **changed)
 
 
-def test_run_without_stored_digests_resumes_with_unrecorded_revision(environment, evaluate):
-    path = evaluate(environment()).path
-    with RunStore.open(path) as store:  # as written by an earlier version
-
-        def forget(connection):
-            connection.execute("DELETE FROM facts WHERE key = 'environments'")
-            connection.execute("DELETE FROM tasks")
-
-        store.submit_change(forget).result(10)
-        rows = store.rollouts()
-        import asyncio
-        from dataclasses import replace
-
-        for row in rows:
-            summary = {key: value for key, value in row.summary.items() if key != "revision"}
-            asyncio.run(store.add_rollout(replace(row, summary=summary), store.read_traces(row.id)))
-    result = evaluate(environment(reward="0.5"), num_tasks=4)
-    assert re.search(r"revisions\s+2 of an unrecorded revision, 2 of revision 1", text_of(result))
-    with pytest.raises(EnvironmentChanged):
-        evaluate(environment(), num_tasks=4)
-
-
 def test_changed_image_file_of_a_task_is_refused(evaluate, tmp_path):
     image, path = tmp_path / "square.png", tmp_path / "squares.py"
     path.write_text(IMAGE_ENVIRONMENT.format(urls=[f"file://{image}"]))

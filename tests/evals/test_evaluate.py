@@ -77,8 +77,3 @@ def test_keyword_settings_are_validated(settings):
     assert rf.evaluate(config, model="tiny", num_tasks=1, repetitions=2).num_run == 2
     with pytest.raises(ConfigInvalid, match=r"eval\.num_task: unknown key; did you mean eval\.num_tasks\?"):
         rf.evaluate(config, num_task=1)
-
-
-def test_the_old_name_of_keep_workdirs_is_refused(settings):
-    with pytest.raises(ConfigInvalid, match="keep is now called keep_workdirs"):
-        rf.evaluate(Echo, **settings, keep=True)

@@ -16,8 +16,7 @@ from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.store import RunStore, open_run
 from ramify.store.head_replication import HeadReplicator
 from ramify.store.ledger import Ledger
-from tests.store.test_head_replication import commit_step
-from tests.store.test_ledger import issue_and_score, run_all
+from tests.support.ledgers import commit_step, issue_and_score, run_all
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from tests.support.traces import make_rollout
 from tests.launch.test_head import make_config, start
 from ramify.store.group_state import DropReason
-from tests.store.test_ledger import issue_and_score, make_commit, record_batch, run_all, train
+from tests.support.ledgers import commit, issue_and_score, record_batch, run_all, train
 ledger = start(make_config(Path(sys.argv[1]), sys.argv[2]))
 def store_rollouts():
     for number in itertools.count(1000 * random.randrange(1000)):
@@ -45,7 +45,7 @@ while True:
         issue_and_score(ledger, group)
         record_batch(ledger, step, group)
     train(ledger, step)
-    run_all(ledger.commit_version(make_commit(ledger, step + 1)))
+    commit(ledger, step + 1)
     print(step + 1, flush=True)
 """
 

@@ -111,7 +111,7 @@ def test_changes_of_an_entry_whose_creation_failed_are_collected_again(connectio
     assert collect(connection).tables["numbered"].rows == [(1, "a", None), (2, "b", None)]
 
 
-def test_new_table_and_migrated_tables(connection):
+def test_new_table_and_tables_of_another_version(connection):
     entries = [collect(connection)]
     connection.execute("CREATE TABLE added (name TEXT PRIMARY KEY) WITHOUT ROWID")
     connection.execute("INSERT INTO added VALUES ('before it was tracked')")

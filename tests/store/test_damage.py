@@ -69,7 +69,7 @@ def delete_rows(path: Path) -> None:
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         connection.execute(f"DELETE FROM {table}")
     connection.close()
-    (path / "run.sqlite.sha256").unlink()  # as if an earlier version of Ramify had written the run
+    (path / "run.sqlite.sha256").unlink()  # as if its writer had been killed
 
 
 def results(path: Path) -> dict[str, bytes]:

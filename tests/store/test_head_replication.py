@@ -20,7 +20,16 @@ from ramify.store.integrity import check_storage
 from ramify.store.ledger import Ledger
 from ramify.store.log_entry import LogEntry
 from tests.fencing.simulation import Storage
-from tests.store.test_ledger import issue, issue_and_score, make_commit, record_batch, run_all, sample, states, train
+from tests.support.ledgers import (
+    commit,
+    commit_step,
+    issue,
+    issue_and_score,
+    record_batch,
+    run_all,
+    sample,
+    states,
+)
 from tests.support.traces import make_rollout, read_replies
 
 TABLES = ("facts", "segments", "rollouts", "events", "marks", "states", "groups", "attempts", "batches", "commits")
@@ -58,15 +67,6 @@ def open_head(path: Path, shared):
         replicator = HeadReplicator(store, shared, lambda number: path / "top_logprobs" / f"{number}.bin")
         ledger.replicate = replicator.replicate
         yield ledger
-
-
-def commit_step(ledger, step, *groups):
-    """Train a step on new groups, and commit it."""
-    for group in groups:
-        issue_and_score(ledger, group)
-    record_batch(ledger, step, *groups)
-    train(ledger, step)
-    run_all(ledger.commit_version(make_commit(ledger, step + 1)))
 
 
 def dump(store):
@@ -115,7 +115,7 @@ def test_commit_returns_after_its_entry_and_may_be_repeated(tmp_path, shared, mo
         shared.failures = [None, "before", "after", "before", "after"]
         commit_step(ledger, 0, 0)
         assert not shared.failures
-        run_all(ledger.commit_version(make_commit(ledger, 1)))
+        commit(ledger, 1)
         commit_step(ledger, 1, 1)
         committed = dump(ledger.store)
     restore_run(shared, tmp_path / "restored", epoch=1)

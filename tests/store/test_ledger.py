@@ -1,6 +1,5 @@
 """Every issued group is trained in exactly one step or dropped with a reason, and the audit checks it."""
 
-import asyncio
 import math
 import shutil
 import sqlite3
@@ -14,8 +13,20 @@ from ramify.errors import ConfigInvalid, ProcessReplaced, TransitionRefused
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import TRANSITIONS, DropReason, GroupState, check_transition
-from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
+from tests.support.ledgers import (
+    commit,
+    issue,
+    issue_and_score,
+    make_commit,
+    record_batch,
+    run_all,
+    sample,
+    states,
+    train,
+    train_groups,
+)
 from tests.support.traces import make_rollout
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
@@ -32,53 +43,11 @@ def ledger(store):
     return Ledger.open(store)
 
 
-def run_all(*changes):
-    """Run coroutines one after another; return the result of the last."""
-
-    async def run_each():
-        return [await change for change in changes][-1]
-
-    return asyncio.run(run_each())
-
-
-def issue(ledger, number, *, size=2, **more):
-    run_all(ledger.issue_groups([GroupRecord(number, "reverse", number, size, **more)]))
-
-
-def sample(ledger, number, attempt):
-    run_all(ledger.record_sampled(number, attempt, *make_rollout(number * 10 + attempt)))
-
-
-def issue_and_score(ledger, number, *, size=2, **more):
-    issue(ledger, number, size=size, **more)
-    for attempt in range(size):
-        sample(ledger, number, attempt)
-    run_all(ledger.record_scored(number))
-
-
-def record_batch(ledger, step, *groups):
-    run_all(ledger.record_batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
-
-
-def train(ledger, step):
-    incarnation = ledger.progress().incarnation
-    run_all(ledger.record_served(step, incarnation=incarnation), ledger.acknowledge_step(step, incarnation=incarnation))
-
-
 def replace_trainer(ledger):
     """Register a trainer that replaces another one."""
     run_all(ledger.register_trainer())
     if not ledger.progress().incarnation:
         run_all(ledger.register_trainer())
-
-
-def make_commit(ledger, version):
-    incarnation = ledger.progress().incarnation
-    return CommitRecord(version, incarnation, f"step_{version:06}-{incarnation}", "digest")
-
-
-def states(ledger):
-    return [group.state.value for group in ledger.groups()]
 
 
 @pytest.mark.parametrize("current", GroupState)
@@ -103,7 +72,7 @@ def test_a_group_passes_through_all_states_until_its_step_is_committed(ledger):
     train(ledger, 0)
     assert states(ledger) == ["batched"]
     assert ledger.progress() == LedgerProgress(committed=0, acknowledged=1)
-    run_all(ledger.commit_version(make_commit(ledger, 1)))
+    commit(ledger, 1)
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1)
     assert ledger.get_group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.TRAINED] * 2
@@ -125,7 +94,7 @@ def test_dropping_the_last_running_attempt_completes_its_group(ledger):
     run_all(ledger.record_scored(0))
     record_batch(ledger, 0, 0)
     train(ledger, 0)
-    run_all(ledger.commit_version(make_commit(ledger, 1)))
+    commit(ledger, 1)
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.DROPPED, GroupState.TRAINED]
     assert audit(ledger) == []
 
@@ -183,7 +152,7 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
         issue_and_score(ledger, 2 * step + 1)
         record_batch(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
-    run_all(ledger.commit_version(make_commit(ledger, 1)))
+    commit(ledger, 1)
     replace_trainer(ledger)
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1, registered=1)
     assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
@@ -191,7 +160,7 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
         run_all(ledger.record_served(0, incarnation=1))
     train(ledger, 1)
     train(ledger, 2)
-    run_all(ledger.commit_version(make_commit(ledger, 3)))
+    commit(ledger, 3)
     assert [(incarnation, step) for incarnation, step, _ in ledger.served_batches()] == [
         (0, 0),
         (0, 1),
@@ -209,14 +178,14 @@ def test_a_step_belongs_to_the_trainer_that_committed_it_or_else_was_served_last
     assert ledger.get_step_trainer(0) is None
     train(ledger, 0)
     train(ledger, 1)
-    run_all(ledger.commit_version(make_commit(ledger, 1)))
+    commit(ledger, 1)
     assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 0)
     replace_trainer(ledger)
     assert ledger.get_step_trainer(1) == 0
     train(ledger, 1)
     assert (ledger.get_step_trainer(0), ledger.get_step_trainer(1)) == (0, 1)
     train(ledger, 2)
-    run_all(ledger.commit_version(make_commit(ledger, 3)))
+    commit(ledger, 3)
     replace_trainer(ledger)
     assert [ledger.get_step_trainer(step) for step in range(4)] == [0, 1, 1, None]
 
@@ -225,13 +194,13 @@ def test_replaced_trainer_changes_nothing(ledger):
     issue_and_score(ledger, 0)
     record_batch(ledger, 0, 0)
     train(ledger, 0)
-    commit = make_commit(ledger, 1)
+    record = make_commit(ledger, 1)
     replace_trainer(ledger)
     before = ledger.groups(), ledger.served_batches(), ledger.progress(), ledger.commits()
     for change in (
         lambda: ledger.record_served(0, incarnation=0),
         lambda: ledger.acknowledge_step(0, incarnation=0),
-        lambda: ledger.commit_version(commit),
+        lambda: ledger.commit_version(record),
     ):
         with pytest.raises(ProcessReplaced, match="trainer 0 may not act, because the newest is trainer 1"):
             run_all(change())
@@ -239,16 +208,13 @@ def test_replaced_trainer_changes_nothing(ledger):
 
 
 def test_commit_names_its_checkpoint_once(ledger):
-    for step in range(2):
-        issue_and_score(ledger, step)
-        record_batch(ledger, step, step)
-        train(ledger, step)
-    commit = make_commit(ledger, 2)
-    run_all(ledger.commit_version(commit))
-    run_all(ledger.commit_version(commit))  # the reply to the first request was lost
-    assert ledger.commits() == [commit] == [ledger.get_commit(2)]
+    train_groups(ledger, range(2))
+    record = make_commit(ledger, 2)
+    run_all(ledger.commit_version(record))
+    run_all(ledger.commit_version(record))  # the reply to the first request was lost
+    assert ledger.commits() == [record] == [ledger.get_commit(2)]
     with pytest.raises(TransitionRefused, match="committed by trainer 0 with checkpoint step_000002-0"):
-        run_all(ledger.commit_version(replace(commit, directory="step_000002-7")))
+        run_all(ledger.commit_version(replace(record, directory="step_000002-7")))
     assert audit(ledger) == []
 
 
@@ -268,18 +234,15 @@ def test_audit_finds_commits_of_two_copies(ledger, change, problem):
         issue_and_score(ledger, step)
         record_batch(ledger, step, step)
         train(ledger, step)
-        run_all(ledger.commit_version(make_commit(ledger, step + 1)))
+        commit(ledger, step + 1)
     assert audit(ledger) == []
     ledger.store.submit_change(lambda connection: connection.execute(change)).result(10)
     assert any(problem in line for line in audit(ledger))
 
 
 def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
-    for step in range(3):
-        issue_and_score(ledger, step)
-        record_batch(ledger, step, step)
-        train(ledger, step)
-    run_all(ledger.commit_version(make_commit(ledger, 3)))
+    train_groups(ledger, range(3))
+    commit(ledger, 3)
     with pytest.raises(TransitionRefused, match="cannot end at version 4: expected 0 to 3"):
         run_all(ledger.roll_back(4, "step_000004"))
     run_all(ledger.roll_back(1, "step_000001"))
@@ -290,7 +253,7 @@ def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     assert [batch.step for batch in ledger.batches(1)] == [1, 2]
     for step in (1, 2):
         train(ledger, step)
-    run_all(ledger.commit_version(make_commit(ledger, 3)))
+    commit(ledger, 3)
     assert states(ledger) == ["trained"] * 3
     assert audit(ledger) == []
 
@@ -378,10 +341,10 @@ def finished_run():
             record_batch(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            run_all(ledger.commit_version(make_commit(ledger, 1)))
+            commit(ledger, 1)
             replace_trainer(ledger)
             train(ledger, 1)
-            run_all(ledger.commit_version(make_commit(ledger, 2)))
+            commit(ledger, 2)
             assert audit(ledger) == []
         yield Path(folder)
 

@@ -21,7 +21,7 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
-from tests.store.test_ledger import make_commit
+from tests.support.ledgers import make_commit
 from tests.support.traces import make_rollout
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there

@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ramify.env.plugin import resolve_plugin
 from ramify.errors import ConfigInvalid
-from ramify.rollout import SourceConfig
 from ramify.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
-from ramify.train.sft.config import SftDataConfig
 from tests.tasksets.scripted_agent import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
@@ -253,13 +250,3 @@ def test_images_column_is_ignored_if_the_messages_have_images(tmp_path, part):
     row = {"prompt": messages, "answer": "red", "images": ["red.png"]}
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [row]), eval_share=0)
     assert [task.prompt for task in taskset.load()] == [tuple(messages)]
-
-
-def test_columns_are_named_as_in_sft_and_keep_the_identity_of_older_runs():
-    columns = {name for name in DatasetConfig.model_fields if name.endswith("_column")}
-    assert columns == {"prompt_column", "answer_column", "system_column", "tests_column"}
-    assert "prompt_column" in SftDataConfig.model_fields
-    table = {"id": "dataset", "path": "rows.jsonl", "prompt_column": "question"}
-    assert SourceConfig(taskset=table).stored_taskset == {"id": "dataset", "path": "rows.jsonl", "prompt": "question"}
-    with pytest.raises(ConfigInvalid, match=r"taskset\.prompt is now called prompt_column"):
-        resolve_plugin("taskset", {"id": "dataset", "path": "rows.jsonl", "prompt": "question"})

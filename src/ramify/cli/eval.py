@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show-traces", "--keep-workdirs", "--dry-run")
-RENAMED_FLAGS = {"--show": "--show-traces", "--keep": "--keep-workdirs"}
 EVAL_SHORT_FLAGS = {**SHORT_FLAGS, "-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
@@ -55,9 +54,6 @@ def run_as_process(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str], crash_reporter: "CrashReporter | None" = None) -> int:
     """Read the configuration, run the missing rollouts, and print the report."""
-    for old_flag, flag in RENAMED_FLAGS.items():
-        if old_flag in argv:
-            raise ConfigInvalid(f"{old_flag} is now called {flag}")
     (fresh, accept, show, keep, dry), rest = pop_flags(argv, COMMAND_FLAGS)
     args = expand_arguments(rest)
     if "train" in read_top_level_keys(EvalConfig, args):

@@ -284,14 +284,14 @@ def _print_audit(path: Path) -> int:
     for problem in problems:
         print(problem)
     verdict = f"{len(problems)} problems" if problems else "no problems"
-    reason = "its writer was killed, had a reader beside it, or was an earlier version of ramify"
+    reason = "its writer was killed or had a reader beside it"
     note = "" if has_index_checksum(path) else f"; {DATABASE_NAME} has no checksum: {reason}"
     print(f"{path}: {size}: {verdict}{note}")
     return 1 if problems else 0
 
 
 def _audit_checkpoints(path: Path) -> list[str]:
-    """Return a line for every damaged checkpoint; those without checksums cannot be checked."""
+    """Return a line for every damaged checkpoint."""
     from ramify.train.checkpoint_manifest import list_checkpoints, verify_checkpoint
 
     problems: list[str] = []

@@ -1,7 +1,5 @@
 """Configuration of the inference client."""
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from ramify.config import Config
@@ -9,8 +7,6 @@ from ramify.config import Config
 
 class ClientConfig(Config):
     """Timeouts and limits. The defaults fit servers on the same host or in the same rack."""
-
-    renamed_keys: ClassVar = {"control_deadline": "control_timeout", "patience": "server_wait_timeout"}
 
     connect_timeout: float = Field(default=5.0, gt=0)
     """Seconds to open a connection. A server that takes longer is ejected."""

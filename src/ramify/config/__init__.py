@@ -17,7 +17,6 @@ from ramify.config.parser import (
     raise_config_invalid,
     read_stored_config,
 )
-from ramify.config.renamed_keys import to_new_keys, to_old_keys
 
 __all__ = [
     "COMMAND_HINTS",
@@ -39,7 +38,5 @@ __all__ = [
     "raise_section_problems",
     "read_stored_config",
     "read_top_level_keys",
-    "to_new_keys",
-    "to_old_keys",
     "write_toml",
 ]

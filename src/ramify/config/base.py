@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.config.schema import annotation_options, get_renamed_keys, is_dict, model_tag_key
+from ramify.config.schema import annotation_options, is_dict, model_tag_key
 from ramify.errors import ConfigInvalid
 
 NONE_LITERAL = "None"  # None in a TOML file, which has no null
@@ -50,8 +50,6 @@ def raise_section_problems(*problems: Iterable[str]) -> None:
 class Config(BaseModel):
     """Base class of configuration tables: a pydantic model that refuses unknown keys and infinite numbers.
 
-    - `renamed_keys`: the new name of each key that was renamed, so that an error can suggest it.
-    - `renamed_values`: the same for values, by key.
     - `misplaced_keys`: where keys of a plugin's table belong that users write in this section, for suggestions.
     - `switch`: the key with which a default turns the section off, such as `lora: Lora = Lora(enabled=False)`. As soon
       as a file or flag sets any part of the section, the default value of this key no longer applies.
@@ -60,8 +58,6 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {}
-    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
     switch: ClassVar[str | None] = None
     common_keys: ClassVar[Sequence[str]] = ()
@@ -71,9 +67,6 @@ class Config(BaseModel):
     def _merge_over_defaults(cls, data: Any) -> Any:
         if not is_dict(data):
             return data
-        for old, new in get_renamed_keys(cls).items():
-            if old in data:
-                raise ConfigInvalid(f"{cls.__name__}.{old} is now called {new}")
         for key, value in data.items():
             if isinstance(value, str | PurePath) and "\0" in str(value):
                 raise ConfigInvalid(f"{key}: a NUL character is not allowed, found {str(value)!r}; remove it")

@@ -22,7 +22,6 @@ from ramify.config.arguments import (
     parse_value,
 )
 from ramify.config.base import NONE_LITERAL, merge_tables
-from ramify.config.renamed_keys import KeyUpdate
 from ramify.config.schema import (
     KeyPath,
     child_options,
@@ -86,13 +85,6 @@ class ConfigLayers:
             value = parse_value(format_key(key), options, flag.values)
         container[key[-1]] = value
         self._set_origin(key, flag.text)
-
-    def update_keys(self) -> list[str]:
-        """Give all keys their new names, and return a message for each key that had an old one."""
-        update = KeyUpdate(self.cls, self.data)
-        self.data = update.table
-        origins = {key: self.find_origin(key) for key in update.messages}
-        return [f"{text} ({origins[key]})" if origins[key] else text for key, text in update.messages.items()]
 
     def _record_origins(self, key: KeyPath, value: Any, origin: str) -> None:
         if is_dict(value) and value:

@@ -47,7 +47,6 @@ def build_config(
     base: Mapping[str, Any] | None = None,
     *,
     command_flags: Sequence[str] = (),
-    accept_old_keys: bool = False,
 ) -> C:
     """Return the configuration from files and flags over the table `base`. Raises ConfigInvalid."""
     layers = ConfigLayers(cls, base)
@@ -60,8 +59,6 @@ def build_config(
         raise_config_invalid([(problem.key, problem.reason) for problem in argument_problems + bad_files])
     argument_problems += apply_each(layers.add_flag, flags)
     problems = [(problem.key, problem.reason) for problem in argument_problems]
-    old_keys = layers.update_keys()
-    problems += [] if accept_old_keys else [("", message) for message in old_keys]
     try:
         config = cls.model_validate(layers.data)
     except ValidationError as error:
@@ -74,8 +71,8 @@ def build_config(
 
 
 def read_stored_config(cls: type[C], path: Path) -> C:
-    """Return the configuration that a run stored, perhaps with the keys of an earlier version. Raises ConfigInvalid."""
-    return build_config(cls, [FileArgument((), str(path))], accept_old_keys=True)
+    """Return the configuration that a run stored. Raises ConfigInvalid."""
+    return build_config(cls, [FileArgument((), str(path))])
 
 
 def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:

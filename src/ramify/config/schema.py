@@ -90,7 +90,7 @@ def child_options(options: Sequence[Any], key: str | int) -> list[Any]:
     children: list[Any] = []
     for option in options:
         if is_model_type(option):
-            field = option.model_fields.get(get_renamed_keys(option).get(str(key), str(key)))
+            field = option.model_fields.get(str(key))
             if field is not None:
                 children += annotation_options(field.annotation)
             elif option.model_config.get("extra") == "allow":
@@ -155,16 +155,6 @@ def default_at(section_default: Any, options: Sequence[Any], table: Any, name: s
         if field is not None and not field.default_factory_takes_validated_data:
             return field.get_default(call_default_factory=True, validated_data=None)
     return None
-
-
-def get_renamed_keys(model: type[BaseModel]) -> dict[str, str]:
-    """Return the new name of each old key of a section, its base classes included."""
-    return _merge_class_tables(model, "renamed_keys")
-
-
-def get_renamed_values(model: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """Return the new value of each old value of a section's keys, by the new name of the key."""
-    return _merge_class_tables(model, "renamed_values")
 
 
 def get_misplaced_keys(model: type[BaseModel]) -> dict[str, str]:

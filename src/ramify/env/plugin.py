@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_problems, parse_section, raise_config_invalid, to_new_keys
+from ramify.config import Config, parse_problems, parse_section, raise_config_invalid
 from ramify.env.plugin_config import get_config_class
 from ramify.errors import ConfigInvalid
 from ramify.errors.origin import describe_exception
@@ -148,11 +148,6 @@ def resolve_plugins(tables: Iterable[tuple[str, str, Mapping[str, Any]]]) -> lis
     if problems:
         raise_config_invalid(problems)
     return resolved
-
-
-def update_plugin_keys(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of a plugin, as an earlier version stored it, with the current names of its keys."""
-    return to_new_keys(get_config_class(find_plugin_class(kind, table["id"]), Config), table)
 
 
 def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:

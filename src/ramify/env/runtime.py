@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -101,8 +101,6 @@ class RuntimeConfig(Config):
     - `limits`: resources of one rollout; `task.resources` overrides them.
     - `warm_pool_size`: runtimes that are prepared before a rollout needs them. 0: none.
     """
-
-    renamed_keys: ClassVar = {"keep": "keep_workdir", "max_output": "max_output_bytes"}
 
     id: str = "local"
     keep_workdir: bool = False

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,8 +23,6 @@ def count_available_cores() -> int:
 
 class ElasticPoolConfig(Config):
     """A pool whose number of workers follows the load."""
-
-    renamed_keys: ClassVar = {"min": "min_workers", "max": "max_workers", "idle": "idle_timeout"}
 
     type: Literal["elastic"] = "elastic"
     min_workers: int = Field(default=1, ge=1)
@@ -86,18 +84,6 @@ class ServedSourceConfig(SourceConfig):
 
 class EnvServerConfig(Config):
     """Configuration of `ramify env-server`: one source, the model of its agents, and the limits of its workers."""
-
-    renamed_keys: ClassVar = {
-        "client": "client_type",
-        "queue": "max_open_requests",
-        "crashes": "max_worker_crashes",
-        "boot_timeout": "worker_startup_timeout",
-        "boot_attempts": "max_startup_failures",
-        "reconnect": "client_timeout",
-        "heartbeat": "heartbeat_interval",
-        "max_memory": "max_memory_mib",
-        "grace": "shutdown_timeout",
-    }
 
     train: list[ServedSourceConfig] = []
     eval: list[ServedSourceConfig] = []

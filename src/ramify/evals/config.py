@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -14,12 +14,6 @@ from ramify.rollout.config import SourceConfig
 
 class EvalConfig(SourceConfig):
     """Configuration of `ramify eval`: a source, a model, and the number of rollouts."""
-
-    renamed_keys: ClassVar = {
-        "threshold": "pass_threshold",
-        "start_deadline": "startup_timeout",
-        "client": "client_type",
-    }
 
     name: RunName = ""
     """Run directory name. Default: taskset, model and a hash of the run's identity."""
@@ -54,7 +48,7 @@ class EvalConfig(SourceConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run. Results of runs that differ in them are not comparable."""
-        parts = {"taskset": self.stored_taskset, "model": self.model.name, "harness": self.stored_harness}
+        parts = {"taskset": self.taskset, "model": self.model.name, "harness": self.harness}
         return json.loads(json.dumps({**parts, "sampling": self.sampling.model_dump(mode="json")}, default=str))
 
     @property

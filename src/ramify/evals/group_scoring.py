@@ -11,7 +11,7 @@ from ramify.evals.plan import PlannedRollout
 from ramify.evals.summary import build_row
 from ramify.rollout import Environment, score_group
 from ramify.store import RolloutRecord, RunStore
-from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
+from ramify.store.summary import REVISION_KEY
 
 
 async def score_pending_groups(
@@ -30,7 +30,7 @@ async def score_pending_groups(
         episodes = [store.read_traces(rollout.id) for rollout in valid]
         await score_group(environment, valid[0].task, [traces[0] for traces in episodes])
         for rollout, traces in zip(valid, episodes, strict=True):
-            revision = rows[rollout.id].summary.get(REVISION_KEY, UNRECORDED_REVISION)
+            revision = rows[rollout.id].summary[REVISION_KEY]
             row = build_row(environment, rollout.task_key, rollout.repetition, traces, revision)
             await store.add_rollout(row, traces)
             rows[rollout.id] = row

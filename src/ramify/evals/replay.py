@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ramify.config import read_stored_config
 from ramify.env import RolloutContext, Task
-from ramify.env.plugin import update_plugin_keys
 from ramify.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.evals.config import EvalConfig
 from ramify.rollout import Environment, score_group, score_trace
@@ -32,10 +31,7 @@ def load_environment(store: RunStore) -> Environment:
     path = store.path / "config.toml"
     if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
         raise ConfigInvalid(f"{store.path} is not an eval run; replay works on eval runs only")
-    source = read_stored_config(EvalConfig, path).source
-    tables = {"taskset": source.taskset, "harness": source.harness, "runtime": source.runtime}
-    current_tables = {kind: update_plugin_keys(kind, table) for kind, table in tables.items()}  # of an older run
-    return Environment.load(source.model_copy(update=current_tables))
+    return Environment.load(read_stored_config(EvalConfig, path).source)
 
 
 async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[RescoredRollout]:

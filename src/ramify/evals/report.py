@@ -14,7 +14,7 @@ from ramify.evals.progress import count_errors, count_tokens, group_rewards_by_t
 from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates, mean_by_name
 from ramify.evals.summary import PHASES, total_seconds
 from ramify.store import RolloutRecord
-from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION, get_error_before_reply
+from ramify.store.summary import REVISION_KEY, get_error_before_reply
 
 MAX_FAILURES_SHOWN = 3  # distinct failures, and errors before the first reply, that are shown with their messages
 
@@ -112,15 +112,11 @@ def describe_mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
     """Return how many rollouts came from which revision of the environment; "" if all came from one."""
     by_source: dict[str, Counter[int]] = {}
     for row in rows:
-        by_source.setdefault(row.source, Counter())[row.summary.get(REVISION_KEY, UNRECORDED_REVISION)] += 1
+        by_source.setdefault(row.source, Counter())[row.summary.get(REVISION_KEY, 1)] += 1
     descriptions: list[str] = []
     for source, counts in by_source.items():
         if len(counts) > 1:
-            names = {
-                number: "an unrecorded revision" if number == UNRECORDED_REVISION else f"revision {number}"
-                for number in counts
-            }
-            parts = ", ".join(f"{counts[number]} of {names[number]}" for number in sorted(counts))
+            parts = ", ".join(f"{counts[number]} of revision {number}" for number in sorted(counts))
             descriptions.append(f"{source}: {parts}" if source else parts)
     return "; ".join(descriptions)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ramify.config import write_toml
 from ramify.display import choose_api_display, open_display
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.errors import ConfigInvalid, ProviderError
+from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
 from ramify.evals.display import REFRESH_INTERVAL, EvalContent, EvalDisplay
@@ -86,8 +86,6 @@ def evaluate(
     Raises EnvironmentChanged if the environment has changed since the run was started, unless `accept_changes` is set.
     `display` shows the progress. A `watchdog` may end the process, so only commands should pass one.
     """
-    if "keep" in settings:
-        raise ConfigInvalid("keep is now called keep_workdirs")
     eval_config = read_config(config, settings)
     fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it
     if display is None:

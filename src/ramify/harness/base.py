@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSet, User
-from ramify.errors import ConfigInvalid
 from ramify.gateway.config import RolloutLimits
 from ramify.harness.config import HarnessConfig
 from ramify.harness.initial_messages import format_initial_messages
@@ -26,11 +25,6 @@ class Harness(ABC):
 
     config: HarnessConfig
     requires_endpoint: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "wants_endpoint" in vars(cls):  # ignored silently, the agent would start without an address to call
-            raise ConfigInvalid(f"{cls.__qualname__}: wants_endpoint is now called requires_endpoint")
 
     def __init__(self, config: HarnessConfig) -> None:
         self.config = config

@@ -1,6 +1,6 @@
 """Configuration of harnesses; importable without the harnesses themselves."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -36,8 +36,6 @@ class HarnessConfig(Config):
 
 class ChatHarnessConfig(HarnessConfig):
     """Configuration of the chat harness."""
-
-    renamed_keys: ClassVar = {"malformed_limit": "max_malformed_replies"}
 
     mcp: dict[str, McpServerConfig] = {}
     """MCP servers by name. They are opened for each rollout, and their tools are added to those of the taskset."""

@@ -18,15 +18,6 @@ class ModelConfig(Config):
 class EngineConfig(Config):
     """The native engine. The defaults fit a laptop; a GPU takes a larger `max_num_batched_tokens`."""
 
-    renamed_keys: ClassVar = {
-        "max_running": "max_running_requests",
-        "queue": "max_queued_requests",
-        "max_batch_tokens": "max_num_batched_tokens",
-        "kv_tokens": "kv_cache_tokens",
-        "memory": "kv_memory_fraction",
-        "fused": "fused_ops",
-    }
-
     engine: Literal["native"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -81,17 +72,6 @@ class EngineConfig(Config):
 
 class VLLMConfig(Config):
     """A stock vLLM server, started from its own Python environment."""
-
-    renamed_keys: ClassVar = {
-        "max_running": "max_running_requests",
-        "memory": "gpu_memory_utilization",
-        "cpu_cache": "cpu_kv_cache_gib",
-        "eager": "enforce_eager",
-        "args": "extra_args",
-        "env": "extra_env",
-        "log": "log_file",
-        "start_deadline": "startup_timeout",
-    }
 
     engine: Literal["vllm"] = "vllm"
     python: str = "python"
@@ -175,8 +155,6 @@ class NamedModelConfig(Config):
 
 class ServerConfig(Config):
     """The HTTP server."""
-
-    renamed_keys: ClassVar = {"shutdown": "shutdown_timeout"}
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

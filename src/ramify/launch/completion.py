@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ramify.config import to_old_keys
 from ramify.errors import ConfigInvalid
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.interactive import run_coroutine
@@ -91,6 +90,5 @@ def format_finished(steps: int, config: RunConfig) -> str:
 
 
 def _dump_curricula(config: RunConfig) -> dict[str, Any]:
-    """Return the curricula as plain data, with the keys that earlier versions stored."""
-    curricula = {source.source_name: source.curriculum for source in config.train}
-    return {name: to_old_keys(type(table), table.model_dump(mode="json")) for name, table in curricula.items()}
+    """Return the curricula as plain data."""
+    return {source.source_name: source.curriculum.model_dump(mode="json") for source in config.train}

@@ -43,8 +43,7 @@ def has_finished(store: RunStore) -> bool:
 
 def describe_end(store: RunStore) -> str:
     """Return how a run that does not run now ended: `finished`, `interrupted`, `stopped` or `rolled back to step N`."""
-    # earlier versions wrote "left" for "stopped"
-    lifecycle_kinds = ("started", "finished", INTERRUPTED_EVENT, "stopped", "left", "rolled_back")
+    lifecycle_kinds = ("started", "finished", INTERRUPTED_EVENT, "stopped", "rolled_back")
     events = [event for event in RunLog(store).events() if event.kind in lifecycle_kinds]
     if not events:
         return "stopped"

@@ -89,7 +89,7 @@ def rebuild_forests(
         forests.append(group.build_forest(traces, seq_len))
     forests = normalize_groups(groups, forests)
     counts = count_entries(forests)
-    if counts != {**dict.fromkeys(counts, 0), **stored_batch.counts}:  # an older batch has fewer components
+    if counts != stored_batch.counts:
         raise BatchCorrupt(
             f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
         )
@@ -139,8 +139,8 @@ class _StoredAnnotation(msgspec.Struct, array_like=True):
     ce: float | bytes
     ref_kl: float | bytes
     ref_logprobs: float | bytes | None
-    kl: float | bytes = 0.0  # batches of earlier versions have none
-    top_k: int = 0  # the likeliest tokens themselves are in a file of the group
+    kl: float | bytes
+    top_k: int  # the likeliest tokens themselves are in a file of the group
 
 
 class _StoredGroup(msgspec.Struct, array_like=True):
@@ -150,7 +150,7 @@ class _StoredGroup(msgspec.Struct, array_like=True):
     rollout_ids: list[str]
     trace_ids: list[str]
     annotations: list[_StoredAnnotation]
-    normalization: tuple[NormalizationType, int] = ("token", 1)  # batches of earlier versions have none
+    normalization: tuple[NormalizationType, int]
 
 
 class _StoredBatch(msgspec.Struct, array_like=True):

@@ -146,8 +146,8 @@ class TrainSourceConfig(ServedSourceConfig):
             "reference": self.reference if self.reference != START_REFERENCE else None,
         }
         return {
-            "taskset": self.stored_taskset,
-            "harness": self.stored_harness,
+            "taskset": self.taskset,
+            "harness": self.harness,
             "sampling": self.sampling.model_dump(mode="json"),
             **{key: value for key, value in optional.items() if value},
         }
@@ -155,8 +155,6 @@ class TrainSourceConfig(ServedSourceConfig):
 
 class EvalSourceConfig(ServedSourceConfig):
     """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
-
-    renamed_keys: ClassVar = {"threshold": "pass_threshold"}
 
     num_tasks: int = Field(default=128, ge=1)
     """Number of tasks, from the start of the taskset."""
@@ -187,12 +185,6 @@ def uses_model(source: ServedSourceConfig, name: str) -> bool:
 
 class OrchestratorConfig(Config):
     """How attempts are dispatched and batches are formed."""
-
-    renamed_keys: ClassVar = {
-        "max_off_policy": "max_staleness",
-        "min_group": "min_group_size",
-        "status": "status_address",
-    }
 
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per step, a multiple of `group_size`: a step has `batch_size / group_size` groups."""
@@ -243,14 +235,6 @@ class OrchestratorConfig(Config):
 class LaunchConfig(Config):
     """How the processes of a run are started and supervised."""
 
-    renamed_keys: ClassVar = {
-        "gpus": "gpu_placement",
-        "restarts": "max_restarts",
-        "grace": "grace_period",
-        "start_deadline": "startup_timeout",
-    }
-    renamed_values: ClassVar = {"gpu_placement": {"shared": "colocated"}}
-
     gpu_placement: Literal["auto", "split", "colocated"] = "auto"
     """Placement of engine and trainer: on separate GPUs (`split`), on the same GPU (`colocated`), or `auto`: split if
     there are two or more GPUs."""
@@ -295,8 +279,6 @@ SinkConfig = Annotated[WandbConfig | TrackioConfig | TensorboardConfig, Field(di
 class RolloutSamplesConfig(Config):
     """Sample rollouts that are sent to the sinks as text."""
 
-    renamed_keys: ClassVar = {"count": "per_source"}
-
     interval: int = Field(default=20, ge=1)
     """Steps between samples."""
     per_source: int = Field(default=2, ge=0)
@@ -314,7 +296,6 @@ class MonitorConfig(Config):
 class RunConfig(Config):
     """`ramify rl`."""
 
-    renamed_keys: ClassVar = {"record": "record_batches"}
     common_keys: ClassVar = (
         "model.name",
         "train.0.taskset",
@@ -455,7 +436,7 @@ class RunConfig(Config):
 
     @property
     def _named_identity(self) -> dict[str, Any]:
-        """The part of the identity that the default name depends on: all that earlier versions compared."""
+        """The part of the identity that the default name depends on: all but the LoRA settings."""
         sources = {source.source_name: source.identity for source in self.train}
         models = {
             name: {"name": model.name}

@@ -12,7 +12,6 @@ from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, get_task_numbers
-from ramify.store.summary import UNRECORDED_REVISION
 from ramify.trace import Trace
 
 QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker
@@ -40,7 +39,7 @@ class ConnectedSource:
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Identity of the environment: digests of its code, and its configuration."""
     environment_digest: str = ""
-    revision: int = UNRECORDED_REVISION
+    revision: int = 1
     """Revision of the environment in the run's store."""
 
     def get_attempt_timeout(self, task: Mapping[str, Any]) -> float:

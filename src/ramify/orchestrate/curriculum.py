@@ -8,7 +8,7 @@ the very task that was next.
 from bisect import insort
 from collections.abc import Mapping
 from random import Random
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field, model_validator
 
@@ -55,8 +55,6 @@ class ShuffleConfig(Config):
 
 class PoolsConfig(Config):
     """Tasks in three pools by their recent rewards: easy, normal, hard. New tasks are normal."""
-
-    renamed_keys: ClassVar = {"easy": "easy_fraction", "hard": "hard_fraction", "recent": "recent_groups"}
 
     type: Literal["pools"] = "pools"
     easy_fraction: float = Field(default=0.1, ge=0, le=1)

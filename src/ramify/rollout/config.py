@@ -4,7 +4,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from ramify.config import Config, to_old_keys
+from ramify.config import Config
 from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 from ramify.names import find_duplicates
 
@@ -32,7 +32,6 @@ class TimeoutsConfig(Config):
 class SourceConfig(Config):
     """An environment and how its rollouts are run."""
 
-    renamed_keys: ClassVar = {"attempts": "max_tries"}
     misplaced_keys: ClassVar = {"num_tasks": "taskset.num_tasks", "split": "taskset.split"}
 
     name: str = ""
@@ -71,23 +70,6 @@ class SourceConfig(Config):
         timeouts = self.timeouts
         agent = task_timeout or float(self.harness.get("timeout", AGENT_TIMEOUT))
         return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
-
-    @property
-    def stored_harness(self) -> dict[str, Any]:
-        """The harness's table with the keys that earlier versions stored, for the identity of a run."""
-        from ramify.harness.config import ChatHarnessConfig  # a configuration is read without harnesses
-
-        return to_old_keys(ChatHarnessConfig, self.harness)
-
-    @property
-    def stored_taskset(self) -> dict[str, Any]:
-        """The taskset's table with the keys that earlier versions stored, for the identity of a run."""
-        if self.taskset.get("id") != "dataset":  # no other taskset has renamed keys
-            return self.taskset
-        from ramify.env.plugin import find_plugin_class  # a configuration is read without tasksets
-        from ramify.env.plugin_config import get_config_class
-
-        return to_old_keys(get_config_class(find_plugin_class("taskset", "dataset"), Config), self.taskset)
 
     @property
     def source_name(self) -> str:

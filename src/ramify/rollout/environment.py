@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, cast
 
 from ramify.client.loop_pacer import LoopPacer
-from ramify.config import to_old_keys
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
@@ -118,17 +117,14 @@ class Environment:
         """Everything its rollouts depend on besides the model and the task: digests of code files, and configuration.
 
         It is plain data without defaults, so that a key added by a later version does not change the identity. The
-        defaults of a user's plugin are part of its code. Keys have the names that earlier versions stored. Keys of the
+        defaults of a user's plugin are part of its code. Keys of the
         runtime that say where its programs run, but not what they can do, are left out.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
         return {
             "code": {file: digest for cls in plugins for file, digest in compute_code_digests(cls).items()},
-            **{
-                name: to_old_keys(type(part), part.model_dump(mode="json", exclude_defaults=True))
-                for name, part in config.items()
-            },
+            **{name: part.model_dump(mode="json", exclude_defaults=True) for name, part in config.items()},
             "runtime": {
                 "id": self.runtime_config.id,
                 **self.runtime_config.model_dump(mode="json", exclude_defaults=True, exclude=PLACEMENT_KEYS),

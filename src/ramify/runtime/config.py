@@ -1,7 +1,7 @@
 """Configuration of the runtimes; importable without the runtimes themselves."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -10,8 +10,6 @@ from ramify.env.runtime import ResourceLimits, RuntimeConfig
 
 class LocalRuntimeConfig(RuntimeConfig):
     """Configuration of the local runtime."""
-
-    renamed_keys: ClassVar = {"root": "workdir_root", "inherit": "inherit_env"}
 
     workdir_root: Path | None = None
     """The parent of all work directories; by default the system's temporary directory."""

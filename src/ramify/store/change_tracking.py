@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.store.migrations import read_version
+from ramify.store.schema_version import read_version
 
 TRACKING_TABLES = ("head_log", "changed_rows")
 KEYS_PER_QUERY = 500
@@ -107,7 +107,7 @@ def start_tracking(connection: sqlite3.Connection, state: HeadState) -> None:
 def collect_changes(connection: sqlite3.Connection) -> TableChanges | None:
     """Return what has changed since the last confirmed entry, and begin a new generation; None without a change.
 
-    If the tables were migrated since then, or there is no entry yet, all rows count as changed.
+    If the version of the tables has changed since then, or there is no entry yet, all rows count as changed.
     """
     state, version = read_head_state(connection), read_version(connection)
     assert state is not None, "start_tracking first"

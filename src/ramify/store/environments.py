@@ -4,9 +4,6 @@ A mean over rollouts that were scored by two versions of a reward means nothing.
 identity of its environment (digests of its code, and its configuration) and a digest of each task by its number, and
 compares them whenever the run is resumed. A change is refused. If the user accepts it, it is recorded as a new
 *revision* of the source, and every rollout's summary says which revision it came from.
-
-A run that was stored before identities were recorded has no revision. When it is resumed, the current environment
-becomes revision 1, and earlier rollouts count as an unrecorded revision.
 """
 
 import sqlite3

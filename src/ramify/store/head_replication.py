@@ -33,8 +33,8 @@ from ramify.store.change_tracking import (
 )
 from ramify.store.index import DATABASE_NAME
 from ramify.store.log_entry import LogEntry, restore_part, store_parts
-from ramify.store.migrations import read_version
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
+from ramify.store.schema_version import read_version
 
 STORAGE_TIMEOUT = 600.0  # seconds for one entry, after which the run ends
 RETRY_DELAY = 2.0  # seconds before a failed creation is tried again

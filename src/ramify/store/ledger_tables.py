@@ -118,8 +118,7 @@ class BatchRecord:
 class CommitRecord:
     """A commit: the trainer of `incarnation` made `version` the end of the history.
 
-    `directory` is the name of the checkpoint, `digest` the SHA-256 of its manifest; it is empty in runs from before
-    digests were stored.
+    `directory` is the name of the checkpoint, `digest` the SHA-256 of its manifest.
     """
 
     version: int

@@ -20,8 +20,7 @@ from ramify.store.run_log import RunLog
 from ramify.store.run_store import RunStore, acquire_lock
 
 IDENTITY_KEY = "identity"
-LORA_KEY = "lora"  # missing in the identity of an RL run that an earlier version started
-FIXED_KEYS = ("model", LORA_KEY)  # keys of an identity whose change cannot be accepted
+FIXED_KEYS = ("model", "lora")  # keys of an identity whose change cannot be accepted
 NEW_RUN_HINT = "use another --name, or --fresh to move the old run aside and start a new one"
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 
@@ -77,8 +76,6 @@ def compare_identities(
     """Do what `check_identity` does, for the run at `path` whose stored identity was read before."""
     if stored is None:
         return []
-    if LORA_KEY in identity:
-        stored = {LORA_KEY: identity[LORA_KEY], **stored}
     if not (changes := list(diff_values(stored, dict(identity)))):
         return []
     is_acceptable = all(stored.get(key) == identity.get(key) for key in FIXED_KEYS)

@@ -37,9 +37,9 @@ from ramify.store.index import (
     write_index_checksum,
 )
 from ramify.store.locks import describe_holders, write_holder
-from ramify.store.migrations import check_version, migrate, migrate_copy
 from ramify.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.store.run_writer import RunWriter, wrap_storage_errors
+from ramify.store.schema_version import check_version, set_version
 from ramify.store.segment_log import SegmentLog
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
 
@@ -78,8 +78,7 @@ class RunStore:
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
-        and its checksum are checked too. Raises SchemaUnsupported if a later version of Ramify wrote the index; the
-        tables of an earlier version are migrated, for a reader in a copy.
+        and its checksum are checked too. Raises SchemaUnsupported if another version of Ramify wrote the index.
         """
         with wrap_storage_errors(path):
             check_index_file(path)
@@ -95,14 +94,12 @@ class RunStore:
                 reader = _connect_readonly(path) if lock_fd is None else _connect(path)
                 if write:
                     check_index_pages(path, reader)
-                check_version(path / DATABASE_NAME, reader)  # first: a later version may have other tables
+                check_version(path / DATABASE_NAME, reader)  # first: another version may have other tables
                 check_index_contents(path, reader, required_fact)
                 segments = SegmentLog(path / TRACES_DIR)
-                if not write:
-                    reader = migrate_copy(reader)
-                else:
+                if write:
                     remove_index_checksum(path)
-                    migrate(reader)
+                    set_version(reader)
                     reader.executescript(rollout_table.ROLLOUT_TABLES)
                     segments.open(dict(reader.execute("SELECT number, length FROM segments")))
                     fsync_path(path)

@@ -10,7 +10,6 @@ from ramify.errors import AgentExit, BudgetExceeded, ContextOverflow, Failure, R
 from ramify.trace import Trace
 
 REVISION_KEY = "revision"  # the summary's key for the revision of the source's environment
-UNRECORDED_REVISION = 0  # of rollouts from before revisions were stored
 AGENT_FAILURE_KEY = "agent_failure"  # the summary's key for the name of the failure of the agent, if it failed
 LIMIT_NAMES = (BudgetExceeded.name, ContextOverflow.name)  # refusals that end the rollouts of an agent that works
 

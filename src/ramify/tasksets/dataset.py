@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 from pydantic import Field, field_validator
 
@@ -40,13 +40,6 @@ Scorer = Callable[[rf.Task, rf.Trace], float]
 
 class DatasetConfig(rf.TasksetConfig):
     """The data files, their columns, and the reward."""
-
-    renamed_keys: ClassVar = {
-        "prompt": "prompt_column",
-        "answer": "answer_column",
-        "system": "system_column",
-        "tests": "tests_column",
-    }
 
     path: str
     """A file, a directory, or the id of a Hugging Face dataset in the local cache."""

@@ -157,8 +157,6 @@ class CheckpointManager:
         manifest = self._read_or_suggest(
             step, lambda: _verify_digest(path, digest, rank=ranks.rank, world_size=ranks.world_size)
         )
-        if manifest.files is None:
-            self.warn(f"{path} was written by a version that made no checksums: it is loaded without verification")
         reader = self._read_or_suggest(step, lambda: MetadataReader(path))
         state: dict[str, Tensor] = {}
         with ranks.raise_together():

@@ -41,14 +41,14 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `checkpoint.json`. Manifests from before checksums have neither `files` nor `checksum`."""
+    """The content of `checkpoint.json`."""
 
     step: int
     optimizer: str
     note: dict[str, Any]
     """Data of the run for when it is resumed."""
-    files: dict[str, FileRecord] | None = None
-    checksum: str | None = None
+    files: dict[str, FileRecord]
+    checksum: str = ""
     """CRC-32 of the manifest itself, without this field."""
 
     @classmethod
@@ -60,9 +60,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 manifest = msgspec.json.decode(path.read_bytes(), type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointRefused(f"{path} is damaged: it is not the manifest of a checkpoint ({error})") from error
-        if (manifest.files is None) != (manifest.checksum is None):
-            raise CheckpointRefused(f"{path} is damaged: it needs both files and checksum, or neither")
-        if manifest.checksum is not None and manifest.checksum != manifest._compute_checksum():
+        if manifest.checksum != manifest._compute_checksum():
             expected = f"its content has checksum {manifest._compute_checksum()}, expected {manifest.checksum}"
             raise CheckpointRefused(f"{path} is damaged: {expected}")
         return manifest
@@ -73,7 +71,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         write_and_fsync(directory / MANIFEST_FILE, msgspec.json.encode(complete))
 
     def _compute_checksum(self) -> str:
-        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")
+        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""), order="deterministic")
         return f"{zlib.crc32(content):08x}"
 
 
@@ -102,7 +100,7 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
     Raises CheckpointRefused.
     """
     manifest = CheckpointManifest.read(directory)
-    pieces = list(_iter_pieces(directory, manifest.files or {}))[rank::world_size]
+    pieces = list(_iter_pieces(directory, manifest.files))[rank::world_size]
     map_in_daemon_threads(lambda piece: _verify_piece(*piece), pieces, max_threads=MAX_THREADS)
     return manifest
 
@@ -117,7 +115,7 @@ def compute_manifest_digest(directory: Path) -> str:
 def get_step_directory(directory: Path, step: int, token: FencingToken | None = None) -> Path:
     """Return the path of a step's checkpoint in the directory of all checkpoints.
 
-    `token` is that of the trainer that writes it; runs without a ledger, and old ones, have none in the name.
+    `token` is that of the trainer that writes it; runs without a ledger have none in the name.
     """
     return directory / (f"step_{step:06}" if token is None else f"step_{step:06}-{token}")
 
@@ -156,13 +154,11 @@ def list_completed_steps(directory: Path) -> list[int]:
 
 
 def find_intact_step(directory: Path, before: int) -> int | None:
-    """Return the newest step below `before` whose checkpoint passes verification; None if there is none.
-
-    A checkpoint without checksums cannot be verified and does not count.
-    """
+    """Return the newest step below `before` whose checkpoint passes verification; None if there is none."""
     for path in reversed(list_checkpoints(directory)):
         try:
-            if _get_step(path) < before and verify_checkpoint(path).files is not None:
+            if _get_step(path) < before:
+                verify_checkpoint(path)
                 return _get_step(path)
         except CheckpointRefused:
             continue

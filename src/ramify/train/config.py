@@ -14,8 +14,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class ScheduleConfig(Config):
     """The learning rate over the steps, as a fraction of `optim.lr`."""
 
-    renamed_keys: ClassVar = {"floor": "min_lr_factor"}
-
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
@@ -33,8 +31,6 @@ class ScheduleConfig(Config):
 
 class OptimConfig(Config):
     """The optimizer."""
-
-    renamed_keys: ClassVar = {"max_norm": "max_grad_norm"}
 
     type: Literal["adamw", "muon"] = "adamw"
     """`muon` uses Muon for the matrices inside the layers, and AdamW for everything else."""
@@ -74,7 +70,6 @@ class LossConfig(Config):
 class LoraConfig(Config):
     """Train adapters beside the matrices of the layers, which stay fixed."""
 
-    renamed_keys: ClassVar = {"targets": "target_modules"}
     switch: ClassVar = "enabled"
 
     enabled: bool = True
@@ -104,8 +99,6 @@ class CheckpointConfig(Config):
 
 class TrainerConfig(Config):
     """How a step is computed."""
-
-    renamed_keys: ClassVar = {"checkpoint_activations": "activation_checkpointing"}
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from ramify.config import to_new_keys
 from ramify.errors import ConfigInvalid
 from ramify.fencing.token import FencingToken
 from ramify.files import create_directory
@@ -121,7 +120,7 @@ def read_run_config(path: Path) -> tuple[str, TrainerConfig]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
         name = str(table["model"]["name"])
-        return name, TrainerConfig.model_validate(to_new_keys(TrainerConfig, table.get("trainer", {})))
+        return name, TrainerConfig.model_validate(table.get("trainer", {}))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
 

@@ -1,7 +1,7 @@
 """Configuration of `ramify trainer`. Importable without torch."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -41,8 +41,6 @@ class WeightsConfig(Config):
 
 class TrainerProcessConfig(Config):
     """`ramify trainer`: trains the batches of an orchestrator, or of a directory of recorded ones."""
-
-    renamed_keys: ClassVar = {"patience": "orchestrator_timeout"}
 
     name: RunName = "trainer"
     """The run's directory below `output`, for checkpoints and weights."""

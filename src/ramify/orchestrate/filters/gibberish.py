@@ -1,7 +1,6 @@
 """Detects gibberish: a rare token that was sampled although it was very unlikely."""
 
 import math
-from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -12,8 +11,6 @@ from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 class GibberishConfig(FilterConfig):
     """Configuration of the gibberish filter."""
-
-    renamed_keys: ClassVar = {"token": "token_id_threshold", "margin": "logprob_offset"}
 
     token_id_threshold: int = Field(default=100_000, ge=0)
     """Token ids above this count as rare: tokenizers number tokens in the order of their merges."""

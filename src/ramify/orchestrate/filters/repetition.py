@@ -1,7 +1,6 @@
 """Detects repetition: a model that repeats itself is almost certain of every token."""
 
 import math
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,6 @@ from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 class RepetitionConfig(FilterConfig):
     """Configuration of the repetition filter."""
-
-    renamed_keys: ClassVar = {"tokens": "window", "probability": "prob_threshold"}
 
     window: int = Field(default=3000, ge=1)
     """Number of consecutive tokens."""

@@ -5,23 +5,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config, RunName, to_old_keys
+from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
-from ramify.train.config import CheckpointConfig, LoraConfig, LossConfig, TrainerConfig
+from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
 
 
 class SftDataConfig(Config):
     """The conversations to train on."""
-
-    renamed_keys: ClassVar = {
-        "part": "split",
-        "messages": "messages_column",
-        "tools": "tools_column",
-        "prompt": "prompt_column",
-        "completion": "completion_column",
-        "roles": "train_on_roles",
-    }
 
     path: str
     """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a cached Hugging Face dataset."""
@@ -44,7 +35,6 @@ class SftDataConfig(Config):
 class SftValidationConfig(Config):
     """Conversations that are not trained on, only scored. Set `path`, or hold out a `fraction` of the data."""
 
-    renamed_keys: ClassVar = {"part": "split", "share": "fraction"}
     switch: ClassVar = "fraction"
 
     path: str | None = None
@@ -116,18 +106,12 @@ class SftConfig(Config):
             raise ValueError("trainer.record_token_stats is for rollouts; ramify sft has none")
         return self
 
-    def _get_data_identity(self) -> dict[str, Any]:
-        """Return the settings of the data; a run that was started before images were read has no `images_column`."""
-        settings = to_old_keys(SftDataConfig, self.data.model_dump(mode="json"))
-        return {key: value for key, value in settings.items() if (key, value) != ("images_column", "images")}
-
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run; all others may change when it is resumed."""
         return {
-            **self.model_dump(mode="json", include={"renderer", "seq_len", "seed"}),
-            "data": self._get_data_identity(),
+            **self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"}),
             "model": self.model.name,
-            "lora": to_old_keys(LoraConfig, self.trainer.lora.model_dump(mode="json")),
+            "lora": self.trainer.lora.model_dump(mode="json"),
             "held_out": self.validation.fraction,
         }
