@@ -44,28 +44,22 @@ class TokenizingFake(ScriptedEngine):
             await super().control(path, exchange)
 
 
-def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
-    async def check() -> None:
-        async with TokenizingFake() as fake:
-            await connect(fake.url, must_score=False)
-            message = rf"models.teacher: {fake.url} sent a response without prompt logprobs; use a native or vLLM"
-            with pytest.raises(TokensRequired, match=message):
-                await connect(fake.url)
-
-    asyncio.run(check())
+async def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
+    async with TokenizingFake() as fake:
+        await connect(fake.url, must_score=False)
+        message = rf"models.teacher: {fake.url} sent a response without prompt logprobs; use a native or vLLM"
+        with pytest.raises(TokensRequired, match=message):
+            await connect(fake.url)
 
 
-def test_a_chat_endpoint_is_refused_as_a_scorer():
+async def test_a_chat_endpoint_is_refused_as_a_scorer():
     class ChatFake(ScriptedEngine):
         def card(self) -> dict[str, object]:
             return {"id": "gpt", "owned_by": "openai"}
 
-    async def check() -> None:
-        async with ChatFake() as fake:
-            with pytest.raises(TokensRequired, match=r"models.teacher: .*owned by 'openai'"):
-                await connect(fake.url)
-
-    asyncio.run(check())
+    async with ChatFake() as fake:
+        with pytest.raises(TokensRequired, match=r"models.teacher: .*owned by 'openai'"):
+            await connect(fake.url)
 
 
 def test_an_absent_server_is_named():
@@ -73,27 +67,20 @@ def test_an_absent_server_is_named():
         asyncio.run(connect("http://127.0.0.1:9", timeout=0.3))
 
 
-def test_a_server_that_does_not_tokenize_cannot_be_compared():
-    async def check() -> None:
-        async with ScriptedEngine() as fake:
-            with pytest.raises(TokenizerMismatch, match=r"models.teacher: .* does not tokenize a text"):
-                await connect(fake.url)
-
-    asyncio.run(check())
+async def test_a_server_that_does_not_tokenize_cannot_be_compared():
+    async with ScriptedEngine() as fake:
+        with pytest.raises(TokenizerMismatch, match=r"models.teacher: .* does not tokenize a text"):
+            await connect(fake.url)
 
 
-def test_special_tokens_are_compared(tmp_path):
+async def test_special_tokens_are_compared(tmp_path):
     for file in ("config.json", "tokenizer.json"):
         (tmp_path / file).write_bytes((TINY / file).read_bytes())
     table = json.loads((tmp_path / "tokenizer.json").read_text())
     first, second = table["added_tokens"][:2]
     first["content"], second["content"] = second["content"], first["content"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
-
-    async def check() -> None:
-        async with TokenizingFake() as fake:
-            fake.directory = tmp_path
-            with pytest.raises(TokenizerMismatch, match="another tokenizer"):
-                await connect(fake.url, must_score=False)
-
-    asyncio.run(check())
+    async with TokenizingFake() as fake:
+        fake.directory = tmp_path
+        with pytest.raises(TokenizerMismatch, match="another tokenizer"):
+            await connect(fake.url, must_score=False)

@@ -27,29 +27,26 @@ class SlowEvaluator(OnlineEvaluator):
         await self.may_finish.wait()
 
 
-def test_evals_that_become_due_during_an_eval_are_merged():
-    async def main():
-        evaluator, eval_queue = SlowEvaluator(), asyncio.Queue()
-        dispatcher = SimpleNamespace(weights_ready=asyncio.Event())
-        run = SimpleNamespace(evaluator=evaluator, eval_queue=eval_queue, dispatcher=dispatcher)
+async def test_evals_that_become_due_during_an_eval_are_merged():
+    evaluator, eval_queue = SlowEvaluator(), asyncio.Queue()
+    dispatcher = SimpleNamespace(weights_ready=asyncio.Event())
+    run = SimpleNamespace(evaluator=evaluator, eval_queue=eval_queue, dispatcher=dispatcher)
 
-        def apply_version(step: int) -> None:
-            if names := evaluator.get_due_sources(step):
-                eval_queue.put_nowait((step, names))
+    def apply_version(step: int) -> None:
+        if names := evaluator.get_due_sources(step):
+            eval_queue.put_nowait((step, names))
 
-        eval_task = asyncio.create_task(background.run_due_evals(run))  # type: ignore[arg-type]
-        apply_version(0)
-        while not evaluator.steps:
-            await asyncio.sleep(0)
-        for step in range(1, 36):
-            apply_version(step)
-        evaluator.may_finish.set()
-        async with asyncio.timeout(10):
-            await eval_queue.join()
-        eval_task.cancel()
-        return evaluator.steps
-
-    assert asyncio.run(main()) == [0, 35]
+    eval_task = asyncio.create_task(background.run_due_evals(run))  # type: ignore[arg-type]
+    apply_version(0)
+    while not evaluator.steps:
+        await asyncio.sleep(0)
+    for step in range(1, 36):
+        apply_version(step)
+    evaluator.may_finish.set()
+    async with asyncio.timeout(10):
+        await eval_queue.join()
+    eval_task.cancel()
+    assert evaluator.steps == [0, 35]
 
 
 def test_evals_of_an_earlier_process_are_not_repeated():

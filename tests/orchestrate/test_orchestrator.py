@@ -60,43 +60,39 @@ class FakeEvaluator:
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_final_eval_waits_for_the_last_version_of_a_replaced_trainer(monkeypatch, is_replaced):
+async def test_final_eval_waits_for_the_last_version_of_a_replaced_trainer(monkeypatch, is_replaced):
     monkeypatch.setattr(module, "POLL_INTERVAL", 0.001)
+    weights_ready = asyncio.Event()
 
-    async def main() -> None:
-        weights_ready = asyncio.Event()
+    async def update_weights(path: Path, version: PolicyVersion, *, run: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(seconds=0.1)]
 
-        async def update_weights(path: Path, version: PolicyVersion, *, run: str) -> list[SimpleNamespace]:
-            return [SimpleNamespace(seconds=0.1)]
-
-        client = SimpleNamespace(versions={}, update_weights=update_weights)
-        updater = WeightUpdater(client, lambda *_: weights_ready.set())  # type: ignore[arg-type]
-        evaluator = FakeEvaluator(updater)
-        orchestrator = Orchestrator.__new__(Orchestrator)
-        orchestrator._run = SimpleNamespace(  # type: ignore[assignment]
-            weight_updater=updater,
-            evaluator=evaluator,
-            dispatcher=SimpleNamespace(weights_ready=weights_ready),
-            core=SimpleNamespace(ledger_progress=SimpleNamespace(committed=5)),
-            eval_queue=asyncio.Queue(),
-        )
-        updater.served_version = PolicyVersion("p", 0, 4)
-        weights_ready.set()
-        last_version = PolicyVersion("p", 0, 5)
+    client = SimpleNamespace(versions={}, update_weights=update_weights)
+    updater = WeightUpdater(client, lambda *_: weights_ready.set())  # type: ignore[arg-type]
+    evaluator = FakeEvaluator(updater)
+    orchestrator = Orchestrator.__new__(Orchestrator)
+    orchestrator._run = SimpleNamespace(  # type: ignore[assignment]
+        weight_updater=updater,
+        evaluator=evaluator,
+        dispatcher=SimpleNamespace(weights_ready=weights_ready),
+        core=SimpleNamespace(ledger_progress=SimpleNamespace(committed=5)),
+        eval_queue=asyncio.Queue(),
+    )
+    updater.served_version = PolicyVersion("p", 0, 4)
+    weights_ready.set()
+    last_version = PolicyVersion("p", 0, 5)
+    updater.request_update(last_version, Path("5"))
+    if is_replaced:  # as RunContext does when a new trainer registers
+        weights_ready.clear()
+        updater.discard_pending()
+        last_version = PolicyVersion("p", 1, 5)
+    evals = asyncio.create_task(orchestrator._run_final_evals())
+    await asyncio.sleep(0.01)
+    assert not evals.done()
+    if is_replaced:
         updater.request_update(last_version, Path("5"))
-        if is_replaced:  # as RunContext does when a new trainer registers
-            weights_ready.clear()
-            updater.discard_pending()
-            last_version = PolicyVersion("p", 1, 5)
-        evals = asyncio.create_task(orchestrator._run_final_evals())
-        await asyncio.sleep(0.01)
-        assert not evals.done()
-        if is_replaced:
-            updater.request_update(last_version, Path("5"))
-        updates = asyncio.create_task(updater.run())
-        async with asyncio.timeout(10):
-            await evals
-        updates.cancel()
-        assert evaluator.evaluated == [last_version]
-
-    asyncio.run(main())
+    updates = asyncio.create_task(updater.run())
+    async with asyncio.timeout(10):
+        await evals
+    updates.cancel()
+    assert evaluator.evaluated == [last_version]

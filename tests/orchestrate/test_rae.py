@@ -16,7 +16,7 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
-from tests.orchestrate.test_core import MEMORY, Killed, KilledLedger, World, make_commit, open_core
+from tests.support.orchestrator import MEMORY, Killed, KilledLedger, World, make_commit, open_core
 from tests.support.traces import make_trace, refuse_top_logprobs
 
 RAE = plugin.build_plugin("algorithm", {"id": "rae", "decay": 0.8})

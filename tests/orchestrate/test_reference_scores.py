@@ -132,13 +132,10 @@ def test_the_engine_returns_the_likeliest_tokens_of_every_position(served, top_k
         assert top["logprob"] == pytest.approx(own.numpy(), abs=1e-3)
 
 
-def test_more_tokens_than_the_vocabulary_has_are_refused_by_name(served):
-    async def score():
+async def test_more_tokens_than_the_vocabulary_has_are_refused_by_name(served):
+    with pytest.raises(RamifyError, match=r"top_k|prompt_logprobs"):
         async with InferenceClient(served[0]) as client:
             await client.score_top([4, 5, 6], VOCAB + 1)
-
-    with pytest.raises(RamifyError, match=r"top_k|prompt_logprobs"):
-        asyncio.run(score())
 
 
 def test_rollouts_with_images_are_refused_by_name():

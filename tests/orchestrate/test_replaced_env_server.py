@@ -20,8 +20,8 @@ from ramify.store.audit import audit
 from ramify.store.group_state import GroupState
 from ramify.wire import WireSettings
 from tests.envserver.helpers import make_config, task, wait_until
-from tests.orchestrate.test_core import World, open_core
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
+from tests.support.orchestrator import World, open_core
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.process

@@ -158,42 +158,35 @@ def test_only_issued_tasks_of_an_unbounded_source_are_compared(changing_run, mon
         changing_run.start()
 
 
-def test_worker_that_loads_changed_code_is_refused(changing_run):
-    async def main() -> None:
-        async with changing_run.server() as server, AsyncExitStack() as stack:
-            run = RunContext(changing_run.config(server.address))
-            await run.open(stack)
-            changing_run.write_environment(weight=0.5)
-            for worker in server.pool.workers.values():
-                os.kill(worker.pid, signal.SIGKILL)
+async def test_worker_that_loads_changed_code_is_refused(changing_run):
+    async with changing_run.server() as server, AsyncExitStack() as stack:
+        run = RunContext(changing_run.config(server.address))
+        await run.open(stack)
+        changing_run.write_environment(weight=0.5)
+        for worker in server.pool.workers.values():
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(BaseExceptionGroup) as ended:
+            async with asyncio.timeout(60):
+                await run.dispatcher.run()
+        assert ended.group_contains(EnvironmentChanged, match=r"words\.py")
+
+
+async def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
+    """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
+    async with changing_run.server() as server, AsyncExitStack() as stack:
+        config = changing_run.config(server.address)
+        run = RunContext(config)
+        await run.open(stack)
+        await server.close()
+        changing_run.write_environment(weight=0.5)
+        async with changing_run.server(server.address):
             with pytest.raises(BaseExceptionGroup) as ended:
                 async with asyncio.timeout(60):
                     await run.dispatcher.run()
-            assert ended.group_contains(EnvironmentChanged, match=r"words\.py")
-
-    asyncio.run(main())
+        assert ended.group_contains(EnvironmentChanged)
 
 
-def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
-    """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
-
-    async def main() -> None:
-        async with changing_run.server() as server, AsyncExitStack() as stack:
-            config = changing_run.config(server.address)
-            run = RunContext(config)
-            await run.open(stack)
-            await server.close()
-            changing_run.write_environment(weight=0.5)
-            async with changing_run.server(server.address):
-                with pytest.raises(BaseExceptionGroup) as ended:
-                    async with asyncio.timeout(60):
-                        await run.dispatcher.run()
-            assert ended.group_contains(EnvironmentChanged)
-
-    asyncio.run(main())
-
-
-def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
+async def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
     monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
     teacher = {"algorithm": {"id": "opd"}, "teacher": "teacher", "address": "tcp://127.0.0.1:1"}
     source = {"name": "words", "taskset": {"id": "reverse-text"}, **teacher}
@@ -211,55 +204,44 @@ def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
         text = await read_startup_wait(config.path, earlier=None)
         return text == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            opening = asyncio.create_task(RunContext(config).open(stack))
-            await wait_until(is_reported, "a report")
-            await cancel_all([opening])
-
-    asyncio.run(main())
+    async with AsyncExitStack() as stack:
+        opening = asyncio.create_task(RunContext(config).open(stack))
+        await wait_until(is_reported, "a report")
+        await cancel_all([opening])
     assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
     with RunStore.open(config.path) as store:
         assert [event.fields["what"] for event in RunLog(store).events("waiting")][-1].startswith("models.teacher")
 
 
-def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
+async def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
     source = {"name": "words", "taskset": {"id": "reverse-text"}, "address": "tcp://127.0.0.1:1"}
     inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
     table = {"name": "run", "output": tmp_path, "inference": inference, "train": [source]}
     config = RunConfig.model_validate(table)
-
-    async def main() -> None:
-        with RunStore.open(config.path) as store:
-            report = StartupReport(config, RunLog(store), committed=0)
-            with pytest.raises(PeerLost):
-                async with report.waiting_for("the env servers of words", 60.0):
-                    raise PeerLost("words: no env server answers")
-            assert [wait["waits_for"] for wait in read_snapshot(config.path).waits] == ["the env servers of words"]
+    with RunStore.open(config.path) as store:
+        report = StartupReport(config, RunLog(store), committed=0)
+        with pytest.raises(PeerLost):
             async with report.waiting_for("the env servers of words", 60.0):
-                pass
-            assert read_snapshot(config.path).waits == []
+                raise PeerLost("words: no env server answers")
+        assert [wait["waits_for"] for wait in read_snapshot(config.path).waits] == ["the env servers of words"]
+        async with report.waiting_for("the env servers of words", 60.0):
+            pass
+        assert read_snapshot(config.path).waits == []
 
-    asyncio.run(main())
 
-
-def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):
+async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):
     monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
     changing_run.data.unlink()
     os.mkfifo(changing_run.data)  # `load` blocks until it is written
+    async with changing_run.server() as server, AsyncExitStack() as stack:
+        config = changing_run.config(server.address)
 
-    async def main() -> None:
-        async with changing_run.server() as server, AsyncExitStack() as stack:
-            config = changing_run.config(server.address)
+        async def is_reported() -> bool:
+            text = await read_startup_wait(config.path, earlier=None)
+            return text == "the orchestrator waits for the tasks of words"
 
-            async def is_reported() -> bool:
-                text = await read_startup_wait(config.path, earlier=None)
-                return text == "the orchestrator waits for the tasks of words"
-
-            opening = asyncio.create_task(RunContext(config).open(stack))
-            await wait_until(is_reported, "a report")
-            await asyncio.to_thread(changing_run.data.write_text, WORDS)
-            await opening
-            assert read_snapshot(config.path).waits == []
-
-    asyncio.run(main())
+        opening = asyncio.create_task(RunContext(config).open(stack))
+        await wait_until(is_reported, "a report")
+        await asyncio.to_thread(changing_run.data.write_text, WORDS)
+        await opening
+        assert read_snapshot(config.path).waits == []

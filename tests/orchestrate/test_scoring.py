@@ -14,7 +14,7 @@ from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.source_mix import SourceMix
-from ramify.store import RunLog, RunStore
+from ramify.store import RunLog
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
@@ -22,12 +22,6 @@ from tests.support.traces import make_trace
 
 ALGORITHMS = [{"id": "dr_grpo"}, {"id": "rloo"}, {"id": "grpo", "normalize": False}, {"id": "grpo"}, {"id": "max_rl"}]
 TYPICAL = [-0.5, -0.5]
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    with RunStore.open(tmp_path) as store:
-        yield Ledger.open(store)
 
 
 async def open_core(ledger: Ledger, algorithm: dict) -> OrchestratorCore:

@@ -1,6 +1,5 @@
 """Tasks are fetched once by number, and the cache is limited."""
 
-import asyncio
 from typing import Any
 
 from ramify.envserver.messages import TaskItem, TaskPage
@@ -20,15 +19,11 @@ class UnboundedServer:
         return TaskPage(tasks, end=False)
 
 
-def test_cache_of_an_unbounded_source_is_limited(monkeypatch):
+async def test_cache_of_an_unbounded_source_is_limited(monkeypatch):
     monkeypatch.setattr(module, "MAX_CACHED_PAGES", 3)
-
-    async def main() -> None:
-        client: Any = UnboundedServer()
-        cache = TaskCache("it", client)
-        for number in (*range(0, 6 * PAGE_SIZE, 50), 0, 1, 6 * PAGE_SIZE - 1):
-            assert await cache.get_task(number) == {"prompt": str(number)}
-        assert client.fetched_pages == [0, 1, 2, 3, 4, 5, 0]
-        assert len(cache._pages) == 3
-
-    asyncio.run(main())
+    client: Any = UnboundedServer()
+    cache = TaskCache("it", client)
+    for number in (*range(0, 6 * PAGE_SIZE, 50), 0, 1, 6 * PAGE_SIZE - 1):
+        assert await cache.get_task(number) == {"prompt": str(number)}
+    assert client.fetched_pages == [0, 1, 2, 3, 4, 5, 0]
+    assert len(cache._pages) == 3

@@ -16,8 +16,8 @@ from ramify.store.run_log import RunLog
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import RegisterReply, RegisterRequest, UnsavedRequest
 from ramify.wire import WireClient, WireMessage, WireServer
-from tests.orchestrate.test_core import World, open_core
 from tests.orchestrate.test_weight_updates import FakeEngines
+from tests.support.orchestrator import World, open_core
 
 
 async def register(address: str, start_token: FencingToken | None = None) -> RegisterReply:

@@ -3,15 +3,14 @@
 import asyncio
 import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.errors import ProviderError, WeightsRefused
-from ramify.orchestrate import weight_updates as module
-from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.orchestrate.weight_updates import UpdateSettings, WeightUpdater
 from ramify.trace.version import PolicyVersion
+from tests.support.clock import FakeClock
 
 
 class FakeEngines:
@@ -41,9 +40,12 @@ def version(step: int, incarnation: int = 0) -> PolicyVersion:
 class Stage:
     """A weight updater, the engines it updates, and the versions it applied."""
 
-    def __init__(self) -> None:
+    def __init__(self, retry_delay: float = 0.01) -> None:
+        self.clock = FakeClock()
         self.engines, self.applied, self.applied_event = FakeEngines(), list[PolicyVersion](), asyncio.Event()
-        self.updater = WeightUpdater(self.engines, self._on_applied)  # type: ignore[arg-type]
+        self.updater = WeightUpdater(
+            self.engines, self._on_applied, settings=UpdateSettings(retry_delay), clock=self.clock
+        )  # type: ignore[arg-type]
 
     def _on_applied(self, version: PolicyVersion, seconds: float) -> None:
         self.applied.append(version)
@@ -65,59 +67,53 @@ class Stage:
         self.engines.called.clear()
 
 
-def run_with_updater(monkeypatch, main, *, retry_delay: float = 0.01) -> None:
-    monkeypatch.setattr(module, "RETRY_DELAY", retry_delay)
-
-    async def run() -> None:
-        stage = Stage()
-        running = asyncio.create_task(stage.updater.run())
-        try:
-            await main(stage)
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def open_stage(**options):
+    """Return a stage whose updater runs."""
+    stage = Stage(**options)
+    running = asyncio.create_task(stage.updater.run())
+    try:
+        yield stage
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
 
 
-def test_superseded_version_is_never_applied(monkeypatch):
-    async def main(stage: Stage) -> None:
-        stage.publish(version(1), version(2))
-        await stage.wait_until_served(version(2))
-        assert stage.applied == [version(2)]
-
-    run_with_updater(monkeypatch, main)
+@pytest.fixture
+async def stage():
+    async with open_stage() as stage:
+        yield stage
 
 
-def test_version_being_applied_stays_in_use_while_another_is_pending(monkeypatch):
-    async def main(stage: Stage) -> None:
-        stage.engines.may_finish.clear()
-        stage.publish(version(1))
-        await stage.wait_until_called()
-        stage.publish(version(2))
-        assert stage.updater.versions_in_use == [version(1), version(2)]
-        stage.engines.may_finish.set()
-        await stage.wait_until_served(version(2))
-        assert stage.updater.versions_in_use == [version(2)]
-
-    run_with_updater(monkeypatch, main)
+async def test_superseded_version_is_never_applied(stage):
+    stage.publish(version(1), version(2))
+    await stage.wait_until_served(version(2))
+    assert stage.applied == [version(2)]
 
 
-def test_failed_update_is_retried(monkeypatch):
-    async def main(stage: Stage) -> None:
-        stage.engines.failures = [ProviderError("no inference server is up")] * 2
-        stage.publish(version(1))
-        await stage.wait_until_served(version(1))
-        assert stage.engines.updates == [1, 1, 1]
+async def test_version_being_applied_stays_in_use_while_another_is_pending(stage):
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    await stage.wait_until_called()
+    stage.publish(version(2))
+    assert stage.updater.versions_in_use == [version(1), version(2)]
+    stage.engines.may_finish.set()
+    await stage.wait_until_served(version(2))
+    assert stage.updater.versions_in_use == [version(2)]
 
-    run_with_updater(monkeypatch, main)
+
+async def test_failed_update_is_retried(stage):
+    stage.engines.failures = [ProviderError("no inference server is up")] * 2
+    stage.publish(version(1))
+    await stage.wait_until_served(version(1))
+    assert stage.engines.updates == [1, 1, 1]
 
 
 @pytest.mark.parametrize("when", ["while the update fails", "after it has failed", "while no engine is up"])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_newer_version_does_not_wait_for_the_retry_of_an_older_one(monkeypatch, when, is_replaced):
-    async def main(stage: Stage) -> None:
+async def test_newer_version_does_not_wait_for_the_retry_of_an_older_one(when, is_replaced):
+    async with open_stage(retry_delay=1000) as stage:
         engines = stage.engines
         engines.failures = [ProviderError("the engine was restarted")]
         engines.may_finish.clear()
@@ -137,96 +133,77 @@ def test_newer_version_does_not_wait_for_the_retry_of_an_older_one(monkeypatch, 
         await stage.wait_until_served(newer)
         assert engines.updates == [1, 2]
 
-    run_with_updater(monkeypatch, main, retry_delay=1000)
+
+async def test_permanent_failure_is_ignored_if_the_version_is_superseded(stage):
+    stage.engines.failures = [WeightsRefused("it is gone")]
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    await stage.wait_until_called()
+    stage.publish(version(2))
+    stage.engines.may_finish.set()
+    await stage.wait_until_served(version(2))
+    assert stage.applied == [version(2)]
 
 
-def test_permanent_failure_ends_the_run_unless_superseded(monkeypatch):
-    async def superseded(stage: Stage) -> None:
-        stage.engines.failures = [WeightsRefused("it is gone")]
-        stage.engines.may_finish.clear()
-        stage.publish(version(1))
-        await stage.wait_until_called()
-        stage.publish(version(2))
-        stage.engines.may_finish.set()
-        await stage.wait_until_served(version(2))
-        assert stage.applied == [version(2)]
-
-    async def alone() -> None:
-        stage = Stage()
-        stage.engines.failures = [WeightsRefused("it is gone")]
-        stage.publish(version(1))
+async def test_permanent_failure_ends_the_run():
+    stage = Stage()
+    stage.engines.failures = [WeightsRefused("it is gone")]
+    stage.publish(version(1))
+    with pytest.raises(WeightsRefused):
         async with asyncio.timeout(10):
             await stage.updater.run()
 
-    run_with_updater(monkeypatch, superseded)
-    with pytest.raises(WeightsRefused):
-        asyncio.run(alone())
 
+async def test_hold_waits_for_an_update_that_is_being_applied(stage):
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    await stage.wait_until_called()
 
-def test_hold_waits_for_an_update_that_is_being_applied(monkeypatch):
-    async def main(stage: Stage) -> None:
-        stage.engines.may_finish.clear()
-        stage.publish(version(1))
-        await stage.wait_until_called()
-
-        async def evaluate() -> PolicyVersion | None:
-            async with stage.updater.hold():
-                stage.publish(version(2))
-                await asyncio.sleep(0)
-                return stage.updater.served_version
-
-        eval_task = asyncio.create_task(evaluate())
-        await asyncio.sleep(0)
-        stage.engines.may_finish.set()
-        assert await eval_task == version(1)
-        await stage.wait_until_served(version(2))
-
-    run_with_updater(monkeypatch, main)
-
-
-def test_pending_update_of_a_replaced_trainer_is_discarded(monkeypatch):
-    async def main(stage: Stage) -> None:
+    async def evaluate() -> PolicyVersion | None:
         async with stage.updater.hold():
-            stage.publish(version(7))
+            stage.publish(version(2))
             await asyncio.sleep(0)
-            stage.updater.discard_pending()
-        stage.publish(version(4, incarnation=1))
-        await stage.wait_until_served(version(4, incarnation=1))
-        assert stage.engines.updates == [4]
+            return stage.updater.served_version
 
-    run_with_updater(monkeypatch, main)
+    eval_task = asyncio.create_task(evaluate())
+    await asyncio.sleep(0)
+    stage.engines.may_finish.set()
+    assert await eval_task == version(1)
+    await stage.wait_until_served(version(2))
+
+
+async def test_pending_update_of_a_replaced_trainer_is_discarded(stage):
+    async with stage.updater.hold():
+        stage.publish(version(7))
+        await asyncio.sleep(0)
+        stage.updater.discard_pending()
+    stage.publish(version(4, incarnation=1))
+    await stage.wait_until_served(version(4, incarnation=1))
+    assert stage.engines.updates == [4]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_update_timeout_restarts_with_a_new_trainer(monkeypatch, late):
-    clock = SimpleNamespace(now=1.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(module, "time", clock)
+async def test_update_timeout_restarts_with_a_new_trainer(stage, late):
 
-    async def main(stage: Stage) -> None:
-        stage.engines.failures = [ProviderError("no inference server is up")]
-        stage.engines.may_finish.clear()
-        stage.publish(version(7))
-        await stage.wait_until_called()
-        if late:
-            stage.updater.discard_pending()
-        stage.engines.may_finish.set()
-        while stage.engines.failures:
-            await asyncio.sleep(0)
+    stage.engines.failures = [ProviderError("no inference server is up")]
+    stage.engines.may_finish.clear()
+    stage.publish(version(7))
+    await stage.wait_until_called()
+    if late:
         stage.updater.discard_pending()
-        clock.now = module.UPDATE_TIMEOUT + 2
-        stage.engines.failures = [ProviderError("still none")]
-        stage.publish(version(4, incarnation=1))
-        await stage.wait_until_served(version(4, incarnation=1))
+    stage.engines.may_finish.set()
+    while stage.engines.failures:
+        await asyncio.sleep(0)
+    stage.updater.discard_pending()
+    stage.clock.advance(UpdateSettings().timeout + 1)
+    stage.engines.failures = [ProviderError("still none")]
+    stage.publish(version(4, incarnation=1))
+    await stage.wait_until_served(version(4, incarnation=1))
 
-    run_with_updater(monkeypatch, main)
 
-
-def test_initial_version_is_not_applied_again(monkeypatch):
-    async def main(stage: Stage) -> None:
-        stage.engines.versions = {"http://engine": version(0)}
-        stage.publish(version(0))
-        assert (stage.updater.served_version, stage.applied, stage.engines.updates) == (version(0), [version(0)], [])
-        stage.publish(version(0, incarnation=1))  # from a restarted trainer
-        await stage.wait_until_served(version(0, incarnation=1))
-
-    run_with_updater(monkeypatch, main)
+async def test_initial_version_is_not_applied_again(stage):
+    stage.engines.versions = {"http://engine": version(0)}
+    stage.publish(version(0))
+    assert (stage.updater.served_version, stage.applied, stage.engines.updates) == (version(0), [version(0)], [])
+    stage.publish(version(0, incarnation=1))  # from a restarted trainer
+    await stage.wait_until_served(version(0, incarnation=1))

@@ -15,7 +15,6 @@ from ramify.store.environments import ObservedEnvironment, get_task_numbers
 from ramify.trace import Trace
 
 QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker
-RETRY_DELAY = 1.0  # seconds before a failed attempt is retried
 SERVER_FAILURES = ("PeerLost", "WorkerDied")  # failures of the server rather than of the attempt
 
 
@@ -41,6 +40,8 @@ class ConnectedSource:
     environment_digest: str = ""
     revision: int = 1
     """Revision of the environment in the run's store."""
+    retry_delay: float = 1.0
+    """Seconds before a failed attempt is retried."""
 
     def get_attempt_timeout(self, task: Mapping[str, Any]) -> float:
         """Return the seconds that one attempt at a task may take, given its wire form.
@@ -52,7 +53,7 @@ class ConnectedSource:
 
     async def wait_before_retry(self, failure: Failure) -> None:
         """Wait before a retry. If the server failed, wait until one is healthy, so that one outage costs one try."""
-        await asyncio.sleep(RETRY_DELAY)
+        await asyncio.sleep(self.retry_delay)
         if failure.name in SERVER_FAILURES:
             await self.servers.wait_until_up(self.server_timeout)
 

@@ -51,11 +51,17 @@ class RunProgress:
         latest_metrics: last value of each metric.
     """
 
-    def __init__(self, run_log: RunLog, on_metrics: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
-        self._run_log, self._on_metrics = run_log, on_metrics
+    def __init__(
+        self,
+        run_log: RunLog,
+        on_metrics: Callable[[int, Mapping[str, float]], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_log, self._on_metrics, self._clock = run_log, on_metrics, clock
         self._totals = _StepTotals()
         self._recent_groups: deque[tuple[float, int, int]] = deque()  # monotonic time, rollouts and sampled tokens
-        self._sampling_start = self.last_progress_time = time.monotonic()
+        self._sampling_start = self.last_progress_time = clock()
         self._batch_times: deque[float] = deque(maxlen=2)  # monotonic times of the last two batches
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
@@ -79,11 +85,11 @@ class RunProgress:
 
     def mark_progress(self) -> None:
         """Record that the run makes progress."""
-        self.last_progress_time = time.monotonic()
+        self.last_progress_time = self._clock()
 
     def mark_sampling_started(self) -> None:
         """Record that engines and env servers are up: throughput is measured from now on."""
-        self._sampling_start = time.monotonic()
+        self._sampling_start = self._clock()
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics of a step in the run log, and pass them to `on_metrics`."""
@@ -101,7 +107,7 @@ class RunProgress:
         totals.num_trainable_groups += is_trainable
         totals.num_rollouts += len(traces)
         totals.num_trainable_rollouts += len(traces) if is_trainable else 0
-        self._recent_groups.append((time.monotonic(), len(traces), sum(trace.completion_len for trace in traces)))
+        self._recent_groups.append((self._clock(), len(traces), sum(trace.completion_len for trace in traces)))
         for trace in traces:
             if trace.reward is not None:
                 totals.rewards_by_source[group.source].append(trace.reward)
@@ -130,7 +136,7 @@ class RunProgress:
         totals, self._totals = self._totals, _StepTotals()
         reward = totals.mean_reward
         self.mark_progress()
-        self._batch_times.append(time.monotonic())
+        self._batch_times.append(self._clock())
         values = {f"reward/{source}/mean": safe_mean(rewards) for source, rewards in totals.rewards_by_source.items()}
         values |= {name: safe_mean(numbers) for name, numbers in totals.values_by_metric.items()}
         if reward is not None:
@@ -156,7 +162,7 @@ class RunProgress:
         The time is longer if a step takes longer, because groups are scored in bursts, and shorter if sampling has
         begun only now.
         """
-        now = time.monotonic()
+        now = self._clock()
         window_start = min([now - THROUGHPUT_WINDOW, *self._batch_times])
         while self._recent_groups and self._recent_groups[0][0] < window_start:
             self._recent_groups.popleft()

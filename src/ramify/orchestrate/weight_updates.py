@@ -11,14 +11,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.client import InferenceClient
 from ramify.errors import RamifyError
 from ramify.trace.version import PolicyVersion
 
-RETRY_DELAY = 1.0  # seconds before a failed update is retried
-UPDATE_TIMEOUT = 600.0  # seconds of failed updates after which the run ends
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """How failed updates are retried."""
+
+    retry_delay: float = 1.0
+    """Seconds before a failed update is retried."""
+    timeout: float = 600.0
+    """Seconds of failed updates after which the run ends."""
 
 
 class WeightUpdater:
@@ -30,10 +38,17 @@ class WeightUpdater:
     """
 
     def __init__(
-        self, client: InferenceClient, on_applied: Callable[[PolicyVersion, float], None], *, run: str = ""
+        self,
+        client: InferenceClient,
+        on_applied: Callable[[PolicyVersion, float], None],
+        *,
+        run: str = "",
+        settings: UpdateSettings = UpdateSettings(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the updates of a run; `run` identifies it to the engines, which refuse its replaced trainers."""
         self._client, self._on_applied, self._run = client, on_applied, run
+        self._settings, self._clock = settings, clock
         self.served_version: PolicyVersion | None = None
         self._pending_update: tuple[PolicyVersion, Path] | None = None
         self._applying_version: PolicyVersion | None = None
@@ -54,7 +69,7 @@ class WeightUpdater:
             self._on_applied(version, 0.0)
             return
         self._pending_update = (version, path)
-        self.waiting_since = self.waiting_since or time.monotonic()
+        self.waiting_since = self.waiting_since or self._clock()
         self._update_requested.set()
         if version != self._applying_version:
             self._cancel_update_without_engines()
@@ -96,7 +111,7 @@ class WeightUpdater:
                 self._not_held.set()
 
     async def run(self) -> None:
-        """Apply requested updates until cancelled. Raises the failure if updates fail for UPDATE_TIMEOUT seconds."""
+        """Apply requested updates until cancelled. Raises the failure if updates fail for the settings' `timeout`."""
         while True:
             await self._update_requested.wait()
             await self._not_held.wait()
@@ -107,7 +122,7 @@ class WeightUpdater:
                 applied = self._pending_update is None or await self._apply(*self._pending_update)
             if not applied:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_DELAY):
+                    async with asyncio.timeout(self._settings.retry_delay):
                         await self._update_requested.wait()  # a newer version is not delayed
                 self._update_requested.set()
 
@@ -126,8 +141,8 @@ class WeightUpdater:
             if self._pending_update is None:
                 return False  # the update was discarded
             is_superseded = self._pending_update[0] != version
-            self._failing_since = self._failing_since or time.monotonic()
-            is_fatal = not error.retryable or time.monotonic() - self._failing_since > UPDATE_TIMEOUT
+            self._failing_since = self._failing_since or self._clock()
+            is_fatal = not error.retryable or self._clock() - self._failing_since > self._settings.timeout
             if is_fatal and not is_superseded:
                 raise
             return False
