@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import ProcessReplaced, StorageFailed
 from ramify.fencing.head_log import HeadLog, LogPosition
-from tests.fencing.simulation import Storage
+from tests.support.fencing_simulation import Storage
 
 
 class InterruptedStorage(Storage):

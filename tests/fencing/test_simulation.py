@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fencing.simulation import HORIZON, KILL_DELAY, TERMS, Fault, Rules, Simulation
+from tests.support.fencing_simulation import HORIZON, KILL_DELAY, TERMS, Fault, Rules, Simulation
 
 NUM_SCHEDULES = 10_000 if os.environ.get("RAMIFY_FULL") else 200
 MAX_OVERLAP = KILL_DELAY / (1 - TERMS.max_drift)

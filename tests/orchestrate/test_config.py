@@ -125,7 +125,7 @@ def test_the_started_reference_does_not_change_the_identity(tmp_path):
 
 REFUSED = {
     "train.0.pool.multiplex": (["--train.0.pool.type", "static"], "train.0.pool with type = 'static' has"),
-    "inference.args": (["--inference.args", "[]"], "inference with engine = 'native' has"),
+    "inference.extra_args": (["--inference.extra_args", "[]"], "inference with engine = 'native' has"),
     "train.0": (["--train.0.sampling.top_p", "0.9"], "sampling.top_p: 0.9 cannot be trained on, expected 1"),
     "train.0 ": (
         ["--train.0.address", "tcp://h:1", "--train.0.pool.min_workers", "2"],

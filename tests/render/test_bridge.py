@@ -56,52 +56,28 @@ def test_a_bridge_adds_only_the_new_messages():
 # -- replies that end badly -------------------------------------------------------------------------------------------
 
 
-def test_a_truncated_reply_is_closed():
-    _, history, sampled = answer("chatml", "I think it is")
-    following = renderer("chatml").bridge(history, [FOLLOW_UP])
+ENDINGS = {
+    "a truncated reply is closed": ("chatml", "I think it is", "<|im_end|>\n<|im_start|>user\nSure?"),
+    "truncated reasoning is closed with the turn": (
+        "ramify",
+        "<think>It may be",
+        "</think><|im_end|>\n<|im_start|>user",
+    ),
+    "a truncated call is text": ("ramify", '<tool_call>{"name": "run", "argu', "<|im_end|>\n<|im_start|>user\n"),
+    "another stop token is kept": ("qwen2.5", "4<|endoftext|>", "<|im_end|>\n<|im_start|>user\nSure?"),
+    "a stop token opens the next message": ("glm-4", "\n4<|user|>", "\nSure?<|assistant|>"),
+    "an empty reply is a turn": ("chatml", "<|im_end|>", "\n<|im_start|>user\nSure?<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_however_a_reply_ends_it_is_kept_and_its_turn_is_closed_once(ending):
+    name, reply, expected = ENDINGS[ending]
+    prompt, history, sampled = answer(name, reply, tools=TOOLS if "tool_call" in reply else ())
+    following = renderer(name).bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
-    assert decode("chatml", following.token_ids[-len(following.new_token_ids) - len(sampled) :]) == (
-        "I think it is<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_truncated_reasoning_is_closed_with_the_turn():
-    _, history, _ = answer("ramify", "<think>It may be")
-    following = renderer("ramify").bridge(history, [FOLLOW_UP])
-    assert following.prefix_break is None
-    assert decode("ramify", following.new_token_ids).startswith("</think><|im_end|>\n<|im_start|>user\n")
-
-
-def test_a_truncated_call_is_text_and_the_turn_is_closed():
-    _, history, _ = answer("ramify", '<tool_call>{"name": "run", "argu', tools=TOOLS)
-    following = renderer("ramify").bridge(history, [FOLLOW_UP])
-    assert following.prefix_break is None
-    assert decode("ramify", following.new_token_ids).startswith("<|im_end|>\n<|im_start|>user\n")
-
-
-def test_a_stop_token_that_the_template_does_not_write_is_kept_and_the_turn_is_closed():
-    _, history, _ = answer("qwen2.5", "4<|endoftext|>")
-    following = renderer("qwen2.5").bridge(history, [FOLLOW_UP])
-    assert following.prefix_break is None
-    assert "4<|endoftext|><|im_end|>\n<|im_start|>user\nSure?" in decode("qwen2.5", following.token_ids)
-
-
-def test_a_stop_token_that_opens_the_next_message_is_not_written_twice():
-    _, history, _ = answer("glm-4", "\n4<|user|>")
-    following = renderer("glm-4").bridge(history, [FOLLOW_UP])
-    assert following.prefix_break is None
-    assert (
-        decode("glm-4", following.token_ids)
-        == "[gMASK]<sop><|user|>\nWhat is 2+2?<|assistant|>\n4<|user|>\nSure?<|assistant|>"
-    )
-
-
-def test_an_empty_reply_is_a_turn():
-    _, history, _ = answer("chatml", "<|im_end|>")
-    assert decode("chatml", renderer("chatml").bridge(history, [FOLLOW_UP]).token_ids) == (
-        "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert following.token_ids[: following.num_reused].tolist() == [*prompt.token_ids.tolist(), *sampled]
+    assert decode(name, following.new_token_ids).startswith(expected)
 
 
 # -- breaks -----------------------------------------------------------------------------------------------------------
@@ -122,40 +98,28 @@ def find_break_reason(name: str, text: str, new: list[Message], messages=(USER,)
     return following.prefix_break.reason
 
 
-def test_qwen3_drops_earlier_reasoning_only_for_a_new_question():
-    call = '<tool_call>\n{"name": "run", "arguments": {"code": "2+2"}}\n</tool_call>'
-    thought = "<think>\nhm\n</think>\n\n"
-    assert find_break_reason("qwen3", f"{thought}4<|im_end|>", [FOLLOW_UP]) is BreakReason.REASONING_DROPPED
-    assert find_break_reason("qwen3", f"{thought}{call}<|im_end|>", [Message("tool", "4")], tools=TOOLS) is None
-    assert find_break_reason("qwen3", "4<|im_end|>", [FOLLOW_UP]) is None
+THOUGHT = "<think>\nhm\n</think>\n\n"
+QWEN_CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "2+2"}}\n</tool_call>'
+MISTRAL_CALL = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "2+2"}, "id": "call00001"}]</s>'
+SYSTEM = Message("system", "Be brief.")
 
 
-def test_qwen3_without_thinking_drops_its_generation_prompt():
-    assert find_break_reason("qwen3-no-thinking", "4<|im_end|>", [FOLLOW_UP]) is BreakReason.GENERATION_PROMPT_DROPPED
-
-
-def test_deepseek_drops_earlier_reasoning():
-    assert (
-        find_break_reason("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [FOLLOW_UP])
-        is BreakReason.REASONING_DROPPED
-    )
-
-
-def test_mistral_moves_tools_to_the_last_question():
-    assert find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP], tools=TOOLS) is BreakReason.HISTORY_REWRITTEN
-    assert find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP]) is None
-
-
-def test_mistral_moves_the_system_prompt_to_the_last_question():
-    system = Message("system", "Be brief.")
-    assert (
-        find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP], messages=(system, USER)) is BreakReason.HISTORY_REWRITTEN
-    )
-
-
-def test_mistral_keeps_tools_in_place_for_tool_results():
-    call = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "2+2"}, "id": "call00001"}]</s>'
-    assert find_break_reason("mistral-v3", call, [RESULT], tools=TOOLS) is None
+@pytest.mark.parametrize(
+    ("name", "reply", "following", "reason", "options"),
+    [
+        ("qwen3", f"{THOUGHT}4<|im_end|>", FOLLOW_UP, BreakReason.REASONING_DROPPED, {}),
+        ("qwen3", f"{THOUGHT}{QWEN_CALL}<|im_end|>", Message("tool", "4"), None, {"tools": TOOLS}),
+        ("qwen3", "4<|im_end|>", FOLLOW_UP, None, {}),
+        ("qwen3-no-thinking", "4<|im_end|>", FOLLOW_UP, BreakReason.GENERATION_PROMPT_DROPPED, {}),
+        ("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", FOLLOW_UP, BreakReason.REASONING_DROPPED, {}),
+        ("mistral-v3", " 4</s>", FOLLOW_UP, BreakReason.HISTORY_REWRITTEN, {"tools": TOOLS}),
+        ("mistral-v3", " 4</s>", FOLLOW_UP, BreakReason.HISTORY_REWRITTEN, {"messages": (SYSTEM, USER)}),
+        ("mistral-v3", " 4</s>", FOLLOW_UP, None, {}),
+        ("mistral-v3", MISTRAL_CALL, RESULT, None, {"tools": TOOLS}),
+    ],
+)
+def test_a_break_has_the_reason_why_the_template_rewrites_the_history(name, reply, following, reason, options):
+    assert find_break_reason(name, reply, [following], **options) is reason
 
 
 def test_changed_tools_are_a_break():

@@ -2,10 +2,6 @@
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
-from transformers.image_utils import load_image
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from ramify.dialects.media import media_to_url
 from ramify.errors import ConfigInvalid, ImageInvalid, TemplateRefused
@@ -49,6 +45,11 @@ def smolvlm(tmp_path_factory):
 
 
 def render_with_idefics3(model_dir, messages) -> list[int]:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.image_utils import load_image
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
     image_processor = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     processor = Idefics3Processor(image_processor, tokenizer, image_seq_len=4, chat_template=TEMPLATES["smolvlm"])
@@ -197,13 +198,6 @@ def test_tool_results_may_have_images(renderer):
     prompt = renderer.render([Message("user", "go"), call, result], media=MEDIA)
     (item,) = prompt.media
     assert item.message_index == 2 and item.part == 1
-
-
-def test_a_text_model_takes_no_images():
-    renderer = load_renderer(TINY)
-    assert renderer.image_cache is None and not renderer.takes_tool_images
-    with pytest.raises(ImageInvalid, match="tiny is a text model"):
-        renderer.render(CONVERSATIONS["image, text"], media=MEDIA)
 
 
 def test_a_template_that_does_not_write_an_image_is_refused(tmp_path):

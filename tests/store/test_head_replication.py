@@ -19,7 +19,7 @@ from ramify.store.head_replication import HeadReplicator, restore_run, start_rep
 from ramify.store.integrity import check_storage
 from ramify.store.ledger import Ledger
 from ramify.store.log_entry import LogEntry
-from tests.fencing.simulation import Storage
+from tests.support.fencing_simulation import Storage
 from tests.support.ledgers import (
     commit,
     commit_step,
@@ -73,6 +73,14 @@ def dump(store):
     return {table: store.select(f"SELECT * FROM {table}") for table in TABLES}
 
 
+def assert_restored(shared, tmp_path, committed):
+    """Restore the run from the shared storage, and compare it with what was committed."""
+    restore_run(shared, tmp_path / "restored", epoch=1)
+    with RunStore.open(tmp_path / "restored") as store:
+        assert dump(store) == committed
+        assert check_storage(store) == []
+
+
 def count_entries(shared):
     return len(HeadLog(shared).list_entries())
 
@@ -100,11 +108,11 @@ def test_restored_run_is_the_run_at_its_last_commit(tmp_path, shared):
 
 def test_entries_hold_only_what_changed(tmp_path, shared):
     with open_head(tmp_path / "run", shared) as ledger:
-        for step in range(20):
+        for step in range(5):
             commit_step(ledger, step, step)
     entries = [LogEntry.decode(data, position) for position, data in HeadLog(shared).list_entries()]
-    assert [len(entry.changes.tables["groups"].rows) for entry in entries] == [1] * 20
-    assert [len(entry.changes.tables["rollouts"].rows) for entry in entries] == [2] * 20
+    assert [len(entry.changes.tables["groups"].rows) for entry in entries] == [1] * 5
+    assert [len(entry.changes.tables["rollouts"].rows) for entry in entries] == [2] * 5
     starts = [part.start for entry in entries for part in entry.parts]
     assert starts == sorted(set(starts))  # every byte of a segment is stored once
 
@@ -118,9 +126,7 @@ def test_commit_returns_after_its_entry_and_may_be_repeated(tmp_path, shared, mo
         commit(ledger, 1)
         commit_step(ledger, 1, 1)
         committed = dump(ledger.store)
-    restore_run(shared, tmp_path / "restored", epoch=1)
-    with RunStore.open(tmp_path / "restored") as store:
-        assert dump(store) == committed
+    assert_restored(shared, tmp_path, committed)
 
 
 def test_storage_that_stays_away_fails_the_commit_by_name(tmp_path, shared, monkeypatch):
@@ -161,9 +167,7 @@ def test_entry_that_could_not_be_confirmed_is_recognized_by_the_same_head(tmp_pa
             commit_step(ledger, 0, 0)
         commit_step(ledger, 1, 1)
         committed = dump(ledger.store)
-    restore_run(shared, tmp_path / "restored", epoch=1)
-    with RunStore.open(tmp_path / "restored") as store:
-        assert dump(store) == committed
+    assert_restored(shared, tmp_path, committed)
 
 
 @pytest.mark.parametrize("moment", ["before the entry", "after the entry"])
@@ -189,10 +193,7 @@ def test_head_that_died_while_it_created_an_entry_continues_on_its_disk(tmp_path
         run_all(ledger.replicate())
         commit_step(ledger, 2, 2)
         committed = dump(ledger.store)
-    restore_run(shared, tmp_path / "restored", epoch=1)
-    with RunStore.open(tmp_path / "restored") as store:
-        assert dump(store) == committed
-        assert check_storage(store) == []
+    assert_restored(shared, tmp_path, committed)
 
 
 def test_replaced_head_cannot_commit(tmp_path, shared, monkeypatch):

@@ -230,4 +230,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=200 if os.environ.get("RAMIFY_FULL") else 8, stateful_step_count=40)
+TestRun.settings = settings(max_examples=200 if os.environ.get("RAMIFY_FULL") else 6, stateful_step_count=30)

@@ -37,12 +37,6 @@ def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
         assert trace.reward == 0.5
 
 
-def test_a_rollout_can_be_read_as_soon_as_it_is_added(tmp_path):
-    with RunStore.open(tmp_path) as store:
-        add(store, 3)
-        assert read_replies(store) == {"r3": "reply 3"}
-
-
 def test_a_rollout_with_the_same_id_replaces_the_first(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0, text="first", failure="ProviderError", reward=None)
@@ -57,9 +51,9 @@ def test_concurrent_rollouts_share_a_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
     with RunStore.open(tmp_path) as store:
         before = len(synced)
-        add(store, *range(200))
-        assert len(store.rollouts()) == 200
-        assert len(synced) - before < 100
+        add(store, *range(60))
+        assert len(store.rollouts()) == 60
+        assert len(synced) - before < 30
 
 
 def test_fact_that_the_disk_does_not_store_in_time_is_withdrawn(tmp_path, monkeypatch):
@@ -150,14 +144,6 @@ def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, mon
         assert read_replies(store) == {"r1": "reply 1"}
 
 
-def test_facts_are_stored(tmp_path):
-    with RunStore.open(tmp_path) as store:
-        store.set_fact("colour", {"sky": ["blue", 1]})
-        assert store.get_fact("weather") is None
-    with RunStore.open(tmp_path) as store:
-        assert store.get_fact("colour") == {"sky": ["blue", 1]}
-
-
 HOLD = "import sys, pathlib; from ramify.store import RunStore; s = RunStore.open(pathlib.Path(sys.argv[1])); " + (
     "print('open', flush=True); sys.stdin.read()"
 )
@@ -214,13 +200,6 @@ def test_a_segment_shorter_than_committed_is_refused(tmp_path):
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 IDENTITY = {"taskset": {"id": "a"}, "model": "tiny", "sampling": {"temperature": 1.0}, "harness": {"id": "chat"}}
-
-
-def test_the_same_identity_resumes_the_run(tmp_path):
-    with open_run(tmp_path / "run", IDENTITY) as store:
-        add(store, 0)
-    with open_run(tmp_path / "run", IDENTITY) as store:
-        assert len(store.rollouts()) == 1
 
 
 def test_another_identity_is_refused_with_the_differences(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -66,15 +65,6 @@ def test_match_prefix_searches_only_below_prefix_node(script: Script, rng: rando
             images = shown + [(a + len(known), b + len(known), digest) for a, b, digest in images]
             prompt = known + prompt
         assert found(trace, prompt, images, after) == oracle.longest_prefix(trace, prompt, images, after)
-
-
-@given(scripts())
-def test_every_node_of_a_matched_path_is_a_valid_prefix_node(script: Script):
-    trace, _ = replay(script)
-    for seen in script.seen[-3:]:
-        expected = found(trace, seen.prompt, seen.images)
-        for step in oracle.path(trace, expected[0]):
-            assert found(trace, seen.prompt, seen.images, step.index) == expected
 
 
 @given(scripts())
@@ -224,11 +214,6 @@ def test_invalid_node_raises_and_leaves_the_trace_unchanged(wrong: dict):
     oracle.look_at_everything(trace)
 
 
-def test_invalid_sampling_params_raise_with_key_and_type():
-    with pytest.raises(ValueRefused, match=r"seed.*complex"):
-        Trace(id="t").add_node(-1, USER, call=ModelCall("c", sampling_params={"seed": 1j}))
-
-
 def test_numpy_numbers_in_sampling_params_are_converted():
     trace = Trace(id="t")
     trace.add_node(-1, USER, call=ModelCall("c", sampling_params={"temperature": np.float32(0.5), "seed": np.int64(3)}))
@@ -271,39 +256,8 @@ def test_equal_placeholders_with_another_image_fork():
     assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[1].hash)]) == (1, 3)
 
 
-HAPPENED = {"forks", "equal_samples", "other_image", "empty_nodes", "empty_samples", "roots", "partly_known"}
-
-
-def happened(script: Script) -> Counter[str]:
-    """What really came out of a script: counted in the trace, not promised by the generator."""
-    trace, nodes = replay(script)
-    counts: Counter[str] = Counter()
-    for parent in range(-1, len(trace.nodes)):
-        family = [trace.nodes[child] for child in oracle.children(trace, parent)]
-        counts["roots" if parent < 0 else "forks"] += max(0, len(family) - 1)
-        for i, one in enumerate(family):
-            twins = [
-                other for other in family[:i] if len(one.token_ids) and np.array_equal(one.token_ids, other.token_ids)
-            ]
-            counts["equal_samples"] += any(one.call and other.call for other in twins)
-            counts["other_image"] += any(one.media != other.media for other in twins)
-    counts["empty_nodes"] = sum(not len(node.token_ids) for node in trace.nodes)
-    counts["empty_samples"] = sum(node.call is not None and not len(node.logprobs) for node in trace.nodes)
-    for node, turn in zip(nodes, script.turns, strict=True):
-        edges = {span.stop for span in turn.spans} | {0}
-        ends = {len(oracle.tokens_to(trace, step.index)) for step in oracle.path(trace, node)[:-1]}
-        counts["partly_known"] += bool(ends - edges)
-    return counts
-
-
 def test_generator_covers_every_kind_of_event():
-    totals: Counter[str] = Counter()
-    kinds: set[str] = set()
-    for seed in range(30):
-        script = write_script(random.Random(seed), 10)
-        kinds |= {kind for kind, count in script.kinds.items() if count}
-        totals.update({name for name, count in happened(script).items() if count})
-    assert set(KINDS) <= kinds
-    assert all(totals[name] >= 5 for name in HAPPENED), totals
+    scripts = [write_script(random.Random(seed), 10) for seed in range(30)]
+    assert set(KINDS) <= {kind for script in scripts for kind, count in script.kinds.items() if count}
     big = big_script(1, 300)
     assert all(big.kinds[kind] > 3 for kind in KINDS)

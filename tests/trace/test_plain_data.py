@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime
@@ -17,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import RamifyError, TraceInvalid, ValueRefused
-from ramify.trace import Trace, decode_trace, encode_trace, to_json
+from ramify.errors import TraceInvalid, ValueRefused
+from ramify.trace import Trace, decode_trace, encode_trace
 
 DICTS = ("task", "info", "harness", "runtime", "sampler")
 
@@ -62,6 +61,8 @@ UNPLAIN = {
     "generator": (x for x in "ab"),
     "type": int,
     "builtin_function_or_method": len,
+    "str": "fine until \udfff",
+    "int": 2**64,
 }
 SETTERS: dict[str, Callable[[Trace, str, Any], object]] = {
     "item": lambda trace, name, value: getattr(trace, name).__setitem__("bad", value),
@@ -151,18 +152,6 @@ def test_keys_must_be_str(key: object):
     with pytest.raises(ValueRefused, match=r"info\.x"):
         trace.info["x"] = {key: 1}
     assert trace.info == {}
-
-
-@pytest.mark.parametrize("text", ["\ud800", "fine until \udfff"])
-def test_invalid_unicode_raises(text: str):
-    with pytest.raises(ValueRefused, match=r"info\.x"):
-        Trace(id="t").info["x"] = text
-
-
-@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
-def test_ints_over_64_bits_raise(number: int):
-    with pytest.raises(ValueRefused, match=r"info\.x.*int"):
-        Trace(id="t").info["x"] = number
 
 
 def test_self_containing_values_raise():
@@ -326,13 +315,3 @@ def test_value_changed_in_place_raises_by_name_when_encoded(spoil: Callable[[Tra
         return
     assert encode_trace(decode_trace(data)) == data
     pytest.fail("a value of the wrong type was accepted")
-
-
-def test_text_of_every_script_round_trips():
-    trace = Trace(id="ü", info={"größe": "🌳 \0 \u2028"})
-    assert decode_trace(encode_trace(trace)).info == trace.info
-    assert json.loads(to_json(trace))["info"] == trace.info
-
-
-def test_value_errors_are_ramify_errors():
-    assert issubclass(ValueRefused, RamifyError) and ValueRefused.blame == "system"

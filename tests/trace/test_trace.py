@@ -26,15 +26,6 @@ def test_counts_of_a_trace_include_every_node_once(script: Script):
     assert trace.total_tokens == sum(len(node.token_ids) for node in trace.nodes)
 
 
-@given(scripts())
-def test_counts_of_a_branch_are_those_of_its_path(script: Script):
-    trace, _ = replay(script)
-    for branch in trace.branches:
-        assert branch.num_turns == sum(node.call is not None for node in branch.nodes)
-        assert branch.completion_len == branch.sampled_mask.sum()
-        assert branch.total_tokens == len(branch) == len(branch.token_ids)
-
-
 def forked_trace() -> Trace:
     """A user message, two replies of two sampled tokens, and a question after the first reply."""
     trace = Trace(id="t")
@@ -61,11 +52,6 @@ def test_has_response_is_whether_the_last_reply_has_content():
     assert not Branch(trace, 0).has_response  # no reply at all
     trace.add_node(3, Message("assistant", (MediaPart("hash"),)), call=ModelCall("c"))
     assert trace.has_response
-
-
-def test_empty_trace_has_no_turns_tokens_or_response():
-    trace = Trace(id="t")
-    assert (trace.num_turns, trace.completion_len, trace.total_tokens, trace.has_response) == (0, 0, 0, False)
 
 
 def test_assistant_messages_of_the_prompt_are_no_response():

@@ -67,21 +67,6 @@ def test_branch_messages_are_those_of_the_prompt(script: Script):
         assert recorded == [message for message in [*prompted, turn.reply] if message.content not in ("", "unseen")]
 
 
-@given(scripts(max_turns=8))
-def test_turn_continues_the_longest_matching_path(script: Script):
-    trace = Trace(id="t")
-    builder = TraceBuilder(trace)
-    for turn, seen in zip(script.turns, script.seen, strict=True):
-        expected, length = oracle.longest_prefix(trace, seen.prompt, seen.images)
-        before = len(trace.nodes)
-        node = builder.add_turn(turn)
-        old = [step for step in oracle.path(trace, node) if step.index < before]
-        assert len(oracle.tokens_to(trace, old[-1].index if old else -1)) == length
-        with_tokens = [step.index for step in old if len(step.token_ids)]
-        assert (with_tokens[-1] if with_tokens else -1) == expected
-        assert [step.index for step in oracle.path(trace, node)][len(old) :] == list(range(before, len(trace.nodes)))
-
-
 @given(scripts())
 def test_new_messages_keep_their_content_span(script: Script):
     """The body of a message that is new as a whole is recorded as told; of the rest, what is new of it."""
@@ -166,47 +151,6 @@ def test_repeated_call_is_recorded_once(script: Script, rng: random.Random):
         assert encode_trace(trace) == before
 
 
-@given(scripts(), RANDOM)
-def test_repeated_calls_leave_a_growing_trace_unchanged(script: Script, rng: random.Random):
-    trace = Trace(id="t")
-    builder = TraceBuilder(trace)
-    nodes: list[int] = []
-    for each in script.turns:
-        nodes.append(builder.add_turn(each))
-        again = rng.randint(0, len(nodes) - 1)
-        assert builder.add_turn(script.turns[again]) == nodes[again]
-    assert encode_trace(trace) == encode_trace(replay(script)[0])
-
-
-@given(scripts(max_turns=6), RANDOM)
-def test_invalid_turns_leave_a_growing_trace_unchanged(script: Script, rng: random.Random):
-    trace = Trace(id="t")
-    builder = TraceBuilder(trace)
-    for each in script.turns:
-        before = encode_trace(trace)
-        wrong = rng.choice([{"reply": Message("assistant", "\ud800")}, {"logprobs": [0.0] * 9}])
-        with pytest.raises(RamifyError):
-            builder.add_turn(replace(each, call=ModelCall("wrong"), **wrong))
-        assert encode_trace(trace) == before
-        assert list(trace.graph.runs()) == list(decode_trace(before).graph.runs())
-        builder.add_turn(each)
-    assert encode_trace(trace) == encode_trace(replay(script)[0])
-    assert [node.children for node in trace.nodes] == [oracle.children(trace, i) for i in range(len(trace.nodes))]
-
-
-@given(scripts(), RANDOM)
-def test_equal_requests_with_different_ids_are_two_samples(script: Script, rng: random.Random):
-    trace, nodes = replay(script)
-    builder = TraceBuilder(trace)
-    i = rng.randint(0, len(nodes) - 1)
-    other = builder.add_turn(replace(script.turns[i], call=ModelCall("another")))
-    assert other == len(trace.nodes) - 1 and other not in nodes
-    seen = script.seen[i]
-    assert oracle.tokens_to(trace, other) == seen.prompt + seen.sampled
-    a, b = trace.nodes[other].sampled_span
-    assert trace.nodes[other].token_ids[a:b].tolist() == seen.sampled
-
-
 BASE = turn([1, 2], [3, 4])
 CONFLICTS = {
     "another prompt": turn([1, 1], [3, 4]),
@@ -243,13 +187,6 @@ def test_repeated_call_with_another_prefix_node_raises_call_conflict():
     assert builder.add_turn(reply) == node
     with pytest.raises(CallConflict):
         builder.add_turn(replace(reply, prefix_node=second))
-
-
-def test_new_builder_knows_earlier_call_ids():
-    trace = Trace(id="t")
-    old, new = TraceBuilder(trace), TraceBuilder(trace)
-    node = old.add_turn(BASE)
-    assert new.add_turn(BASE) == node
 
 
 def test_conversation_without_forks_is_one_branch():
