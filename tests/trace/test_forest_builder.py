@@ -16,7 +16,6 @@ from ramify.trace import (
     MediaRef,
     Message,
     Trace,
-    VersionRun,
     build_forest,
     concat_forests,
     make_padding_forest,
@@ -178,52 +177,6 @@ def test_identical_attempts_are_two_targets_at_one_token():
     assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0, "kl": 0}
 
 
-def test_equal_sampled_prefixes_share_tokens_despite_different_advantages():
-    prompt = Planned(-1, (1,))
-    short, long = Planned(0, (5, 6), (0, 2), (-1.0, -1.0)), Planned(0, (5, 7), (0, 2), (-2.0, -2.0))
-    forest = build_forest(
-        [
-            Attempt("a", (prompt, short), (rl("a", 1, 1.0),)).sample(),
-            Attempt("b", (prompt, long), (rl("b", 1, -1.0),)).sample(),
-        ]
-    )
-    assert forest.token_ids.tolist() == [1, 5, 6, 7]
-    assert forest.subtree_end.tolist() == [4, 4, 3, 4]
-    targets = zip(
-        forest.targets.token_index.tolist(),
-        forest.targets.logits_index.tolist(),
-        forest.targets.logprob.tolist(),
-        strict=True,
-    )
-    assert sorted(targets) == [(1, 0, -2.0), (1, 0, -1.0), (2, 1, -1.0), (3, 1, -2.0)]
-
-
-def test_node_shared_by_branches_is_trained_once():
-    nodes = (Planned(-1, (1,)), LEAF, *(Planned(1, (7, i), (1, 2), (-1.0,)) for i in range(3)))
-    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 3, 4))).sample()])
-    assert Counter(calls_of(forest)[call] for call in forest.targets.call) == {
-        ("a", 1): 2,
-        ("a", 2): 1,
-        ("a", 3): 1,
-        ("a", 4): 1,
-    }
-    assert forest.flat_tokens == 3 * 5
-    assert forest.num_tokens == 4 + 3
-
-
-def test_logits_index_skips_messages_without_tokens():
-    nodes = (Planned(-1, (3,)), Planned(0, ()), Planned(1, ()), Planned(0, (4,)), replace(LEAF, parent=2))
-    forest = build_forest([Attempt("a", nodes, (rl("a", 4),)).sample()])
-    assert forest.token_ids.tolist() == [3, 5, 6]
-    assert forest.targets.logits_index.tolist() == [0, 1]
-
-
-def test_call_can_span_several_versions():
-    reply = Planned(0, (8, 5, 6), (1, 3), (-1.0, -1.0), (VersionRun("p", 0, 3, 1), VersionRun("p", 1, 0, 1)))
-    forest = build_forest([Attempt("a", (Planned(-1, (1,)), reply), (rl("a", 1),)).sample()])
-    assert [forest.versions[i] for i in forest.targets.version] == [("p", 0, 3), ("p", 1, 0)]
-
-
 def test_forest_without_targets_is_empty():
     untrained = Attempt("a", (Planned(-1, (1, 2)), LEAF), ())
     weightless = replace(untrained, notes=(Annotation("a", 1, rl=0.0),))
@@ -269,22 +222,6 @@ def test_overlong_paths_are_dropped_or_truncated_and_counted(attempts, seq_len, 
     assert Counter(forest.dropped.overlong_calls) == too_long
     assert forest.dropped.num_truncated_tokens == cut
     assert set(paths_of(forest, paths)) == {numbers for entry in entries for numbers in paths.up(entry.path)}
-
-
-def test_call_shared_with_a_fitting_path_is_kept():
-    long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
-    nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)), Planned(3, (5,), (0, 1), (-1.0,)))
-    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 4))).sample()], seq_len=5)
-    assert calls_of(forest) == [("a", 1), ("a", 4)]
-    assert forest.dropped.overlong_calls == (("a", 2),)
-
-
-def test_call_on_a_fitting_path_that_ends_in_context_is_kept():
-    long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
-    nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)))  # the tool's answer (node 3) was never replied to
-    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2))).sample()], seq_len=5)
-    assert calls_of(forest) == [("a", 1)]
-    assert forest.dropped.overlong_calls == (("a", 2),)
 
 
 def test_overlong_path_drops_its_earlier_calls():
@@ -348,12 +285,6 @@ def test_untrainable_target_raises_and_names_the_token(nodes, notes, words):
 @given(groups())
 def test_flat_tokens_count_trained_paths_without_sharing(attempts):
     assert build_forest([attempt.sample() for attempt in attempts]).flat_tokens == flat_tokens(attempts)
-
-
-def test_flat_tokens_of_equal_attempts_are_not_shared():
-    attempts = [Attempt(f"t{i}", PLAIN, (rl(f"t{i}", 1),)) for i in range(16)]
-    forest = build_forest([attempt.sample() for attempt in attempts])
-    assert forest.flat_tokens == 16 * forest.num_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
