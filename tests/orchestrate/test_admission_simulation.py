@@ -163,7 +163,7 @@ class Simulation:
             self.admission.apply_version(version)
 
 
-@settings(max_examples=5000 if os.environ.get("RAMIFY_FULL") else 100)
+@settings(max_examples=5000 if os.environ.get("RAMIFY_FULL") else 60)
 @given(WORLDS)
 def test_staleness_is_bounded_and_no_group_is_lost(world):
     run = Simulation(world)

@@ -1,12 +1,12 @@
 """The dispatcher sends attempts to env servers, scores complete groups, and reports what fails."""
 
 import asyncio
-import contextlib
 import re
 from dataclasses import replace
 
 import pytest
 
+from ramify.async_calls import cancel_all
 from ramify.env import plugin
 from ramify.envserver.messages import GroupScores, TaskItem, TaskPage
 from ramify.errors import Failure, ModelUnsupported, RequestInvalid
@@ -102,9 +102,7 @@ async def run_until_scored(core: OrchestratorCore, dispatcher: AttemptDispatcher
         while core.get_groups_to_score() and not running.done():
             await asyncio.sleep(0.01)
     assert not running.done(), running.exception()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    await cancel_all([running])
 
 
 class FailingGroupReward:
@@ -184,9 +182,7 @@ async def test_oldest_attempt_says_where_it_is(ledger, has_tasks):
             release.set()
         await failed.wait()
         assert describe_oldest(dispatcher).endswith(", failed with RequestInvalid")
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    await cancel_all([running])
 
 
 @pytest.mark.parametrize("mode", ["monitor", "enforce"])

@@ -9,7 +9,6 @@ import pytest
 from ramify.errors import StorageFailed
 from ramify.orchestrate import background
 from ramify.orchestrate.patience import PatienceCounter
-from ramify.store import Ledger, RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord
 
@@ -18,42 +17,30 @@ from ramify.store.ledger import GroupRecord
     ("limit", "text"),
     [(10, "2 × filtered: zero_advantage, 1 × unscored"), (2, "2 × filtered: zero_advantage (the last 2 of 3)")],
 )
-def test_snapshot_describes_only_recently_dropped_groups(tmp_path, monkeypatch, limit, text):
-    monkeypatch.setattr(background, "MAX_DESCRIBED_DROPS", limit)
-
-    async def drop(ledger: Ledger) -> None:
-        await ledger.declare_source("reverse", 100)
-        for number, reason in enumerate((DropReason.UNSCORED, DropReason.FILTERED, DropReason.FILTERED)):
-            await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
-            await ledger.drop_group(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
-
-    with RunStore.open(tmp_path / "run") as store:
-        ledger = Ledger.open(store)
-        asyncio.run(drop(ledger))
-        assert background.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text
+async def test_snapshot_describes_only_recently_dropped_groups(ledger, limit, text):
+    await ledger.declare_source("reverse", 100)
+    for number, reason in enumerate((DropReason.UNSCORED, DropReason.FILTERED, DropReason.FILTERED)):
+        await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
+        await ledger.drop_group(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
+    assert background.describe_recent_drops(ledger, ledger.count_by_state()["dropped"], limit) == text
 
 
 @pytest.mark.parametrize(("reason", "has_advice"), [(DropReason.FILTERED, True), (DropReason.UNSCORED, False)])
-def test_partial_credit_is_advised_only_for_groups_without_advantage(tmp_path, reason, has_advice):
+async def test_partial_credit_is_advised_only_for_groups_without_advantage(ledger, reason, has_advice):
     patience = PatienceCounter()
-
-    async def drop(ledger: Ledger) -> str:
-        await ledger.declare_source("reverse", 100)
-        patience.restore(ledger, 2)
-        for number in range(2):
-            await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
-            await ledger.drop_group(number, reason, "zero_advantage" if has_advice else "ProviderError: no answer")
-            patience.record_dropped(reason)
-        return await patience.report(ledger)
-
-    with RunStore.open(tmp_path / "run") as store:
-        report = asyncio.run(drop(Ledger.open(store)))
+    await ledger.declare_source("reverse", 100)
+    patience.restore(ledger, 2)
+    for number in range(2):
+        await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
+        await ledger.drop_group(number, reason, "zero_advantage" if has_advice else "ProviderError: no answer")
+        patience.record_dropped(reason)
+    report = await patience.report(ledger)
     assert ("partial credit" in report) == has_advice
     assert ("ProviderError: no answer" in report) != has_advice
     assert 'orchestrator.on_no_signal = "warn" continues the run' in report
 
 
-def test_run_directory_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, monkeypatch):
+async def test_run_directory_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(background, "STORAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(background, "save_snapshot", lambda path, text: answers.wait())
@@ -63,6 +50,6 @@ def test_run_directory_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, m
     run = SimpleNamespace(config=SimpleNamespace(path=tmp_path), ledger=None)
     try:
         with pytest.raises(StorageFailed, match=r"status.json: the storage did not answer within 0.1 s"):
-            asyncio.run(asyncio.wait_for(background.write_snapshots(run), 60))
+            await asyncio.wait_for(background.write_snapshots(run), 60)
     finally:
         answers.set()

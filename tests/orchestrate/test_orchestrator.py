@@ -22,7 +22,7 @@ async def run(stop: bool, work) -> bool:
         return await run_unless_stopped(stop_requested, work)
 
 
-def test_stop_cancels_the_final_evals():
+async def test_stop_cancels_the_final_evals():
     cancelled: list[bool] = []
 
     async def evals() -> None:
@@ -32,17 +32,17 @@ def test_stop_cancels_the_final_evals():
             await asyncio.sleep(0.01)
             cancelled.append(True)
 
-    assert not asyncio.run(run(True, evals()))
+    assert not await run(True, evals())
     assert cancelled == [True]
 
 
-def test_failure_of_the_final_evals_is_raised():
+async def test_failure_of_the_final_evals_is_raised():
     async def fails() -> None:
         raise RunStalled("it")
 
-    assert asyncio.run(run(False, asyncio.sleep(0.01)))
+    assert await run(False, asyncio.sleep(0.01))
     with pytest.raises(RunStalled):
-        asyncio.run(run(False, fails()))
+        await run(False, fails())
 
 
 class FakeEvaluator:

@@ -4,13 +4,13 @@ Two real env servers, the real dispatcher and ledger; the connection to one serv
 """
 
 import asyncio
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ramify.async_calls import cancel_all
 from ramify.envserver import EnvServer
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.connected_source import ConnectedSource
@@ -90,15 +90,13 @@ async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> No
         proxy.silent = False
         await wait_until(lambda: len(servers.up_servers) == 2, "the lost server to come back")
         assert other.counts["run_done"] == NUM_ATTEMPTS
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await cancel_all([running])
 
 
-def test_attempts_of_a_replaced_env_server_count_once(tmp_path):
+async def test_attempts_of_a_replaced_env_server_count_once(tmp_path):
     with RunStore.open(tmp_path / "run") as store, run_engine(ScriptedEngine(reply_cba)) as engine:
         ledger = Ledger.open(store)
-        asyncio.run(run_with_cut_connection(engine.url, tmp_path, ledger))
+        await run_with_cut_connection(engine.url, tmp_path, ledger)
         ended = [attempt for attempt in ledger.attempts() if attempt.state is not GroupState.ISSUED]
         assert len(ended) == NUM_ATTEMPTS and {attempt.num_tries for attempt in ended} == {1}
         assert sorted(attempt.rollout_id or "" for attempt in ended) == sorted(record.id for record in store.rollouts())

@@ -1,4 +1,4 @@
-"""Environment changes between starts of a run are refused, or recorded if they are accepted.
+"""A run is opened, samples and is closed: its environment changes between starts, its processes move while it samples.
 
 The tests use real env servers and an engine without a model. A run is opened, samples a few rollouts, and is closed.
 """
@@ -17,10 +17,13 @@ from ramify.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import prepare_run_directory
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate import startup_report
+from ramify.orchestrate.address_book import write_addresses
+from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import read_snapshot
 from ramify.orchestrate.startup_report import StartupReport
+from ramify.orchestrate.status import build_status, list_waits
 from ramify.store import Ledger, RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.environments import ACCEPT_CHANGES_KEY
@@ -96,11 +99,8 @@ class ChangingRun:
             }
         )
 
-    def start(self, *, accept: bool = False, rollouts: int = 3) -> None:
+    async def start(self, *, accept: bool = False, rollouts: int = 3) -> None:
         """Open the run like the orchestrator does, sample `rollouts` more rollouts, and close it."""
-        asyncio.run(self._start(accept, rollouts))
-
-    async def _start(self, accept: bool, rollouts: int) -> None:
         async with self.server() as server, AsyncExitStack() as stack:
             config = self.config(server.address)
             assert prepare_run_directory(config, accept_changes=accept) is None
@@ -109,17 +109,12 @@ class ChangingRun:
             before = len(run.store.rollouts())
             sampling = asyncio.create_task(run.dispatcher.run())
             await wait_until(lambda: len(run.store.rollouts()) >= before + rollouts, "rollouts")
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampling
+            await cancel_all([sampling])
 
+    @contextlib.contextmanager
     def ledger(self):
-        @contextlib.contextmanager
-        def open_ledger():
-            with RunStore.open(self.path, write=False) as store:
-                yield Ledger.open_readonly(store)
-
-        return open_ledger()
+        with RunStore.open(self.path, write=False) as store:
+            yield Ledger.open_readonly(store)
 
 
 @pytest.fixture
@@ -127,18 +122,18 @@ def changing_run(tmp_path, engine):
     return ChangingRun(tmp_path, engine)
 
 
-def test_environment_changes_are_named_and_refused_unless_accepted(changing_run):
-    changing_run.start()
+async def test_environment_changes_are_named_and_refused_unless_accepted(changing_run):
+    await changing_run.start()
     changing_run.write_environment(weight=0.5)
     changing_run.data.write_text(WORDS.replace("word-3", "other"))
     with pytest.raises(EnvironmentChanged) as refused:
-        changing_run.start()
+        await changing_run.start()
     assert "words: words.py has changed" in refused.value.message
     assert "words: task 3 (task-3) has changed" in refused.value.message
     with changing_run.ledger() as ledger:
         unscored = {group.number for group in ledger.open_groups() if group.state is not GroupState.SCORED}
         assert unscored
-    changing_run.start(accept=True)
+    await changing_run.start(accept=True)
     with changing_run.ledger() as ledger:
         cancelled = {group.number for group in ledger.groups() if group.reason is DropReason.CANCELLED}
         assert cancelled == unscored  # their attempts would have been scored by two versions
@@ -149,13 +144,13 @@ def test_environment_changes_are_named_and_refused_unless_accepted(changing_run)
         assert not ledger.store.get_fact(ACCEPT_CHANGES_KEY)  # only this change was accepted
 
 
-def test_only_issued_tasks_of_an_unbounded_source_are_compared(changing_run, monkeypatch):
+async def test_only_issued_tasks_of_an_unbounded_source_are_compared(changing_run, monkeypatch):
     monkeypatch.setattr("ramify.orchestrate.connected_source.MAX_COUNTED_TASKS", 10)
     changing_run.write_environment(finite=False)
-    changing_run.start()
+    await changing_run.start()
     changing_run.data.write_text(WORDS.replace("word-0", "other"))
     with pytest.raises(EnvironmentChanged, match=r"words: task 0 \(task-0\) has changed"):
-        changing_run.start()
+        await changing_run.start()
 
 
 async def test_worker_that_loads_changed_code_is_refused(changing_run):
@@ -245,3 +240,55 @@ async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, mo
         await asyncio.to_thread(changing_run.data.write_text, WORDS)
         await opening
         assert read_snapshot(config.path).waits == []
+
+
+def start_engine(stack: contextlib.ExitStack) -> ScriptedEngine:
+    return stack.enter_context(run_engine(ScriptedEngine(reply_cba, version=PolicyVersion("tiny"), delay=0.05)))
+
+
+async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: ScriptedEngine) -> None:
+    """Let the run sample, with each process at a new address than before."""
+
+    async def sample_more(what: str) -> None:
+        before = len(run.store.rollouts())
+        await wait_until(lambda: len(run.store.rollouts()) >= before + 4, what)
+
+    await sample_more("rollouts at the first addresses")
+    async with moving_run.server() as second_server:
+        first_address = run.sources["words"].servers.servers[0].address
+        env_addresses = [first_address, second_server.address]
+        write_addresses(run.config.path, {"inference": [new_engine.url], "env/train/words": env_addresses})
+        await wait_until(lambda: len(run.sources["words"].servers.up_servers) == 2, "the second env server")
+        await wait_until(lambda: list(run.client.versions) == [new_engine.url], "the new engine")
+        await wait_until(lambda: len(new_engine.requests) >= 4, "rollouts on the new engine")
+        metrics, servers = measure_env_servers(run), run.sources["words"].servers.servers
+        assert metrics.keys() == {f"env_servers/words/127.0.0.1/{name}" for name in ("in_flight", "done", "lost")}
+        assert metrics["env_servers/words/127.0.0.1/done"] == sum(server.num_done for server in servers)
+        write_addresses(run.config.path, {"env/train/words": [second_server.address]})
+        await wait_until(lambda: len(run.sources["words"].servers.servers) == 1, "the first env server to be removed")
+        await sample_more("rollouts on the second env server")
+        (entry,) = build_status(run)["env_servers"]["words"]
+        assert entry["address"] == second_server.address and entry["done"] >= 1
+        write_addresses(run.config.path, {"env/train/words": [second_server.address, "tcp://127.0.0.1:1"]})
+        await wait_until(lambda: len(run.sources["words"].servers.servers) == 2, "a server that does not exist")
+        waits = {wait["waits_for"]: wait for wait in list_waits(run)}
+        assert waits["its env server at tcp://127.0.0.1:1"]["who"] == "source words"
+        assert not run.progress.failure_counts
+
+
+async def test_run_follows_its_processes_to_new_addresses(tmp_path):
+    with contextlib.ExitStack() as engines:
+        moving_run = ChangingRun(tmp_path, start_engine(engines))
+        new_engine = start_engine(engines)
+        async with moving_run.server() as first_server, AsyncExitStack() as stack:
+            config = moving_run.config(first_server.address)
+            unbounded = config.orchestrator.model_copy(update={"max_staleness": 400, "max_concurrency": 2})
+            run = RunContext(config.model_copy(update={"orchestrator": unbounded}))
+            await run.open(stack)
+            sampling = asyncio.create_task(run.dispatcher.run())
+            try:
+                await move_everything(run, moving_run, new_engine)
+            finally:
+                await cancel_all([sampling])
+        with moving_run.ledger() as ledger:
+            assert audit(ledger, finished=False) == []

@@ -1,6 +1,5 @@
 """A group with values that are not finite is dropped with that reason, and the run continues with the others."""
 
-import asyncio
 import math
 import warnings
 
@@ -41,16 +40,14 @@ async def sample(core: OrchestratorCore, number: int, rewards: tuple[float, floa
     assert progress is GroupProgress.COMPLETE
 
 
-def score_in_new_process(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs: list[float]) -> None:
+async def score_in_new_process(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs=TYPICAL) -> None:
     """Sample such a group and a typical one in one process, and score both in the next."""
-
-    async def before() -> None:
-        core = await open_core(ledger, algorithm)
-        await core.issue_groups()
-        await sample(core, 0, rewards, logprobs)
-        await sample(core, 1, (0.0, 1.0), TYPICAL)
-
-    async def after() -> None:
+    core = await open_core(ledger, algorithm)
+    await core.issue_groups()
+    await sample(core, 0, rewards, logprobs)
+    await sample(core, 1, (0.0, 1.0), TYPICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         core = await open_core(ledger, algorithm)
         progress = RunProgress(RunLog(ledger.store))
         for number in core.get_groups_to_score():
@@ -59,41 +56,36 @@ def score_in_new_process(ledger: Ledger, algorithm: dict, rewards: tuple[float, 
             progress.record_group(group, traces, scored.batch_group is not None, scored.fired_by_filter)
         await core.form_batches()
         progress.record_batches({0: [0]})
-
-    asyncio.run(before())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        asyncio.run(after())
     assert audit(ledger, finished=False) == []
     assert ledger.get_group(1).state is GroupState.BATCHED
 
 
 @pytest.mark.parametrize("rewards", [(1e39, 0.0), (1.7e308, -1.7e308)], ids=["float32", "float64"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=["dr_grpo", "rloo", "grpo"])
-def test_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
-    score_in_new_process(ledger, algorithm, rewards, TYPICAL)
+async def test_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
+    await score_in_new_process(ledger, algorithm, rewards)
     group = ledger.get_group(0)
     assert group.reason is DropReason.NOT_FINITE
     assert "advantage" in group.detail
     assert f"rewards from {min(rewards):g} to {max(rewards):g}" in group.detail
 
 
-def test_group_below_min_reward_is_dropped_with_that_reason(ledger):
-    score_in_new_process(ledger, {"id": "sft", "min_reward": 0.75}, (0.5, 0.25), TYPICAL)
+async def test_group_below_min_reward_is_dropped_with_that_reason(ledger):
+    await score_in_new_process(ledger, {"id": "sft", "min_reward": 0.75}, (0.5, 0.25))
     group = ledger.get_group(0)
     assert group.reason is DropReason.BELOW_MIN_REWARD
     assert group.detail == "no attempt reached min_reward = 0.75"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[3:], ids=["grpo", "max_rl"])
-def test_extreme_rewards_do_not_end_the_run(ledger, algorithm):
-    score_in_new_process(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)
+async def test_extreme_rewards_do_not_end_the_run(ledger, algorithm):
+    await score_in_new_process(ledger, algorithm, (1.7e308, -1.7e308))
     assert ledger.get_group(0).state in (GroupState.DROPPED, GroupState.BATCHED, GroupState.SCORED)
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])
-def test_logprob_that_is_not_finite_drops_its_group(ledger, logprob):
-    score_in_new_process(ledger, ALGORITHMS[0], (1.0, 0.0), [-0.5, logprob])
+async def test_logprob_that_is_not_finite_drops_its_group(ledger, logprob):
+    await score_in_new_process(ledger, ALGORITHMS[0], (1.0, 0.0), [-0.5, logprob])
     group = ledger.get_group(0)
     assert group.reason is DropReason.NOT_FINITE
     assert "no finite sampler logprob" in group.detail

@@ -10,14 +10,12 @@ from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from ramify.store.run_log import RunLog
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import RegisterReply, RegisterRequest, UnsavedRequest
 from ramify.wire import WireClient, WireMessage, WireServer
-from tests.orchestrate.test_weight_updates import FakeEngines
-from tests.support.orchestrator import World, open_core
+from tests.support.orchestrator import FakeEngines, World, open_core
 
 
 async def register(address: str, start_token: FencingToken | None = None) -> RegisterReply:
@@ -43,57 +41,43 @@ async def open_service(ledger: Ledger, on_trainer_replaced) -> tuple[Orchestrato
     return core, service
 
 
-def test_failed_saves_are_recorded_once_each(tmp_path):
-    async def main(ledger: Ledger) -> None:
-        _, service = await open_service(ledger, lambda: None)
-        async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server, WireClient(server.address) as client:
-            incarnation = (await register(server.address)).incarnation
-            for step in (1, 2, 2):
-                request = UnsavedRequest(rank=0, incarnation=incarnation, step=step, message=f"step {step}: no room")
-                await client.call("unsaved", WireMessage.encode(request), timeout=10)
-        progress = service._progress
-        assert progress.failure_counts == {"StorageFull": 2}
-        assert [failure["message"] for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
-
-    with RunStore.open(tmp_path) as store:
-        asyncio.run(main(Ledger.open(store)))
+async def test_failed_saves_are_recorded_once_each(ledger):
+    _, service = await open_service(ledger, lambda: None)
+    async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server, WireClient(server.address) as client:
+        incarnation = (await register(server.address)).incarnation
+        for step in (1, 2, 2):
+            request = UnsavedRequest(rank=0, incarnation=incarnation, step=step, message=f"step {step}: no room")
+            await client.call("unsaved", WireMessage.encode(request), timeout=10)
+    progress = service._progress
+    assert progress.failure_counts == {"StorageFull": 2}
+    assert [failure["message"] for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
 
 
-def test_trainers_that_register_at_once_get_different_tokens(tmp_path):
+async def test_trainers_that_register_at_once_get_different_tokens(ledger):
     replaced: list[bool] = []
-
-    async def main(ledger: Ledger) -> None:
-        core, service = await open_service(ledger, lambda: replaced.append(True))
-        async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
-            replies = await asyncio.gather(*(register(server.address) for _ in range(3)), return_exceptions=True)
-        incarnations = [reply.incarnation for reply in replies if isinstance(reply, RegisterReply)]
-        failures = [getattr(reply, "name", reply) for reply in replies if not isinstance(reply, RegisterReply)]
-        assert {reply.run for reply in replies if isinstance(reply, RegisterReply)} == {"run-id"}
-        assert len(incarnations) == len(set(incarnations))
-        assert max(incarnations) == core.ledger_progress.incarnation == ledger.progress().incarnation == 2
-        assert set(failures) <= {"ProcessReplaced"}
-        assert len(replaced) == 2
-
-    with RunStore.open(tmp_path) as store:
-        asyncio.run(main(Ledger.open(store)))
+    core, service = await open_service(ledger, lambda: replaced.append(True))
+    async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
+        replies = await asyncio.gather(*(register(server.address) for _ in range(3)), return_exceptions=True)
+    incarnations = [reply.incarnation for reply in replies if isinstance(reply, RegisterReply)]
+    failures = [getattr(reply, "name", reply) for reply in replies if not isinstance(reply, RegisterReply)]
+    assert {reply.run for reply in replies if isinstance(reply, RegisterReply)} == {"run-id"}
+    assert len(incarnations) == len(set(incarnations))
+    assert max(incarnations) == core.ledger_progress.incarnation == ledger.progress().incarnation == 2
+    assert set(failures) <= {"ProcessReplaced"}
+    assert len(replaced) == 2
 
 
-def test_trainer_of_an_earlier_start_does_not_displace_a_later_one(tmp_path):
+async def test_trainer_of_an_earlier_start_does_not_displace_a_later_one(ledger):
     replaced: list[bool] = []
-
-    async def main(ledger: Ledger) -> None:
-        core, service = await open_service(ledger, lambda: replaced.append(True))
-        async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
-            first = await register(server.address, FencingToken(1, 0))
-            second = await register(server.address, FencingToken(1, 1))
-            for stale in (FencingToken(1, 0), FencingToken(0, 7)):
-                problem = rf"trainer start {stale} may not act, because the newest is trainer start 1\.1"
-                with pytest.raises(ProcessReplaced, match=problem):
-                    await register(server.address, stale)
-            again = await register(server.address, FencingToken(1, 1))  # the reply to its hello was lost
-        assert (first.incarnation, second.incarnation, again.incarnation) == (0, 1, 2)
-        assert core.ledger_progress.incarnation == 2
-        assert len(replaced) == 2
-
-    with RunStore.open(tmp_path) as store:
-        asyncio.run(main(Ledger.open(store)))
+    core, service = await open_service(ledger, lambda: replaced.append(True))
+    async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server:
+        first = await register(server.address, FencingToken(1, 0))
+        second = await register(server.address, FencingToken(1, 1))
+        for stale in (FencingToken(1, 0), FencingToken(0, 7)):
+            problem = rf"trainer start {stale} may not act, because the newest is trainer start 1\.1"
+            with pytest.raises(ProcessReplaced, match=problem):
+                await register(server.address, stale)
+        again = await register(server.address, FencingToken(1, 1))  # the reply to its hello was lost
+    assert (first.incarnation, second.incarnation, again.incarnation) == (0, 1, 2)
+    assert core.ledger_progress.incarnation == 2
+    assert len(replaced) == 2

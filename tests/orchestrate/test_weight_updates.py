@@ -6,31 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ramify.client.engine_adapter import WeightUpdateAck
+from ramify.async_calls import cancel_all
 from ramify.errors import ProviderError, WeightsRefused
 from ramify.orchestrate.weight_updates import UpdateSettings, WeightUpdater
 from ramify.trace.version import PolicyVersion
 from tests.support.clock import FakeClock
-
-
-class FakeEngines:
-    """An inference client whose updates finish while `may_finish` is set."""
-
-    def __init__(self) -> None:
-        self.updates: list[int] = []
-        self.versions = {"http://engine": PolicyVersion("served at the start")}
-        self.failures: list[Exception] = []
-        self.may_finish = asyncio.Event()
-        self.called = asyncio.Event()
-        self.may_finish.set()
-
-    async def update_weights(self, path: Path, version: PolicyVersion, *, run: str = "") -> list[WeightUpdateAck]:
-        self.updates.append(version.step)
-        self.called.set()
-        await self.may_finish.wait()
-        if self.failures:
-            raise self.failures.pop(0)
-        return [WeightUpdateAck("http://engine", version, 0.1)]
+from tests.support.orchestrator import FakeEngines
 
 
 def version(step: int, incarnation: int = 0) -> PolicyVersion:
@@ -75,9 +56,7 @@ async def open_stage(**options):
     try:
         yield stage
     finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await cancel_all([running])
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """The core of an orchestrator without processes, on two sources: how tests open it, and what they report to it."""
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.env import plugin
 from ramify.errors import Failure
 from ramify.orchestrate.admission import AdmissionLimits
@@ -13,6 +15,7 @@ from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.source_mix import SourceMix
 from ramify.store.ledger import CommitRecord, GroupRecord, Ledger
+from ramify.trace.version import PolicyVersion
 from tests.support.traces import make_trace
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -111,3 +114,23 @@ async def sample_group(core: OrchestratorCore, number: int, *, rewards=(0.0, 1.0
             trace = make_trace(f"{number}.{queued.attempt}", rewards[queued.attempt], (10, 11 + queued.attempt))
             trace.rewards.update(missing)
             await core.record_attempt(number, queued.attempt, [trace])
+
+
+class FakeEngines:
+    """An inference client whose updates finish while `may_finish` is set."""
+
+    def __init__(self) -> None:
+        self.updates: list[int] = []
+        self.versions = {"http://engine": PolicyVersion("served at the start")}
+        self.failures: list[Exception] = []
+        self.may_finish = asyncio.Event()
+        self.called = asyncio.Event()
+        self.may_finish.set()
+
+    async def update_weights(self, path: Path, version: PolicyVersion, *, run: str = "") -> list[WeightUpdateAck]:
+        self.updates.append(version.step)
+        self.called.set()
+        await self.may_finish.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        return [WeightUpdateAck("http://engine", version, 0.1)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.trace import Annotation, DroppedTargets, build_forest, split_forest
+from ramify.trace import Annotation, build_forest, split_forest
 from tests.support.forests import (
     Attempt,
     Paths,
@@ -62,21 +62,6 @@ def test_piece_holds_only_tokens_its_targets_need(attempts, budget):
         assert set(laid_out) == needed
 
 
-@given(groups(), budgets)
-def test_piece_lists_the_media_of_its_placeholders(attempts, budget):
-    paths = Paths()
-    entries, _, _ = expected(attempts, paths)
-    for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
-        calls = set(calls_of(piece))
-        held = {numbers for entry in entries if (entry.trace, entry.node) in calls for numbers in paths.up(entry.path)}
-        placeholders = Counter(paths.key[numbers] for numbers in held if paths.key[numbers][1] is not None)
-        shown: Counter = Counter()
-        for item in piece.media:
-            run = tuple(piece.token_ids[item.start : item.stop].tolist())
-            shown.update((token, (item.media.data, run)) for token in run)
-        assert shown == placeholders
-
-
 @given(groups())
 def test_forest_that_fits_is_not_split(attempts):
     forest = build_forest([attempt.sample() for attempt in attempts])
@@ -112,16 +97,6 @@ def test_repeated_context_carries_no_targets():
     assert [len(piece.targets) for piece in pieces] == [10, 4]
 
 
-def test_single_path_over_max_tokens_is_its_own_piece():
-    prompt = Planned(-1, (1,))
-    replies = [
-        Planned(0, (token,) * length, (0, length), (-1.0,) * length) for token, length in ((5, 9), (6, 2), (7, 2))
-    ]
-    attempt = Attempt("a", (prompt, *replies), tuple(Annotation("a", node) for node in (1, 2, 3)))
-    pieces = split_forest(build_forest([attempt.sample()]), 5)
-    assert sorted(len(piece) for piece in pieces) == [5, 10]
-
-
 def test_unshared_path_of_a_subtree_counts_against_max_tokens():
     """The second reply shares one token with the first and has three more above it."""
     replies = {token: Planned(parent, (token,) * 2, (0, 2), (-1.0,) * 2) for token, parent in ((5, 0), (6, 2), (7, 2))}
@@ -138,10 +113,3 @@ def test_max_tokens_of_zero_gives_every_path_its_own_piece(budget):
         [1, 5],
         [1, 6],
     ]
-
-
-def test_empty_forest_has_no_pieces():
-    attempt = Attempt("a", (Planned(-1, (1, 2)),), ())
-    forest = build_forest([attempt.sample()])
-    assert split_forest(forest, 4) == []
-    assert forest.dropped == DroppedTargets()

