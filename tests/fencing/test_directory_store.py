@@ -21,6 +21,7 @@ def create_all(directory, process):
 
 
 @pytest.mark.process
+@pytest.mark.promise
 def test_each_name_is_created_once_and_complete(tmp_path):
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=context) as pool:
@@ -59,6 +60,7 @@ def test_a_name_is_on_disk_with_its_directories_also_when_a_failed_creation_is_r
     assert {"ledger/0", "ledger", "."} <= set(synced)
 
 
+@pytest.mark.promise
 def test_second_head_ends_the_first_one(tmp_path):
     log = HeadLog(DirectoryStore(tmp_path))
     first, _ = log.claim_epoch()

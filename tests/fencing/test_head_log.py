@@ -8,6 +8,8 @@ from ramify.errors import ProcessReplaced, StorageFailed
 from ramify.fencing.head_log import HeadLog, LogPosition
 from tests.support.fencing_simulation import Storage
 
+pytestmark = pytest.mark.promise
+
 
 class InterruptedStorage(Storage):
     """Storage that lets other parties act before each creation, as if the creator was paused."""

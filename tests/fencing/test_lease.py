@@ -10,6 +10,7 @@ TERMS = LeaseTerms(duration=10.0, max_drift=0.01, slack=2.0)
 FIRST, SECOND = FencingToken(0, 0), FencingToken(0, 1)
 
 
+@pytest.mark.promise
 def test_lease_is_counted_from_when_the_granted_renewal_was_sent():
     lease = LeaseHolder(TERMS)
     assert lease.is_expired(0.0)  # nothing runs before the first grant
@@ -22,6 +23,7 @@ def test_lease_is_counted_from_when_the_granted_renewal_was_sent():
     assert not lease.is_expired(113.9) and lease.is_expired(114.0)
 
 
+@pytest.mark.promise
 def test_replacement_waits_for_lease_drift_and_slack_of_every_rank():
     leases = RoleLeases("trainer", FIRST, TERMS, num_ranks=2, now=0.0)
     leases.grant(FIRST, 0, now=5.0)

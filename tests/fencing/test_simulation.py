@@ -3,10 +3,13 @@
 import os
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fencing_simulation import HORIZON, KILL_DELAY, TERMS, Fault, Rules, Simulation
+
+pytestmark = pytest.mark.promise
 
 NUM_SCHEDULES = 10_000 if os.environ.get("RAMIFY_FULL") else 200
 MAX_OVERLAP = KILL_DELAY / (1 - TERMS.max_drift)

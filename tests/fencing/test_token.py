@@ -29,6 +29,7 @@ def test_other_text_is_not_a_token(text):
         FencingToken.parse(text)
 
 
+@pytest.mark.promise
 def test_only_the_newest_token_may_act():
     check_token("trainer", FencingToken(1, 2), FencingToken(1, 2))
     with pytest.raises(ProcessReplaced, match=r"trainer 1\.1 may not act, because the newest is trainer 1\.2"):
@@ -37,6 +38,7 @@ def test_only_the_newest_token_may_act():
         check_token("trainer", FencingToken(1, 3), FencingToken(1, 2))
 
 
+@pytest.mark.promise
 @given(st.lists(tokens))
 def test_gate_passes_tokens_in_rising_order_only(sequence):
     gate, passed = TokenGate("trainer"), []

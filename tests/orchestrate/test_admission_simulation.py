@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +164,7 @@ class Simulation:
             self.admission.apply_version(version)
 
 
+@pytest.mark.promise
 @settings(max_examples=5000 if os.environ.get("RAMIFY_FULL") else 60)
 @given(WORLDS)
 def test_staleness_is_bounded_and_no_group_is_lost(world):

@@ -131,10 +131,12 @@ def check(ledger: Ledger, world: World) -> None:
     assert abs(counts["reverse"] - 0.75 * len(groups)) <= 1
 
 
+@pytest.mark.promise
 def test_run_ends_with_every_group_trained_or_dropped():
     run(World(steps=6))
 
 
+@pytest.mark.promise
 @settings(max_examples=200 if os.environ.get("RAMIFY_FULL") else 12)
 @given(
     st.builds(
@@ -154,6 +156,7 @@ def test_run_killed_at_any_write_resumes_without_loss_and_counts_each_attempt_on
     run(world)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("fewer", [{"bound": 0}, {"batch": 1}, {"batch": 1, "bound": 0}])
 async def test_run_resumes_with_fewer_slots_than_groups(ledger, fewer):
     """The limits may change between starts: groups in flight are trained all the same."""
@@ -255,9 +258,8 @@ async def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart
     assert len(ledger.get_reference_scores(0)) < 100
     file = tmp_path / "top_logprobs" / "0.bin"
     file.rename(tmp_path / "moved")
-    core = await open_core(ledger, world, algorithm=opd)
     with pytest.raises(BatchCorrupt, match=r"0\.bin: .* cannot be read"):
-        await core.form_batches()
+        await (await open_core(ledger, world, algorithm=opd)).form_batches()
     (tmp_path / "moved").rename(file)
     core = await open_core(ledger, world, algorithm=opd)
     (batch,) = await core.form_batches()

@@ -19,6 +19,8 @@ from ramify.trace import Trace
 from tests.support.orchestrator import MEMORY, Killed, KilledLedger, World, make_commit, open_core
 from tests.support.traces import make_trace, refuse_top_logprobs
 
+pytestmark = pytest.mark.promise
+
 RAE = plugin.build_plugin("algorithm", {"id": "rae", "decay": 0.8})
 STEPS = 4 if os.environ.get("RAMIFY_FULL") else 2
 WORLD = World(steps=STEPS, batch=1, bound=0)  # one group at a time: they are scored in the order of their numbers

@@ -24,7 +24,7 @@ from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.orchestrator import World, open_core
 from tests.support.proxy import Proxy
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.promise]
 
 QUICK = WireSettings(heartbeat_interval=0.1, server_timeout=3.0)
 GROUP_REWARDS = frozenset({"rank"})

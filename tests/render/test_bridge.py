@@ -30,6 +30,7 @@ def decode(name: str, ids) -> str:
 # -- verbatim tokens --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_sampled_ids_are_kept_even_if_their_text_would_be_tokenized_differently(model):
     oracle = get_oracle(model.name)

@@ -125,6 +125,7 @@ def turn(prompt: RenderedPrompt, sampled: list[int], parsed, call: int, after: i
     )
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("name", ["qwen3", "mistral-v3", "ramify", "glm-4", "vicuna"])
 def test_the_branch_of_a_rollout_equals_the_tokens_of_the_engine(name: str):
     render, oracle = renderer(name), get_oracle(name)

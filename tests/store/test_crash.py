@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.store import RunStore
 from tests.support.traces import make_rollout, read_replies
+
+pytestmark = pytest.mark.promise
 
 SEGMENT, WAL = "traces/000000.seg", "run.sqlite-wal"
 NUM_COMMITS = 12

@@ -32,6 +32,8 @@ from tests.support.ledgers import (
 )
 from tests.support.traces import make_rollout, read_replies
 
+pytestmark = pytest.mark.promise
+
 TABLES = ("facts", "segments", "rollouts", "events", "marks", "states", "groups", "attempts", "batches", "commits")
 
 

@@ -146,6 +146,7 @@ def test_illegal_transitions_are_refused_and_change_nothing(ledger):
         assert (ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()) == before
 
 
+@pytest.mark.promise
 def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
     for step in range(3):
         issue_and_score(ledger, 2 * step)
@@ -190,6 +191,7 @@ def test_a_step_belongs_to_the_trainer_that_committed_it_or_else_was_served_last
     assert [ledger.get_step_trainer(step) for step in range(4)] == [0, 1, 1, None]
 
 
+@pytest.mark.promise
 def test_replaced_trainer_changes_nothing(ledger):
     issue_and_score(ledger, 0)
     record_batch(ledger, 0, 0)
@@ -218,6 +220,7 @@ def test_commit_names_its_checkpoint_once(ledger):
     assert audit(ledger) == []
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -240,6 +243,7 @@ def test_audit_finds_commits_of_two_copies(ledger, change, problem):
     assert any(problem in line for line in audit(ledger))
 
 
+@pytest.mark.promise
 def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     train_groups(ledger, range(3))
     commit(ledger, 3)
@@ -380,6 +384,7 @@ PROBLEM_BY_FORGERY = {
 }
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("forgery", PROBLEM_BY_FORGERY)
 def test_the_audit_describes_each_inconsistency_in_one_line(history, forgery):
     connection = sqlite3.connect(history.store.path / "run.sqlite", isolation_level=None)

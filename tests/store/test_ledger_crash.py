@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,6 +24,8 @@ from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
 from tests.support.ledgers import make_commit
 from tests.support.traces import make_rollout
+
+pytestmark = pytest.mark.promise
 
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 WAL = "run.sqlite-wal"

@@ -71,6 +71,7 @@ def read_or_refuse(data: bytes) -> None:
         return
 
 
+@pytest.mark.promise
 @given(scripts(), RANDOM)
 def test_round_trip_preserves_the_trace(script: Script, rng: random.Random):
     trace, nodes = replay(script)

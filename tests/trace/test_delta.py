@@ -71,6 +71,7 @@ def refused(reader: TraceDeltaDecoder, delta: bytes | bytearray, *errors: type[R
     assert state(reader) == before
 
 
+@pytest.mark.promise
 @given(scripts(max_turns=6), RANDOM)
 def test_decoder_equals_the_trace_after_every_delta(script: Script, rng: random.Random):
     trace, reader = Trace(id="t"), TraceDeltaDecoder()

@@ -70,6 +70,7 @@ def test_without_merge_the_forest_is_the_concatenation_of_its_traces(attempts, s
                 assert value == expected_value, name
 
 
+@pytest.mark.promise
 @given(groups())
 def test_layout_holds_each_trained_path_token_once(attempts):
     paths = Paths()
@@ -139,6 +140,7 @@ def test_different_images_fork_at_equal_placeholders():
 # -- the targets ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise
 @given(groups())
 def test_each_trained_token_is_one_target_with_its_values(attempts):
     paths = Paths()

@@ -23,6 +23,7 @@ from tests.support.forests import (
 budgets = st.integers(1, 40)
 
 
+@pytest.mark.promise
 @given(groups(), budgets)
 def test_every_target_is_in_one_piece_with_its_full_context(attempts, budget):
     paths = Paths()

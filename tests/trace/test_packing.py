@@ -6,6 +6,7 @@ from random import Random
 from typing import Literal
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +123,7 @@ def test_padding_forest_has_no_targets_and_tokens_see_only_themselves():
 SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
 
 
+@pytest.mark.promise
 def test_traces_to_packs_with_every_mechanism():
     """Many seeds through the whole way; the counters say that every mechanism was met."""
     met: Counter = Counter()

@@ -44,6 +44,7 @@ def turn(prompt: list[int], ids: list[int], **changes) -> Turn:
     return replace(base, **changes)
 
 
+@pytest.mark.promise
 @given(scripts())
 def test_path_to_a_reply_is_prompt_and_sampled_tokens(script: Script):
     for kind, count in script.kinds.items():
@@ -125,6 +126,7 @@ def continued(trace: Trace, turn: Turn, prefix_node: int) -> Turn:
     )
 
 
+@pytest.mark.promise
 @given(scripts(), RANDOM)
 def test_prefix_node_gives_the_same_trace_as_the_whole_prompt(script: Script, rng: random.Random):
     whole, proven = Trace(id="t"), Trace(id="t")
