@@ -9,7 +9,6 @@ from ramify.errors import ConfigInvalid, EnvironmentChanged
 from ramify.evals import EvalConfig
 from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
-from ramify.store.environments import ENVIRONMENTS_KEY
 from ramify.tasksets.color_codeword import make_square
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
@@ -112,17 +111,6 @@ def test_changed_setting_of_the_runtime_is_refused(environment, evaluate, tmp_pa
     with pytest.raises(EnvironmentChanged, match=r"runtime\.env\.MODE: was 'a', now 'b'"):
         evaluate(environment(), runtime={**env, "env": {"MODE": "b"}})
     assert evaluate(environment(), runtime={**env, "workdir_root": str(tmp_path)}).num_run == 0  # says only where
-
-
-def test_runtime_of_a_run_that_did_not_store_it_is_not_compared(environment, evaluate, tmp_path):
-    evaluate(environment())
-    with RunStore.open(tmp_path / "outputs" / "run") as store:
-        stored = store.get_fact(ENVIRONMENTS_KEY)
-        assert stored[""]["identity"].pop("runtime") == {"id": "local"}
-        store.set_fact(ENVIRONMENTS_KEY, stored)
-    assert evaluate(environment(), runtime={"env": {"MODE": "b"}}).num_run == 0
-    with pytest.raises(EnvironmentChanged, match=r"runtime\.env: was {'MODE': 'b'}, now not set"):
-        evaluate(environment())
 
 
 def test_module_next_to_the_environment_is_part_of_it(environment, evaluate, tmp_path):

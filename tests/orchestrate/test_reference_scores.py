@@ -109,7 +109,7 @@ def test_scores_survive_their_encoding():
 @pytest.mark.parametrize("top_k", [1, VOCAB])
 async def test_the_engine_returns_the_likeliest_tokens_of_every_position(served, top_k):
     url, _, model = served
-    (trace,) = build_forked_trace(Random(11))
+    trace, *_ = build_group(Random(11), 1)
     annotations = Opd(OpdConfig(top_k=top_k)).annotate([trace])
     async with InferenceClient(url) as client:
         scores = await score_annotations(client, [trace], annotations, session="top", timeout=60)

@@ -36,15 +36,14 @@ from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 pytestmark = pytest.mark.process
 
 ENVIRONMENT = """
-from itertools import count
 from pathlib import Path
 import ramify as rf
 
 class Words(rf.Taskset):
     def load(self):
         words = Path({data!r}).read_text().split()
-        for number in range(len(words)) if {finite} else count():
-            yield rf.Task(prompt=words[number % len(words)], key=f"task-{{number}}")
+        for number, word in enumerate(words):
+            yield rf.Task(prompt=word, key=f"task-{{number}}")
 
     @rf.reward(weight={weight})
     def any(self, trace):
@@ -68,8 +67,8 @@ class ChangingRun:
         self.data.write_text(WORDS)
         self.write_environment()
 
-    def write_environment(self, weight: float = 1.0, finite: bool = True) -> None:
-        text = ENVIRONMENT.format(data=str(self.data), weight=weight, finite=finite)
+    def write_environment(self, weight: float = 1.0) -> None:
+        text = ENVIRONMENT.format(data=str(self.data), weight=weight)
         (self.directory / "words.py").write_text(text)
 
     @property
@@ -142,15 +141,6 @@ async def test_environment_changes_are_named_and_refused_unless_accepted(changin
         (event,) = RunLog(ledger.store).events("changes accepted")
         assert event.fields["revisions"] == {"words": 2}
         assert not ledger.store.get_fact(ACCEPT_CHANGES_KEY)  # only this change was accepted
-
-
-async def test_only_issued_tasks_of_an_unbounded_source_are_compared(changing_run, monkeypatch):
-    monkeypatch.setattr("ramify.orchestrate.connected_source.MAX_COUNTED_TASKS", 10)
-    changing_run.write_environment(finite=False)
-    await changing_run.start()
-    changing_run.data.write_text(WORDS.replace("word-0", "other"))
-    with pytest.raises(EnvironmentChanged, match=r"words: task 0 \(task-0\) has changed"):
-        await changing_run.start()
 
 
 async def test_worker_that_loads_changed_code_is_refused(changing_run):

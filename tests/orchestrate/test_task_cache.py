@@ -4,7 +4,9 @@ from typing import Any
 
 from ramify.envserver.messages import TaskItem, TaskPage
 from ramify.orchestrate import task_cache as module
+from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.task_cache import PAGE_SIZE, TaskCache
+from ramify.store.environments import ObservedEnvironment, find_changes, record_environments
 
 
 class UnboundedServer:
@@ -27,3 +29,17 @@ async def test_cache_of_an_unbounded_source_is_limited(monkeypatch):
         assert await cache.get_task(number) == {"prompt": str(number)}
     assert client.fetched_pages == [0, 1, 2, 3, 4, 5, 0]
     assert len(cache._pages) == 3
+
+
+async def test_only_issued_tasks_of_an_unbounded_source_are_compared(ledger):
+    client: Any = UnboundedServer()
+    options = dict.fromkeys(("attempt_timeout", "server_timeout"), 9.0)
+    source = ConnectedSource(name="it", servers=client, tasks=TaskCache("it", client), max_tries=1, **options)
+    unchanged = (await source.observe_environment(ledger.store, "it", 5)).task_digests
+    for number in (0, 3):
+        ledger.queue_task_digest("it", number, unchanged[number] if number else "another digest")
+    await ledger.declare_source("it", None)  # later than the digests
+    observed = await source.observe_environment(ledger.store, "it", None)
+    assert observed.task_digests == {number: unchanged[number] for number in (0, 3)}
+    record_environments(ledger.store, {"it": ObservedEnvironment({})}, {})
+    assert [line.partition(" (")[0] for line in find_changes(ledger.store, {"it": observed})["it"]] == ["task 0"]

@@ -122,8 +122,6 @@ def _diff_environment(
 ) -> Iterator[str]:
     old: dict[str, Any] = dict(stored["identity"])
     new = dict(observed.identity)
-    if "runtime" not in old:  # stored by a version that did not compare runtimes
-        new.pop("runtime", None)
     yield from _diff_files(old.pop("code", {}), new.pop("code", {}))
     yield from diff_values(old, new)
     yield from _diff_tasks(store, source, observed)
