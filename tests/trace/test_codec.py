@@ -180,19 +180,6 @@ def test_appended_bytes_raise(more: bytes):
             decode_trace(wrong)
 
 
-@given(scripts(max_turns=5), RANDOM)
-def test_random_damage_raises(script: Script, rng: random.Random):
-    data = encode_trace(replay(script)[0])
-    for _ in range(10):
-        damaged = bytearray(data)
-        start = rng.randint(0, len(data) - 1)
-        length = rng.randint(1, 16)
-        damaged[start : start + length] = bytes(rng.randint(0, 255) for _ in range(rng.choice([length, length, 0, 5])))
-        if damaged != data:
-            with pytest.raises((TraceCorrupt, SchemaUnsupported)):
-                decode_trace(damaged)
-
-
 @given(st.binary(max_size=200))
 def test_foreign_bytes_raise(data: bytes):
     for wrong in (data, b"RMFY" + data):
