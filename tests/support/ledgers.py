@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ramify.launch.completion import FINISHED_KEY
+from ramify.orchestrate.batches import BatchGroup, encode_batch
 from ramify.store import RunStore
 from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
 from ramify.store.run_log import RunLog
+from ramify.trace import Annotation
 from tests.support.traces import make_rollout
 
 
@@ -87,9 +89,20 @@ def write_finished_run(path: Path, *, steps: int = 4) -> None:
     """Write a finished run of one group a step, without checkpoints and weights."""
     with RunStore.open(path) as store:
         ledger, log = Ledger.open(store), RunLog(store)
-        train_groups(ledger, range(steps))
-        commit(ledger, steps)
         for step in range(steps):
+            issue_and_score(ledger, step)
+            run_all(ledger.record_batch(_make_batch(ledger, step)))
+            train(ledger, step)
             log.log_metrics(step, {"forest/token_ratio": 0.5, "reward/all/mean": step / steps})
+        commit(ledger, steps)
         store.set_fact(FINISHED_KEY, steps)
         log.log_event("finished")
+
+
+def _make_batch(ledger: Ledger, step: int) -> BatchRecord:
+    """Return the batch of the group with the step's number, as an orchestrator records it."""
+    rollout_ids = tuple(attempt.rollout_id or "" for attempt in ledger.attempts(step))
+    traces = [ledger.store.read_traces(rollout_id)[0] for rollout_id in rollout_ids]
+    annotations = tuple(Annotation(trace.id, 1, advantage=1.0) for trace in traces)
+    group = BatchGroup(step, "reverse", 1.0, rollout_ids, annotations)
+    return encode_batch(step, [(group, group.build_forest(traces, None))], None)

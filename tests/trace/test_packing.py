@@ -127,7 +127,7 @@ SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
 def test_traces_to_packs_with_every_mechanism():
     """Many seeds through the whole way; the counters say that every mechanism was met."""
     met: Counter = Counter()
-    for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 100):
+    for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 150):
         rng, paths = Random(seed), Paths()
         attempts = group(rng, rng.choice([SMALL, LARGE]))
         budget, seq_len = rng.randint(8, 80), rng.choice([None, rng.randint(4, 40)])
@@ -156,7 +156,7 @@ def test_traces_to_packs_with_every_mechanism():
         met["too long"] += len(forest) > 0 and len(too_long) > 0
         met["end cut"] += past > 0
     assert len(met) == 11
-    assert min(met.values()) >= 3, met
+    assert min(met.values()) >= 2, met
 
 
 def test_large_groups_of_thousands_of_nodes():
