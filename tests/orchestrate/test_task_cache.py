@@ -42,4 +42,6 @@ async def test_only_issued_tasks_of_an_unbounded_source_are_compared(ledger):
     observed = await source.observe_environment(ledger.store, "it", None)
     assert observed.task_digests == {number: unchanged[number] for number in (0, 3)}
     record_environments(ledger.store, {"it": ObservedEnvironment({})}, {})
-    assert [line.partition(" (")[0] for line in find_changes(ledger.store, {"it": observed})["it"]] == ["task 0"]
+    assert [line.partition(" (")[0] for line in find_changes(ledger.store, {"it": observed})["it"]] == [
+        "task 0 has changed"
+    ]
