@@ -3,7 +3,6 @@
 import base64
 import json
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from ramify.images import ImageStore
 from ramify.monitor import build_samples, check_sinks_installed, open_monitor_sinks
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import MediaPart, Message, TextPart, ToolCall, Trace
-from tests.monitor.wandb_file import read_history
 from tests.support.images import make_media
 
 IMAGE = make_media(40, 30)
@@ -61,33 +59,6 @@ def test_the_label_of_an_image_in_a_stored_trace_comes_from_its_file(tmp_path):
     store.write(trace.detach_images())
     assert build_samples(trace, source="look", images=store)[0].messages[0][1] == f"What is this? {LABEL}"
     assert build_samples(trace, source="look")[0].messages[0][1] == f"What is this? [image {IMAGE.hash[:4]}]"
-
-
-@pytest.mark.process
-def test_the_offline_file_of_wandb_has_samples_with_tasks_and_no_base64(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    (tmp_path / "run").mkdir()
-    lines = []
-    sinks = open_monitor_sinks(config(tmp_path, "wandb"), lines.append)
-    sinks.log_metrics(1, {"train/loss": 0.5})
-    sinks.log_samples(1, build_samples(build_rollout(), source="look", advantage=1.0))
-    sinks.close(timeout=60.0)
-    assert [line for line in lines if line.startswith("sink ")] == []
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    (table_file,) = (path for path in files if path.name.endswith(".table.json"))
-    table = json.loads(table_file.read_text())
-    assert table["columns"] == ["source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages"]
-    assert [row[:2] + row[3:5] for row in table["data"]] == [["look", "trees-1", "r1", 0], ["look", "trees-1", "r1", 1]]
-    assert [json.loads(row[2])["key"] for row in table["data"]] == ["trees-1", "trees-1"]
-    assert all(LABEL in row[-1] for row in table["data"])
-    deadline = time.monotonic() + 30.0  # wandb's own process writes the history after `finish`
-    while not (rows := [row for row in read_history(tmp_path / "run") if "samples" in str(row)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert "table-file" in json.dumps(rows)
-    assert not [path for path in files if BASE64[:60].encode() in path.read_bytes() or b"base64," in path.read_bytes()]
 
 
 def test_the_console_prints_the_step_and_the_samples(tmp_path):
