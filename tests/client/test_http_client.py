@@ -5,7 +5,7 @@ import contextlib
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -71,14 +71,6 @@ async def start_request(server: Server, client: HttpClient) -> "asyncio.Task[byt
     return call
 
 
-def run(test: Awaitable[None]) -> None:
-    async def with_timeout() -> None:
-        async with asyncio.timeout(60):
-            await test
-
-    asyncio.run(with_timeout())
-
-
 COMPLETE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
 
 
@@ -92,15 +84,12 @@ COMPLETE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
     ],
     ids=["complete", "in parts", "chunked", "continue first"],
 )
-def test_a_response_is_parsed_and_its_connection_reused(parts):
-    async def test():
-        server = Server(*parts)
-        async with serving(server) as client:
-            for _ in range(3):
-                assert await send_request(client, "POST", "/sample", {"a": 1}) == b"body"
-        assert server.connections == 1
-
-    run(test())
+async def test_a_response_is_parsed_and_its_connection_reused(parts):
+    server = Server(*parts)
+    async with serving(server) as client:
+        for _ in range(3):
+            assert await send_request(client, "POST", "/sample", {"a": 1}) == b"body"
+    assert server.connections == 1
 
 
 @pytest.mark.parametrize(
@@ -112,127 +101,97 @@ def test_a_response_is_parsed_and_its_connection_reused(parts):
     ],
     ids=["no length", "HTTP/1.0", "connection: close"],
 )
-def test_a_connection_closed_after_the_response_is_opened_again(response):
-    async def test():
-        server = Server(response, close=True)
-        async with serving(server) as client:
-            for _ in range(2):
-                assert await send_request(client, "GET", "/health") == b"body"
-        assert server.connections == 2
-
-    run(test())
+async def test_a_connection_closed_after_the_response_is_opened_again(response):
+    server = Server(response, close=True)
+    async with serving(server) as client:
+        for _ in range(2):
+            assert await send_request(client, "GET", "/health") == b"body"
+    assert server.connections == 2
 
 
-def test_a_get_on_a_connection_closed_just_now_is_sent_again():
+async def test_a_get_on_a_connection_closed_just_now_is_sent_again():
     """The kernel has seen the close, the event loop has not."""
 
-    async def test():
-        server = Server(COMPLETE)
-        async with serving(server) as client:
-            await send_request(client, "GET", "/health")
-            server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
-            assert await send_request(client, "GET", "/health") == b"body"
-        assert server.connections == 2
-
-    run(test())
+    server = Server(COMPLETE)
+    async with serving(server) as client:
+        await send_request(client, "GET", "/health")
+        server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
+        assert await send_request(client, "GET", "/health") == b"body"
+    assert server.connections == 2
 
 
-def test_a_connection_closed_while_idle_is_not_used():
-    async def test():
-        server = Server(COMPLETE)
-        async with serving(server) as client:
-            await send_request(client, "POST", "/sample", {})
-            server.writer.close()
-            await server.writer.wait_closed()
-            idle = client._session.connector._conns.values()
-            while any(protocol.is_connected() for connections in idle for protocol, *_ in connections):
-                await asyncio.sleep(0.001)
-            assert await send_request(client, "POST", "/sample", {}) == b"body"
-        assert server.connections == 2
-
-    run(test())
+async def test_a_connection_closed_while_idle_is_not_used():
+    server = Server(COMPLETE)
+    async with serving(server) as client:
+        await send_request(client, "POST", "/sample", {})
+        server.writer.close()
+        await server.writer.wait_closed()
+        idle = client._session.connector._conns.values()
+        while any(protocol.is_connected() for connections in idle for protocol, *_ in connections):
+            await asyncio.sleep(0.001)
+        assert await send_request(client, "POST", "/sample", {}) == b"body"
+    assert server.connections == 2
 
 
 @pytest.mark.parametrize("response", [b"", COMPLETE[:-1], b"what?\r\n\r\n"], ids=["empty", "incomplete", "not HTTP"])
-def test_an_incomplete_response_is_lost(response):
-    async def test():
-        async with serving(Server(response, close=True)) as client:
-            with pytest.raises(ResponseLost, match=client.base_url):
-                await send_request(client, "POST", "/sample", {})
-
-    run(test())
+async def test_an_incomplete_response_is_lost(response):
+    async with serving(Server(response, close=True)) as client:
+        with pytest.raises(ResponseLost, match=client.base_url):
+            await send_request(client, "POST", "/sample", {})
 
 
-def test_requests_have_host_path_and_content_length():
-    async def test():
-        server = Server(COMPLETE)
-        async with serving(server) as client:
-            client.headers["Authorization"] = "Bearer x"
-            await send_request(client, "POST", "/pause", mode="keep it")
-            await send_request(client, "POST", "/sample", {"a": 1})
-        paused, sampled = server.requests
-        assert paused.startswith(b"POST /v1/pause?mode=keep+it HTTP/1.1\r\nHost: localhost:")
-        assert b"Content-Length: 0\r\n" in paused
-        assert b"Authorization: Bearer x\r\n" in sampled
-        assert sampled.endswith(b'\r\n\r\n{"a":1}')
-
-    run(test())
+async def test_requests_have_host_path_and_content_length():
+    server = Server(COMPLETE)
+    async with serving(server) as client:
+        client.headers["Authorization"] = "Bearer x"
+        await send_request(client, "POST", "/pause", mode="keep it")
+        await send_request(client, "POST", "/sample", {"a": 1})
+    paused, sampled = server.requests
+    assert paused.startswith(b"POST /v1/pause?mode=keep+it HTTP/1.1\r\nHost: localhost:")
+    assert b"Content-Length: 0\r\n" in paused
+    assert b"Authorization: Bearer x\r\n" in sampled
+    assert sampled.endswith(b'\r\n\r\n{"a":1}')
 
 
-def test_cancelling_a_request_closes_its_connection():
-    async def test():
-        server = Server()
-        async with serving(server) as client:
-            call = await start_request(server, client)
-            call.cancel()
-            await server.client_gone.wait()
-
-    run(test())
+async def test_cancelling_a_request_closes_its_connection():
+    server = Server()
+    async with serving(server) as client:
+        call = await start_request(server, client)
+        call.cancel()
+        await server.client_gone.wait()
 
 
-def test_the_number_of_connections_is_limited():
-    async def test():
-        server = Server(COMPLETE)
-        async with serving(server, connections=2) as client:
-            bodies = await asyncio.gather(*(send_request(client, "POST", "/sample", {}) for _ in range(20)))
-        assert bodies == [b"body"] * 20
-        assert server.connections <= 2
-
-    run(test())
+async def test_the_number_of_connections_is_limited():
+    server = Server(COMPLETE)
+    async with serving(server, connections=2) as client:
+        bodies = await asyncio.gather(*(send_request(client, "POST", "/sample", {}) for _ in range(20)))
+    assert bodies == [b"body"] * 20
+    assert server.connections <= 2
 
 
-def test_closing_fails_requests_in_flight():
-    async def test():
-        server = Server()
-        async with serving(server) as client:
-            call = await start_request(server, client)
-            await client.aclose()
-            with pytest.raises(ResponseLost):
-                await call
-            with pytest.raises(ConnectFailed, match="closed"):
-                await send_request(client, "GET", "/health")
-
-    run(test())
+async def test_closing_fails_requests_in_flight():
+    server = Server()
+    async with serving(server) as client:
+        call = await start_request(server, client)
+        await client.aclose()
+        with pytest.raises(ResponseLost):
+            await call
+        with pytest.raises(ConnectFailed, match="closed"):
+            await send_request(client, "GET", "/health")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
-def test_an_unreachable_server_raises_connect_failed(url):
-    async def test():
-        async with HttpClient(url, connect_timeout=30.0, max_connections=1) as client:
-            with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
-                await send_request(client, "GET", "/health")
-
-    run(test())
+async def test_an_unreachable_server_raises_connect_failed(url):
+    async with HttpClient(url, connect_timeout=30.0, max_connections=1) as client:
+        with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
+            await send_request(client, "GET", "/health")
 
 
-def test_a_header_with_a_line_break_is_refused():
-    async def test():
-        async with serving(Server(COMPLETE)) as client:
-            client.headers["Authorization"] = "Bearer x\n"
-            with pytest.raises(RequestInvalid, match="line break"):
-                await send_request(client, "GET", "/health")
-
-    run(test())
+async def test_a_header_with_a_line_break_is_refused():
+    async with serving(Server(COMPLETE)) as client:
+        client.headers["Authorization"] = "Bearer x\n"
+        with pytest.raises(RequestInvalid, match="line break"):
+            await send_request(client, "GET", "/health")
 
 
 @pytest.fixture
@@ -250,10 +209,10 @@ def tls_certificate(tmp_path):
 
 
 @pytest.mark.process
-def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
+async def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
     context, certificate = tls_certificate
 
-    async def test():
+    try:
         async with serving(Server(COMPLETE), secure=context) as client:
             with pytest.raises(ConnectFailed, match="certificate"):
                 await send_request(client, "GET", "/health")
@@ -262,8 +221,5 @@ def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
         async with serving(Server(COMPLETE), secure=context) as client:
             for _ in range(2):
                 assert await send_request(client, "GET", "/health") == b"body"
-
-    try:
-        run(test())
     finally:
         http_client.default_ssl_context.cache_clear()

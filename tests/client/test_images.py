@@ -7,7 +7,7 @@ from ramify.client import ClientSampling
 from ramify.client.generate_api import RequestImage
 from ramify.errors import ImageMissing, RequestInvalid
 from ramify.images import ProcessedImage
-from tests.client.test_replica_pool import bounded, connected
+from tests.client.test_replica_pool import connected
 from tests.support.engine import Exchange, ScriptedEngine
 
 
@@ -29,7 +29,7 @@ class ForgetfulServer(ScriptedEngine):
         (1 << 20, ImageMissing, "upload them first"),
     ],
 )
-def test_a_prompt_larger_than_the_cache_is_refused_with_both_sizes(cache_bytes, failure, message):
+async def test_a_prompt_larger_than_the_cache_is_refused_with_both_sizes(cache_bytes, failure, message):
     image = ProcessedImage("a", "idefics3", {"pixel_values": np.zeros((1, 1, 3, 8, 8), np.float32)}, (1, 1), 1)
 
     async def load() -> ProcessedImage:
@@ -37,10 +37,6 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_both_sizes(cache_bytes, 
 
     images = [RequestImage(hash, n, n + 1, load) for n, hash in enumerate("ab")]
 
-    @bounded
-    async def main():
-        async with connected(ForgetfulServer(cache_bytes)) as client:
-            with pytest.raises(failure, match=message):
-                await client.generate([1, 2, 3], ClientSampling(max_tokens=1), images=images)
-
-    main()
+    async with connected(ForgetfulServer(cache_bytes)) as client:
+        with pytest.raises(failure, match=message):
+            await client.generate([1, 2, 3], ClientSampling(max_tokens=1), images=images)

@@ -5,42 +5,36 @@ import asyncio
 from ramify.client.loop_pacer import LoopPacer
 
 
-def test_one_task_continues_per_iteration_in_order():
-    async def check() -> None:
-        pacer, iterations, continued = LoopPacer(), 0, []
+async def test_one_task_continues_per_iteration_in_order():
+    pacer, iterations, continued = LoopPacer(), 0, []
 
-        async def count() -> None:
-            nonlocal iterations
-            while True:
-                iterations += 1
-                await asyncio.sleep(0)
+    async def count() -> None:
+        nonlocal iterations
+        while True:
+            iterations += 1
+            await asyncio.sleep(0)
 
-        async def wait(name: int) -> None:
-            await pacer.wait_turn()
-            continued.append((name, iterations))
-
-        counting = asyncio.create_task(count())
-        await asyncio.gather(*(wait(name) for name in range(5)))
-        counting.cancel()
-        assert [name for name, _ in continued] == [0, 1, 2, 3, 4]
-        assert len({number for _, number in continued[1:]}) == 4
-
-    asyncio.run(check())
-
-
-def test_cancelled_tasks_are_skipped():
-    async def check() -> None:
-        pacer = LoopPacer()
+    async def wait(name: int) -> None:
         await pacer.wait_turn()
-        waiting = [asyncio.create_task(pacer.wait_turn()) for _ in range(4)]
-        await asyncio.sleep(0)
-        waiting[2].cancel()
-        async with asyncio.timeout(60):
-            await asyncio.gather(*waiting, return_exceptions=True)
-            await pacer.wait_turn()
-        assert [task.cancelled() for task in waiting] == [False, False, True, False]
+        continued.append((name, iterations))
 
-    asyncio.run(check())
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(wait(name) for name in range(5)))
+    counting.cancel()
+    assert [name for name, _ in continued] == [0, 1, 2, 3, 4]
+    assert len({number for _, number in continued[1:]}) == 4
+
+
+async def test_cancelled_tasks_are_skipped():
+    pacer = LoopPacer()
+    await pacer.wait_turn()
+    waiting = [asyncio.create_task(pacer.wait_turn()) for _ in range(4)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await pacer.wait_turn()
+    assert [task.cancelled() for task in waiting] == [False, False, True, False]
 
 
 def test_a_loop_that_ended_does_not_block_tasks_of_another():

@@ -11,21 +11,12 @@ from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
 from ramify.trace.version import PolicyVersion
 from tests.support.engine import ScriptedEngine, ScriptedVLLM, disconnect, fail, first, hang, refuse_as_full, respond
+from tests.support.processes import async_wait_until
 
 QUICK = ClientConfig(
     health_interval=0.05, health_timeout=5.0, eject_after=2, server_wait_timeout=30.0, backoff=0.01, connect_timeout=5.0
 )
 SAMPLING = ClientSampling(max_tokens=3)
-
-
-def bounded(test):
-    """Run an async test with a timeout."""
-
-    def run():
-        asyncio.run(asyncio.wait_for(test(), 60))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
 
 
 @contextlib.asynccontextmanager
@@ -37,16 +28,9 @@ async def connected(*fakes: ScriptedEngine, config: ClientConfig = QUICK, versio
         yield await stack.enter_async_context(InferenceClient([fake.url for fake in fakes], config, version=version))
 
 
-async def until(condition) -> None:
-    """Poll until the condition holds; the timeout of the test limits it."""
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 # -- routing --------------------------------------------------------------------------------------------------------
 
 
-@bounded
 async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
     fake = ScriptedEngine(version=PolicyVersion("fake", 2, 9))
     async with connected(fake) as client:
@@ -63,7 +47,6 @@ async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
     assert fake.requests[0]["cache_salt"] == "s" and fake.requests[0]["priority"] == 4
 
 
-@bounded
 async def test_a_session_stays_with_its_server():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
@@ -74,20 +57,18 @@ async def test_a_session_stays_with_its_server():
     assert len(seeds[0]) == len(seeds[1]) == 2 and not seeds[0] & seeds[1]
 
 
-@bounded
 async def test_without_a_session_the_least_loaded_server_is_chosen():
     one, two = ScriptedEngine(), ScriptedEngine()
     one.behaviour = two.behaviour = hang
     async with connected(one, two) as client:
         waiting = [asyncio.create_task(client.generate([1], SAMPLING)) for _ in range(8)]
-        await until(lambda: len(one.requests) + len(two.requests) == 8)
+        await async_wait_until(lambda: len(one.requests) + len(two.requests) == 8)
         assert len(one.requests) == len(two.requests) == 4
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@bounded
 async def test_a_dead_server_is_ejected_until_it_comes_back():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
@@ -97,40 +78,37 @@ async def test_a_dead_server_is_ejected_until_it_comes_back():
         assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # sent again: never sampled
         assert list(client.down_replicas) == [dying.url]
         await dying.__aenter__()
-        await until(lambda: not client.down_replicas)
+        await async_wait_until(lambda: not client.down_replicas)
         assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # the prefix is cached there now
         assert (await client.generate([1], SAMPLING)).server == dying.url
 
 
-@bounded
 async def test_an_unhealthy_server_gets_no_requests_until_it_is_healthy():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.healthy = False
-        await until(lambda: one.url in client.down_replicas)
+        await async_wait_until(lambda: one.url in client.down_replicas)
         assert "health" in client.down_replicas[one.url]
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {two.url}
         one.healthy = True
-        await until(lambda: not client.down_replicas)
+        await async_wait_until(lambda: not client.down_replicas)
 
 
-@bounded
 async def test_a_request_waits_for_a_server_to_come_up():
     fake = ScriptedEngine()
     async with connected(fake) as client:
         await fake.__aexit__()
         waiting = asyncio.create_task(client.generate([1], SAMPLING))
-        await until(lambda: client.down_replicas)
+        await async_wait_until(lambda: client.down_replicas)
         await fake.__aenter__()
         assert (await waiting).server == fake.url
 
 
-@bounded
 async def test_pausing_waits_for_a_server_to_come_up():
     fake = ScriptedEngine()
     async with connected(fake) as client:
         await fake.__aexit__()
-        await until(lambda: client.down_replicas)
+        await async_wait_until(lambda: client.down_replicas)
         waiting = asyncio.create_task(client.pause())
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -138,7 +116,6 @@ async def test_pausing_waits_for_a_server_to_come_up():
         await waiting
 
 
-@bounded
 async def test_a_request_without_a_server_fails_with_the_reason_of_each():
     fake = ScriptedEngine()
     async with connected(fake, config=QUICK.model_copy(update={"server_wait_timeout": 2.0})) as client:
@@ -147,14 +124,13 @@ async def test_a_request_without_a_server_fails_with_the_reason_of_each():
             await client.generate([1], SAMPLING)
 
 
-@bounded
 async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
     late = ScriptedEngine()
     async with late:
         pass  # its port is known, but nothing listens
     client = InferenceClient(late.url, QUICK)
     starting = asyncio.create_task(client.start())
-    await until(lambda: "cannot be reached" in client.down_replicas[late.url])
+    await async_wait_until(lambda: "cannot be reached" in client.down_replicas[late.url])
     async with late:
         await starting
         await client.generate([1], SAMPLING)
@@ -163,7 +139,6 @@ async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
         await InferenceClient(late.url, QUICK.model_copy(update={"server_wait_timeout": 0.2})).start()
 
 
-@bounded
 async def test_servers_that_come_up_after_start_are_added():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with two:
@@ -174,14 +149,13 @@ async def test_servers_that_come_up_after_start_are_added():
         ).start()
         assert list(client.down_replicas) == [two.url]
         async with two:
-            await until(lambda: not client.down_replicas)
+            await async_wait_until(lambda: not client.down_replicas)
         await client.close()
 
 
 # -- retries ---------------------------------------------------------------------------------------------------------
 
 
-@bounded
 async def test_a_timeout_ends_the_request_and_the_connection():
     fake = ScriptedEngine()
     fake.behaviour = hang
@@ -192,7 +166,6 @@ async def test_a_timeout_ends_the_request_and_the_connection():
         assert len(fake.requests) == 1
 
 
-@bounded
 async def test_a_request_to_a_full_server_is_sent_to_a_free_one():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
@@ -202,7 +175,6 @@ async def test_a_request_to_a_full_server_is_sent_to_a_free_one():
         assert (await client.generate([1], SAMPLING)).server == two.url
 
 
-@bounded
 async def test_servers_that_stay_full_raise_queue_full():
     fake = ScriptedEngine()
     fake.behaviour = refuse_as_full
@@ -212,7 +184,6 @@ async def test_servers_that_stay_full_raise_queue_full():
     assert len(fake.requests) == 3
 
 
-@bounded
 async def test_a_lost_response_is_not_sampled_again():
     one, two = ScriptedEngine(), ScriptedEngine()
     one.behaviour = two.behaviour = disconnect
@@ -222,7 +193,6 @@ async def test_a_lost_response_is_not_sampled_again():
     assert len(one.requests) + len(two.requests) == 1
 
 
-@bounded
 async def test_a_lost_response_is_sampled_again_if_the_caller_allows_it():
     fake = ScriptedEngine()
     fake.behaviour = first(disconnect, times=2)
@@ -231,7 +201,6 @@ async def test_a_lost_response_is_sampled_again_if_the_caller_allows_it():
     assert len(fake.requests) == 3
 
 
-@bounded
 async def test_an_error_has_the_status_and_body_and_is_not_retried():
     fake = ScriptedEngine()
     fake.behaviour = fail
@@ -241,7 +210,6 @@ async def test_an_error_has_the_status_and_body_and_is_not_retried():
     assert len(fake.requests) == 1
 
 
-@bounded
 async def test_malformed_responses_are_rejected():
     async def send_wrong_types(fake, exchange):
         await exchange.reply({"choices": [{"token_ids": ["seven"]}]})
@@ -262,7 +230,6 @@ async def test_malformed_responses_are_rejected():
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-@bounded
 async def test_every_server_acknowledges_a_weight_update():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
@@ -271,22 +238,20 @@ async def test_every_server_acknowledges_a_weight_update():
         assert set(client.versions.values()) == {PolicyVersion("fake", 0, 2)}
 
 
-@bounded
 async def test_a_server_that_comes_back_with_old_weights_is_updated_first():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         await one.__aexit__()
-        await until(lambda: one.url in client.down_replicas)
+        await async_wait_until(lambda: one.url in client.down_replicas)
         (ack,) = await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         assert ack.server == two.url
         await client.pause()
         await one.__aenter__()
-        await until(lambda: not client.down_replicas)
+        await async_wait_until(lambda: not client.down_replicas)
         assert one.version == PolicyVersion("fake", 0, 2)
         assert any(path.startswith("/pause") for path in one.targets)  # and it is paused like the others
 
 
-@bounded
 async def test_a_directory_with_another_version_is_refused():
     fake = ScriptedEngine()
     async with connected(fake) as client:
@@ -298,14 +263,12 @@ async def test_a_directory_with_another_version_is_refused():
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-@bounded
 async def test_logprobs_before_temperature_are_refused_with_the_flag_to_use():
     async with ScriptedVLLM(processed=False) as fake:
         with pytest.raises(LogprobMismatch, match="--logprobs-mode processed_logprobs"):
             await InferenceClient(fake.url, QUICK).start()
 
 
-@bounded
 async def test_an_unknown_engine_is_refused():
     class Other(ScriptedEngine):
         def card(self):
@@ -325,7 +288,7 @@ async def test_an_unknown_engine_is_refused():
         (None, "has no list of models"),
     ],
 )
-def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
+async def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
     """None of them reports its context length, and asking again would not change that."""
 
     class ChatOnly(ScriptedEngine):
@@ -337,16 +300,11 @@ def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
             else:
                 await exchange.reply(models)
 
-    @bounded
-    async def main():
-        async with ChatOnly() as fake:
-            with pytest.raises(TokensRequired, match=reason):
-                await InferenceClient(fake.url, ClientConfig(server_wait_timeout=60)).start()
-
-    main()
+    async with ChatOnly() as fake:
+        with pytest.raises(TokensRequired, match=reason):
+            await InferenceClient(fake.url, ClientConfig(server_wait_timeout=60)).start()
 
 
-@bounded
 async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_label():
     fake = ScriptedVLLM()
     async with connected(fake, version=PolicyVersion("mine", 1, 5)) as client:
@@ -355,7 +313,6 @@ async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_la
         assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("mine", 1, 5, 3)]
 
 
-@bounded
 async def test_a_closed_client_refuses_requests():
     async with connected(ScriptedEngine()) as client:
         pass
@@ -380,26 +337,21 @@ def choice(*ids: int) -> dict:
         ([choice(2**40)], f"token id {2**40}"),
     ],
 )
-def test_impossible_samples_are_provider_errors(kind, choices, reason):
-    @bounded
-    async def main():
-        fake = kind()
-        async with connected(fake) as client:
-            fake.behaviour = lambda fake, exchange: exchange.reply({"choices": choices})
-            with pytest.raises(ProviderError, match=reason):
-                await client.generate([1], SAMPLING)
-
-    main()
+async def test_impossible_samples_are_provider_errors(kind, choices, reason):
+    fake = kind()
+    async with connected(fake) as client:
+        fake.behaviour = lambda fake, exchange: exchange.reply({"choices": choices})
+        with pytest.raises(ProviderError, match=reason):
+            await client.generate([1], SAMPLING)
 
 
-@bounded
 async def test_a_seeded_request_moves_from_an_unhealthy_server_to_another():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, session="s", clock=StallClock()))
-        await until(lambda: one.requests or two.requests)
+        await async_wait_until(lambda: one.requests or two.requests)
         unhealthy, other = (one, two) if one.requests else (two, one)
         other.behaviour, unhealthy.healthy = respond, False
         done = await waiting
@@ -408,24 +360,22 @@ async def test_a_seeded_request_moves_from_an_unhealthy_server_to_another():
         await unhealthy.disconnected.wait()
 
 
-@bounded
 async def test_an_unseeded_request_stays_with_an_unhealthy_server():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         unseeded = ClientSampling(max_tokens=3)
         waiting = asyncio.create_task(client.generate([1], unseeded, timeout=60, clock=StallClock()))
-        await until(lambda: one.requests or two.requests)
+        await async_wait_until(lambda: one.requests or two.requests)
         unhealthy, other = (one, two) if one.requests else (two, one)
         unhealthy.healthy = False
-        await until(lambda: unhealthy.url in client.down_replicas)
+        await async_wait_until(lambda: unhealthy.url in client.down_replicas)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.2)
         assert not other.requests
         waiting.cancel()
 
 
-@bounded
 async def test_health_checks_tolerate_metrics_that_are_not_numeric():
     class Odd(ScriptedEngine):
         async def route(self, exchange):
@@ -438,7 +388,7 @@ async def test_health_checks_tolerate_metrics_that_are_not_numeric():
     async with connected(fake) as client:
         fake.behaviour = hang
         waiting = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3), clock=StallClock()))
-        await until(lambda: fake.targets.count("/metrics") >= 3)
+        await async_wait_until(lambda: fake.targets.count("/metrics") >= 3)
         assert not client.down_replicas
         waiting.cancel()
 
@@ -446,23 +396,21 @@ async def test_health_checks_tolerate_metrics_that_are_not_numeric():
 # -- addresses that change -------------------------------------------------------------------------------------------
 
 
-@bounded
 async def test_a_new_address_is_used_once_it_has_the_weights_of_the_others():
     old, new = ScriptedEngine(), ScriptedEngine()
     async with connected(old) as client, new:
         await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         new.healthy = False
         client.set_urls([old.url, new.url])
-        await until(lambda: "/health" in new.targets)
+        await async_wait_until(lambda: "/health" in new.targets)
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {old.url}
         assert client.urls == [old.url, new.url] and client.joined_urls == [old.url]
         new.healthy = True
-        await until(lambda: new.url in client.versions)
+        await async_wait_until(lambda: new.url in client.versions)
         assert new.version == PolicyVersion("fake", 0, 2)
         assert {(await client.generate([1], SAMPLING)).server for _ in range(9)} == {old.url, new.url}
 
 
-@bounded
 async def test_a_removed_address_gets_no_new_requests_and_finishes_those_in_flight():
     leaving, staying = ScriptedEngine(), ScriptedEngine()
     may_answer = asyncio.Event()
@@ -474,45 +422,42 @@ async def test_a_removed_address_gets_no_new_requests_and_finishes_those_in_flig
     async with connected(leaving) as client, staying:
         leaving.behaviour = answer_later
         in_flight = asyncio.create_task(client.generate([1], SAMPLING))
-        await until(lambda: leaving.requests)
+        await async_wait_until(lambda: leaving.requests)
         client.set_urls([f"{staying.url}/"])  # a slash at the end makes no other address
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {staying.url}
         may_answer.set()
         assert (await in_flight).server == leaving.url
         num_checks = leaving.targets.count("/health")
-        await until(lambda: len(client._watch_tasks) == 1)
+        await async_wait_until(lambda: len(client._watch_tasks) == 1)
         await asyncio.sleep(0.1)
         assert leaving.targets.count("/health") <= num_checks + 2
         assert list(client.versions) == [staying.url] and not client.down_replicas
 
 
-@bounded
 async def test_a_seeded_request_moves_away_from_a_vanished_address():
     vanished, other = ScriptedEngine(), ScriptedEngine()
     async with connected(vanished) as client, other:
         vanished.behaviour = hang
         seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, timeout=60, clock=StallClock()))
-        await until(lambda: vanished.requests)
+        await async_wait_until(lambda: vanished.requests)
         client.set_urls([])
         vanished.healthy = False  # as if its machine were cut off
-        await until(lambda: vanished.disconnected.is_set())
+        await async_wait_until(lambda: vanished.disconnected.is_set())
         assert not waiting.done()
         client.set_urls([other.url])
         assert (await waiting).server == other.url
 
 
-@bounded
 async def test_an_address_that_returns_is_joined_again():
     one, two = ScriptedEngine(), ScriptedEngine()
     async with connected(one, two) as client:
         client.set_urls([two.url])
         client.set_urls([one.url, two.url])
-        await until(lambda: one.url in client.versions)
+        await async_wait_until(lambda: one.url in client.versions)
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {one.url, two.url}
 
 
-@bounded
 async def test_start_follows_addresses_that_change():
     gone, new = ScriptedEngine(), ScriptedEngine()
     async with gone:
@@ -520,9 +465,9 @@ async def test_start_follows_addresses_that_change():
     async with new:
         client = InferenceClient(gone.url, QUICK)
         starting = asyncio.create_task(client.start())
-        await until(lambda: "cannot be reached" in client.down_replicas[gone.url])
+        await async_wait_until(lambda: "cannot be reached" in client.down_replicas[gone.url])
         client.set_urls([])
-        await until(lambda: not client._watch_tasks)
+        await async_wait_until(lambda: not client._watch_tasks)
         client.set_urls([new.url])
         await starting
         assert list(client.versions) == [new.url]

@@ -55,35 +55,31 @@ class WaitingHandler:
         return WireMessage.encode("waited")
 
 
-def with_server_and_client(test):
-    """Run an async test with a server and a client."""
-
-    def wrapped():
-        async def main():
-            handler = WaitingHandler()
-            handlers = {"echo": echo, "count": count, "fail": fail, "wait": handler}
-            async with (
-                WireServer(handlers, settings=FAST) as server,
-                WireClient(server.address, settings=FAST) as client,
-            ):
-                await asyncio.wait_for(test(server, client, handler), 60)
-
-        asyncio.run(main())
-
-    wrapped.__name__ = test.__name__
-    return wrapped
+@pytest.fixture
+async def handler():
+    return WaitingHandler()
 
 
-@with_server_and_client
-async def test_reply_carries_its_blobs(server, client, handler):
+@pytest.fixture
+async def server(handler):
+    async with WireServer({"echo": echo, "count": count, "fail": fail, "wait": handler}, settings=FAST) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server):
+    async with WireClient(server.address, settings=FAST) as client:
+        yield client
+
+
+async def test_reply_carries_its_blobs(client):
     large = bytes(range(256)) * (1 << 15)
     reply = await client.call("echo", WireMessage.encode(EchoRequest("abc"), b"small", large), timeout=20)
     assert reply.decode(str) == "cba"
     assert [bytes(blob) for blob in reply.blobs] == [b"small", large]
 
 
-@with_server_and_client
-async def test_streamed_parts_arrive_in_order_before_the_reply(server, client, handler):
+async def test_streamed_parts_arrive_in_order_before_the_reply(client):
     seen: list[int] = []
     reply = await client.call(
         "count", WireMessage.encode(100), timeout=5, on_part=lambda part: seen.append(part.decode(int))
@@ -92,8 +88,7 @@ async def test_streamed_parts_arrive_in_order_before_the_reply(server, client, h
     assert reply.decode(str) == "end"
 
 
-@with_server_and_client
-async def test_error_in_part_callback_fails_only_its_own_call(server, client, handler):
+async def test_error_in_part_callback_fails_only_its_own_call(client):
     def broken(part: WireMessage) -> None:
         raise KeyError("owner")
 
@@ -105,7 +100,7 @@ async def test_error_in_part_callback_fails_only_its_own_call(server, client, ha
     assert first.decode(str) == third.decode(str) == "end"
 
 
-def test_requests_do_not_share_context_variables():
+async def test_requests_do_not_share_context_variables():
     owner: ContextVar[str] = ContextVar("owner", default="unset")
 
     async def claim(request: IncomingRequest) -> WireMessage:
@@ -116,31 +111,24 @@ def test_requests_do_not_share_context_variables():
             await asyncio.sleep(0)
         return WireMessage.encode(before)
 
-    async def main():
-        async with (
-            WireServer({"claim": claim}, settings=FAST) as server,
-            WireClient(server.address, settings=FAST) as client,
-        ):
+    async with (
+        WireServer({"claim": claim}, settings=FAST) as server,
+        WireClient(server.address, settings=FAST) as client,
+    ):
 
-            async def call_repeatedly(name: str) -> set[str]:
-                return {
-                    (await client.call("claim", WireMessage.encode(name), timeout=20)).decode(str) for _ in range(20)
-                }
+        async def call_repeatedly(name: str) -> set[str]:
+            return {(await client.call("claim", WireMessage.encode(name), timeout=20)).decode(str) for _ in range(20)}
 
-            assert set().union(*await asyncio.gather(*map(call_repeatedly, "abcdefgh"))) == {"unset"}
-
-    asyncio.run(main())
+        assert set().union(*await asyncio.gather(*map(call_repeatedly, "abcdefgh"))) == {"unset"}
 
 
-@with_server_and_client
-async def test_failure_is_raised_as_its_own_class(server, client, handler):
+async def test_failure_is_raised_as_its_own_class(client):
     with pytest.raises(JudgeError, match="asleep") as caught:
         await client.call("fail", timeout=20)
     assert "raise JudgeError" in (caught.value.remote_traceback or "")
 
 
-@with_server_and_client
-async def test_invalid_request_is_rejected_and_connection_stays_usable(server, client, handler):
+async def test_invalid_request_is_rejected_and_connection_stays_usable(client):
     with pytest.raises(RequestInvalid, match="unknown method 'ecco'"):
         await client.call("ecco", timeout=20)
     with pytest.raises(RequestInvalid, match="EchoRequest"):
@@ -148,7 +136,6 @@ async def test_invalid_request_is_rejected_and_connection_stays_usable(server, c
     assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(str) == "ba"
 
 
-@with_server_and_client
 async def test_timeout_is_sent_and_cancels_the_handler(server, client, handler):
     with pytest.raises(DeadlineExceeded, match="wait"):
         await client.call("wait", timeout=0.2)
@@ -156,15 +143,13 @@ async def test_timeout_is_sent_and_cancels_the_handler(server, client, handler):
     assert server.num_open_requests == 0
 
 
-@with_server_and_client
-async def test_timeout_that_has_already_expired_fails_the_call(server, client, handler):
+async def test_timeout_that_has_already_expired_fails_the_call(server, client):
     with pytest.raises(DeadlineExceeded, match="wait took longer than 0 s"):
         await client.call("wait", timeout=-1.0)
     assert server.num_open_requests == 0
 
 
-@with_server_and_client
-async def test_cancelled_call_cancels_the_handler(server, client, handler):
+async def test_cancelled_call_cancels_the_handler(client, handler):
     call = asyncio.create_task(client.call("wait", timeout=60))
     await handler.started.wait()
     call.cancel()
@@ -174,8 +159,7 @@ async def test_cancelled_call_cancels_the_handler(server, client, handler):
     assert client.num_pending == 0
 
 
-@with_server_and_client
-async def test_requests_cancelled_before_they_start_are_finished(server, client, handler):
+async def test_requests_cancelled_before_they_start_are_finished(server, client):
     calls = [asyncio.create_task(client.call("wait", timeout=60)) for _ in range(50)]
     await asyncio.sleep(0)
     for call in calls:
@@ -185,7 +169,6 @@ async def test_requests_cancelled_before_they_start_are_finished(server, client,
     assert server.num_open_requests == 0
 
 
-@with_server_and_client
 async def test_closing_server_fails_pending_calls(server, client, handler):
     call = asyncio.create_task(client.call("wait", timeout=60))
     await handler.started.wait()
@@ -194,71 +177,62 @@ async def test_closing_server_fails_pending_calls(server, client, handler):
         await call
 
 
-def test_request_over_the_limit_fails_with_queue_full():
-    async def main():
-        handler = WaitingHandler()
-        few = WireSettings(heartbeat_interval=0.1, max_open_requests=2)
-        async with (
-            WireServer({"wait": handler}, settings=few) as server,
-            WireClient(server.address, settings=FAST) as client,
-        ):
-            calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(3)]
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            with pytest.raises(QueueFull, match="2 requests"):
-                await done.pop()
-            handler.release.set()
-            replies = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(reply, WireMessage) for reply in replies) == 2
-        async with WireServer({"wait": handler}) as server, WireClient(server.address, settings=few) as client:
-            handler.release.clear()
-            calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(2)]
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFull):
-                await client.call("wait", timeout=10)
-            handler.release.set()
-            await asyncio.gather(*calls)
-
-    asyncio.run(main())
+async def test_request_over_the_limit_fails_with_queue_full():
+    handler = WaitingHandler()
+    few = WireSettings(heartbeat_interval=0.1, max_open_requests=2)
+    async with (
+        WireServer({"wait": handler}, settings=few) as server,
+        WireClient(server.address, settings=FAST) as client,
+    ):
+        calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(3)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(QueueFull, match="2 requests"):
+            await done.pop()
+        handler.release.set()
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(reply, WireMessage) for reply in replies) == 2
+    async with WireServer({"wait": handler}) as server, WireClient(server.address, settings=few) as client:
+        handler.release.clear()
+        calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await client.call("wait", timeout=10)
+        handler.release.set()
+        await asyncio.gather(*calls)
 
 
-def test_failure_too_long_for_a_header_is_truncated():
+async def test_failure_too_long_for_a_header_is_truncated():
     async def talk(request: IncomingRequest) -> WireMessage:
         try:
             raise ValueError("\U0001f333" * (1 << 20))
         except ValueError as error:
             raise JudgeError("begin" + "x" * (3 << 20) + "end") from error
 
-    async def main():
-        async with (
-            WireServer({"talk": talk, "echo": echo}) as server,
-            WireClient(server.address, settings=FAST) as client,
-        ):
-            with pytest.raises(JudgeError, match=r"(?s)^begin.*end$") as raised:
-                await client.call("talk", timeout=10)
-            assert "ValueError" in str(raised.value.remote_traceback) or raised.value.__cause__ is not None
-            assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=10)).decode(str) == "ba"
-
-    asyncio.run(main())
+    async with (
+        WireServer({"talk": talk, "echo": echo}) as server,
+        WireClient(server.address, settings=FAST) as client,
+    ):
+        with pytest.raises(JudgeError, match=r"(?s)^begin.*end$") as raised:
+            await client.call("talk", timeout=10)
+        assert "ValueError" in str(raised.value.remote_traceback) or raised.value.__cause__ is not None
+        assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=10)).decode(str) == "ba"
 
 
-def test_message_with_too_many_frames_is_rejected_and_connection_stays_usable():
+async def test_message_with_too_many_frames_is_rejected_and_connection_stays_usable():
     async def many(request: IncomingRequest) -> WireMessage:
         return WireMessage.encode(None, *([b""] * request.decode(int)))
 
-    async def main():
-        async with (
-            WireServer({"echo": echo, "many": many}) as server,
-            WireClient(server.address, settings=FAST) as client,
-        ):
-            with pytest.raises(RequestInvalid, match="echo: the message has 2001 frames"):
-                await client.call("echo", WireMessage.encode(EchoRequest("ab"), *([b""] * 2000)), timeout=10)
-            with pytest.raises(RequestInvalid, match="the reply has 2001 frames"):
-                await client.call("many", WireMessage.encode(2000), timeout=10)
-            most = [b""] * (MAX_BODY_FRAMES - 1)
-            reply = await client.call("echo", WireMessage.encode(EchoRequest("ab"), *most), timeout=10)
-            assert reply.decode(str) == "ba" and len(reply.blobs) == len(most)
-
-    asyncio.run(main())
+    async with (
+        WireServer({"echo": echo, "many": many}) as server,
+        WireClient(server.address, settings=FAST) as client,
+    ):
+        with pytest.raises(RequestInvalid, match="echo: the message has 2001 frames"):
+            await client.call("echo", WireMessage.encode(EchoRequest("ab"), *([b""] * 2000)), timeout=10)
+        with pytest.raises(RequestInvalid, match="the reply has 2001 frames"):
+            await client.call("many", WireMessage.encode(2000), timeout=10)
+        most = [b""] * (MAX_BODY_FRAMES - 1)
+        reply = await client.call("echo", WireMessage.encode(EchoRequest("ab"), *most), timeout=10)
+        assert reply.decode(str) == "ba" and len(reply.blobs) == len(most)
 
 
 def test_public_address_requires_a_secret():
@@ -270,23 +244,18 @@ def test_public_address_requires_a_secret():
             WireServer({}, address)
 
 
-def test_client_without_the_secret_is_not_answered():
-    async def main():
-        quick = WireSettings(heartbeat_interval=0.1, server_timeout=0.5)
-        async with WireServer({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
-            address = server.address.replace("0.0.0.0", "127.0.0.1")
-            async with WireClient(address, secret="sesame", settings=FAST) as client:
-                assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(
-                    str
-                ) == "ba"
-            with pytest.raises(PeerLost, match="check the secret"):
-                await WireClient(address, secret="simsim", settings=quick).start()
-            with pytest.raises(PeerLost):
-                await WireClient(address, settings=quick).start()
-        async with (
-            WireServer({"echo": echo}, secret="sesame", encrypted=False, settings=quick) as server,
-        ):
-            with pytest.raises(PeerRefused, match="does not know the secret"):
-                await WireClient(server.address, secret="simsim", encrypted=False, settings=FAST).start()
-
-    asyncio.run(main())
+async def test_client_without_the_secret_is_not_answered():
+    quick = WireSettings(heartbeat_interval=0.1, server_timeout=0.5)
+    async with WireServer({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
+        async with WireClient(address, secret="sesame", settings=FAST) as client:
+            assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(str) == "ba"
+        with pytest.raises(PeerLost, match="check the secret"):
+            await WireClient(address, secret="simsim", settings=quick).start()
+        with pytest.raises(PeerLost):
+            await WireClient(address, settings=quick).start()
+    async with (
+        WireServer({"echo": echo}, secret="sesame", encrypted=False, settings=quick) as server,
+    ):
+        with pytest.raises(PeerRefused, match="does not know the secret"):
+            await WireClient(server.address, secret="simsim", encrypted=False, settings=FAST).start()

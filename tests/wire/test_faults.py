@@ -29,130 +29,119 @@ async def connect(address: str, settings: WireSettings):
         await client.close()
 
 
-def test_broken_connection_loses_no_reply_and_repeats_no_request():
-    async def main():
-        runs: Counter[int] = Counter()
-        parts: Counter[int] = Counter()
+@pytest.mark.promise
+async def test_broken_connection_loses_no_reply_and_repeats_no_request():
+    runs: Counter[int] = Counter()
+    parts: Counter[int] = Counter()
 
-        async def work(request: IncomingRequest) -> WireMessage:
-            number = request.decode(int)
-            runs[number] += 1
-            request.send_part(WireMessage.encode(number))
-            await asyncio.sleep(0.002 * (number % 20))
-            return WireMessage.encode(number, bytes(1000 * (number % 50)))
+    async def work(request: IncomingRequest) -> WireMessage:
+        number = request.decode(int)
+        runs[number] += 1
+        request.send_part(WireMessage.encode(number))
+        await asyncio.sleep(0.002 * (number % 20))
+        return WireMessage.encode(number, bytes(1000 * (number % 50)))
 
-        def count(part: WireMessage) -> None:
-            parts[part.decode(int)] += 1
+    def count(part: WireMessage) -> None:
+        parts[part.decode(int)] += 1
 
-        async with (
-            WireServer({"work": work}, settings=FAST) as server,
-            Proxy(server.address) as proxy,
-            WireClient(proxy.address, settings=FAST) as client,
-        ):
-            slots = asyncio.Semaphore(50)
+    async with (
+        WireServer({"work": work}, settings=FAST) as server,
+        Proxy(server.address) as proxy,
+        WireClient(proxy.address, settings=FAST) as client,
+    ):
+        slots = asyncio.Semaphore(50)
 
-            async def one(number: int) -> int:
-                async with slots:
-                    reply = await client.call("work", WireMessage.encode(number), timeout=60, on_part=count)
-                if number % 40 == 0:
-                    proxy.cut()
-                return reply.decode(int)
+        async def one(number: int) -> int:
+            async with slots:
+                reply = await client.call("work", WireMessage.encode(number), timeout=60, on_part=count)
+            if number % 40 == 0:
+                proxy.cut()
+            return reply.decode(int)
 
-            replies = await asyncio.gather(*(one(number) for number in range(400)))
-            assert replies == list(range(400))
-            assert set(runs.values()) == set(parts.values()) == {1}
-            assert proxy.connections >= 2
-
-    asyncio.run(main())
+        replies = await asyncio.gather(*(one(number) for number in range(400)))
+        assert replies == list(range(400))
+        assert set(runs.values()) == set(parts.values()) == {1}
+        assert proxy.connections >= 2
 
 
-def test_connection_is_open_again_soon_after_a_silent_network_works_again():
+async def test_connection_is_open_again_soon_after_a_silent_network_works_again():
     """A connection that was being opened when packets were dropped is given up after `server_timeout`."""
     impatient = WireSettings(heartbeat_interval=0.05, server_timeout=0.3)
 
-    async def main():
-        async def answer(request: IncomingRequest) -> WireMessage:
-            return request.message
+    async def answer(request: IncomingRequest) -> WireMessage:
+        return request.message
 
-        async with (
-            WireServer({"answer": answer}, settings=FAST) as server,
-            Proxy(server.address) as proxy,
-            connect(proxy.address, impatient) as client,
-        ):
-            proxy.silent = True
-            proxy.cut()
-            while proxy.connections < 2:
-                await asyncio.sleep(0.01)
-            with pytest.raises(PeerLost):
-                await client.call("answer", timeout=5)
-            proxy.silent = False
-            async with asyncio.timeout(60):
-                while True:
-                    try:
-                        await client.call("answer", timeout=5)
-                        return
-                    except PeerLost:
-                        continue
-
-    asyncio.run(main())
+    async with (
+        WireServer({"answer": answer}, settings=FAST) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, impatient) as client,
+    ):
+        proxy.silent = True
+        proxy.cut()
+        while proxy.connections < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(PeerLost):
+            await client.call("answer", timeout=5)
+        proxy.silent = False
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await client.call("answer", timeout=5)
+                    return
+                except PeerLost:
+                    continue
 
 
-def test_restarted_server_fails_pending_calls_and_serves_new_ones():
-    async def main():
-        started = asyncio.Event()
+async def test_restarted_server_fails_pending_calls_and_serves_new_ones():
+    started = asyncio.Event()
 
-        async def wait(request: IncomingRequest) -> WireMessage:
-            started.set()
+    async def wait(request: IncomingRequest) -> WireMessage:
+        started.set()
+        await asyncio.sleep(60)
+        return WireMessage.encode()
+
+    async def answer(request: IncomingRequest) -> WireMessage:
+        return WireMessage.encode("new")
+
+    async with (
+        WireServer({"wait": wait}, settings=FAST) as first,
+        WireServer({"answer": answer}, settings=FAST) as second,
+        Proxy(first.address) as proxy,
+        WireClient(proxy.address, settings=FAST) as client,
+    ):
+        call = asyncio.create_task(client.call("wait", timeout=60))
+        await started.wait()
+        proxy.target = second.address  # a restart: another server at the same address
+        proxy.cut()
+        with pytest.raises(PeerLost, match="forgotten"):
+            await call
+        assert (await client.call("answer", timeout=10)).decode(str) == "new"
+
+
+async def test_session_of_a_silent_client_is_closed_and_its_requests_cancelled():
+    started, ended = asyncio.Event(), asyncio.Event()
+    brief = WireSettings(heartbeat_interval=0.05, server_timeout=0.3, session_timeout=0.5)
+
+    async def wait(request: IncomingRequest) -> WireMessage:
+        started.set()
+        try:
             await asyncio.sleep(60)
-            return WireMessage.encode()
+        finally:
+            ended.set()
+        return WireMessage.encode()
 
-        async def answer(request: IncomingRequest) -> WireMessage:
-            return WireMessage.encode("new")
-
-        async with (
-            WireServer({"wait": wait}, settings=FAST) as first,
-            WireServer({"answer": answer}, settings=FAST) as second,
-            Proxy(first.address) as proxy,
-            WireClient(proxy.address, settings=FAST) as client,
-        ):
-            call = asyncio.create_task(client.call("wait", timeout=60))
-            await started.wait()
-            proxy.target = second.address  # a restart: another server at the same address
-            proxy.cut()
-            with pytest.raises(PeerLost, match="forgotten"):
-                await call
-            assert (await client.call("answer", timeout=10)).decode(str) == "new"
-
-    asyncio.run(main())
-
-
-def test_session_of_a_silent_client_is_closed_and_its_requests_cancelled():
-    async def main():
-        started, ended = asyncio.Event(), asyncio.Event()
-        brief = WireSettings(heartbeat_interval=0.05, server_timeout=0.3, session_timeout=0.5)
-
-        async def wait(request: IncomingRequest) -> WireMessage:
-            started.set()
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended.set()
-            return WireMessage.encode()
-
-        async with (
-            WireServer({"wait": wait}, settings=brief) as server,
-            Proxy(server.address) as proxy,
-            connect(proxy.address, brief) as client,
-        ):
-            call = asyncio.create_task(client.call("wait", timeout=60))
-            await started.wait()
-            proxy.silent = True
-            with pytest.raises(PeerLost, match=r"no message for 0\.3 s"):
-                await call
-            await asyncio.wait_for(ended.wait(), 60)
-            assert server.num_clients == 0
-
-    asyncio.run(main())
+    async with (
+        WireServer({"wait": wait}, settings=brief) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, brief) as client,
+    ):
+        call = asyncio.create_task(client.call("wait", timeout=60))
+        await started.wait()
+        proxy.silent = True
+        with pytest.raises(PeerLost, match=r"no message for 0\.3 s"):
+            await call
+        await asyncio.wait_for(ended.wait(), 60)
+        assert server.num_clients == 0
 
 
 def test_blocked_event_loop_keeps_the_connection_and_reports_its_stack():
@@ -194,6 +183,7 @@ def test_blocked_event_loop_keeps_the_connection_and_reports_its_stack():
     asyncio.run(main())
 
 
+@pytest.mark.promise
 @given(st.lists(st.sampled_from(["send", "lose", "repeat", "connect", "deliver"]), max_size=60))
 def test_every_message_arrives_once_and_in_order_despite_loss_and_repetition(steps):
     sender, receiver = SequencedStream(), SequencedStream()

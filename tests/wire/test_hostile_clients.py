@@ -52,61 +52,53 @@ def hostile_message(kind: str, rng: random.Random) -> list[bytes]:
     return [headers.encode_header(headers.HelloHeader(version, rng.randbytes(4).hex(), b"", 0))]
 
 
-def test_hostile_clients_are_rejected_and_memory_stays_flat():
-    async def main():
-        rng, process = random.Random(7), psutil.Process()
-        context = zmq.Context()
-        async with (
-            WireServer({"echo": echo}, settings=SETTINGS) as server,
-            WireClient(server.address, settings=SETTINGS) as good,
-        ):
-            for kind in ("warm-up", "random", "truncated", "version"):
-                memory = []
-                for number in range(COUNT):
-                    bad = context.socket(zmq.DEALER)  # the one before was rejected
-                    bad.connect(server.address)
-                    if rng.random() < 0.5:  # a valid hello first
-                        name = rng.randbytes(4).hex()
-                        bad.send(
-                            headers.encode_header(
-                                headers.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0)
-                            )
-                        )
-                    bad.send_multipart(hostile_message(kind, rng))
-                    await asyncio.to_thread(bad.poll, 1000)  # wait for the answer
-                    bad.close(10_000)
-                    if number % 25 == 0:
-                        reply = await good.call("echo", WireMessage.encode(f"{number}", bytes(100)), timeout=30)
-                        assert reply.decode(str) == f"{number}"
-                        memory.append(process.memory_info().rss)
-                quarter = len(memory) // 4
-                second, last = memory[quarter : 2 * quarter], memory[-quarter:]
-                assert kind == "warm-up" or sum(last) / len(last) <= 1.05 * sum(second) / len(second)
-            async with asyncio.timeout(60):
-                while server.num_rejected < 2 * COUNT:
-                    await asyncio.sleep(0.01)
-        context.destroy(0)
-
-    asyncio.run(main())
+async def test_hostile_clients_are_rejected_and_memory_stays_flat():
+    rng, process = random.Random(7), psutil.Process()
+    context = zmq.Context()
+    async with (
+        WireServer({"echo": echo}, settings=SETTINGS) as server,
+        WireClient(server.address, settings=SETTINGS) as good,
+    ):
+        for kind in ("warm-up", "random", "truncated", "version"):
+            memory = []
+            for number in range(COUNT):
+                bad = context.socket(zmq.DEALER)  # the one before was rejected
+                bad.connect(server.address)
+                if rng.random() < 0.5:  # a valid hello first
+                    name = rng.randbytes(4).hex()
+                    bad.send(
+                        headers.encode_header(headers.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0))
+                    )
+                bad.send_multipart(hostile_message(kind, rng))
+                await asyncio.to_thread(bad.poll, 1000)  # wait for the answer
+                bad.close(10_000)
+                if number % 25 == 0:
+                    reply = await good.call("echo", WireMessage.encode(f"{number}", bytes(100)), timeout=30)
+                    assert reply.decode(str) == f"{number}"
+                    memory.append(process.memory_info().rss)
+            quarter = len(memory) // 4
+            second, last = memory[quarter : 2 * quarter], memory[-quarter:]
+            assert kind == "warm-up" or sum(last) / len(last) <= 1.05 * sum(second) / len(second)
+        async with asyncio.timeout(60):
+            while server.num_rejected < 2 * COUNT:
+                await asyncio.sleep(0.01)
+    context.destroy(0)
 
 
-def test_non_zmq_bytes_and_oversized_frames_close_only_their_own_connection():
-    async def main():
-        context = zmq.Context()
-        async with (
-            WireServer({"echo": echo}, settings=SETTINGS) as server,
-            WireClient(server.address, settings=SETTINGS) as good,
-        ):
-            host, _, port = server.address.removeprefix("tcp://").rpartition(":")
-            for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\0" * 64):
-                with socket.create_connection((host, int(port))) as raw:
-                    raw.sendall(garbage)
-                    assert (await good.call("echo", WireMessage.encode("a"), timeout=30)).decode(str) == "a"
-            large = context.socket(zmq.DEALER)
-            large.connect(server.address)
-            large.send(bytes(4 << 20))
-            assert (await good.call("echo", WireMessage.encode("b"), timeout=30)).decode(str) == "b"
-            large.close(0)
-        context.destroy(0)
-
-    asyncio.run(main())
+async def test_non_zmq_bytes_and_oversized_frames_close_only_their_own_connection():
+    context = zmq.Context()
+    async with (
+        WireServer({"echo": echo}, settings=SETTINGS) as server,
+        WireClient(server.address, settings=SETTINGS) as good,
+    ):
+        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\0" * 64):
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(garbage)
+                assert (await good.call("echo", WireMessage.encode("a"), timeout=30)).decode(str) == "a"
+        large = context.socket(zmq.DEALER)
+        large.connect(server.address)
+        large.send(bytes(4 << 20))
+        assert (await good.call("echo", WireMessage.encode("b"), timeout=30)).decode(str) == "b"
+        large.close(0)
+    context.destroy(0)

@@ -30,17 +30,14 @@ async def get(server: HttpServer) -> bytes:
     return response
 
 
-def test_server_listens_on_a_free_port_until_closed():
-    async def main():
-        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            assert (await get(server)).endswith(b"hello")
-            with pytest.raises(PortTaken, match=f"another page: 127.0.0.1:{server.port} cannot be listened on"):
-                await HttpServer(APP, "127.0.0.1", server.port, name="another page").start()
-        await server.close()  # closing it again does nothing
-        with pytest.raises(OSError):
-            await get(server)
-
-    asyncio.run(main())
+async def test_server_listens_on_a_free_port_until_closed():
+    async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+        assert (await get(server)).endswith(b"hello")
+        with pytest.raises(PortTaken, match=f"another page: 127.0.0.1:{server.port} cannot be listened on"):
+            await HttpServer(APP, "127.0.0.1", server.port, name="another page").start()
+    await server.close()  # closing it again does nothing
+    with pytest.raises(OSError):
+        await get(server)
 
 
 def test_foreign_address_is_config_invalid_not_port_taken():
@@ -49,64 +46,49 @@ def test_foreign_address_is_config_invalid_not_port_taken():
         asyncio.run(HttpServer(APP, "192.0.2.1", name="a page").start())
 
 
-def test_connections_have_tcp_nodelay():
+async def test_connections_have_tcp_nodelay():
     """Connections inherit the option from the socket that listens."""
 
-    async def main():
-        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            (listener,) = [sock for server_ in server._server.servers for sock in server_.sockets]
-            assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-    asyncio.run(main())
+    async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+        (listener,) = [sock for server_ in server._server.servers for sock in server_.sockets]
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_signals_are_left_to_the_process():
-    async def main():
-        received = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, received.set)
-        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(received.wait(), 60)
-            assert (await get(server)).endswith(b"hello")
-
-    asyncio.run(main())
+async def test_signals_are_left_to_the_process():
+    received = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, received.set)
+    async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(received.wait(), 60)
+        assert (await get(server)).endswith(b"hello")
 
 
 async def _crash(*_: object, **__: object) -> None:
     raise RuntimeError("the event loop is broken")
 
 
-def test_error_during_start_is_raised(monkeypatch):
-    async def main():
-        server = HttpServer(APP, "127.0.0.1", name="a page")
-        monkeypatch.setattr(server._server, "startup", _crash)
+async def test_error_during_start_is_raised(monkeypatch):
+    server = HttpServer(APP, "127.0.0.1", name="a page")
+    monkeypatch.setattr(server._server, "startup", _crash)
+    with pytest.raises(RuntimeError, match="the event loop is broken"):
+        await server.start()
+    with pytest.raises(OSError):  # the port is free again
+        await get(server)
+    await server.close()
+
+
+async def test_error_that_stops_the_server_is_raised_in_wait(monkeypatch):
+    async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+        monkeypatch.setattr(server._server, "on_tick", _crash)  # called every 0.1 s
         with pytest.raises(RuntimeError, match="the event loop is broken"):
-            await server.start()
-        with pytest.raises(OSError):  # the port is free again
-            await get(server)
-        await server.close()
-
-    asyncio.run(main())
+            await asyncio.wait_for(server.wait(), 60)
+    with pytest.raises(OSError):  # it listens no longer
+        await get(server)
 
 
-def test_error_that_stops_the_server_is_raised_in_wait(monkeypatch):
-    async def main():
-        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            monkeypatch.setattr(server._server, "on_tick", _crash)  # called every 0.1 s
-            with pytest.raises(RuntimeError, match="the event loop is broken"):
-                await asyncio.wait_for(server.wait(), 60)
-        with pytest.raises(OSError):  # it listens no longer
-            await get(server)
-
-    asyncio.run(main())
-
-
-def test_cancelled_wait_does_not_stop_the_server():
-    async def main():
-        async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            waiting = asyncio.create_task(server.wait())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            assert (await get(server)).endswith(b"hello")
-
-    asyncio.run(main())
+async def test_cancelled_wait_does_not_stop_the_server():
+    async with HttpServer(APP, "127.0.0.1", name="a page") as server:
+        waiting = asyncio.create_task(server.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert (await get(server)).endswith(b"hello")
