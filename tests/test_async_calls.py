@@ -1,6 +1,7 @@
 """Timeouts, retries and cancellation of asyncio tasks."""
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 
@@ -12,23 +13,17 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, Storag
 from ramify.files import unless_abandoned, write_atomically
 
 
-def test_fail_after_names_the_operation():
-    async def wait(what):
-        async with fail_after(0.01, what):
-            await asyncio.Event().wait()
-
+async def test_fail_after_names_the_operation():
     for what in ("boot", lambda: "boot"):
         with pytest.raises(DeadlineExceeded, match=r"boot took longer than 0.01 s"):
-            asyncio.run(wait(what))
+            async with fail_after(0.01, what):
+                await asyncio.Event().wait()
 
 
-def test_fail_after_passes_a_timeout_error_of_the_block():
-    async def run():
+async def test_fail_after_passes_a_timeout_error_of_the_block():
+    with pytest.raises(TimeoutError, match="of the block"):
         async with fail_after(60.0, "boot"):
             raise TimeoutError("of the block")
-
-    with pytest.raises(TimeoutError, match="of the block"):
-        asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +35,7 @@ def test_fail_after_passes_a_timeout_error_of_the_block():
         ([ConfigInvalid("never")], 1, ConfigInvalid),
     ],
 )
-def test_retry_repeats_only_retryable_failures(failures, num_calls, raises):
+async def test_retry_repeats_only_retryable_failures(failures, num_calls, raises):
     calls = []
 
     async def call():
@@ -49,42 +44,32 @@ def test_retry_repeats_only_retryable_failures(failures, num_calls, raises):
             raise failures[len(calls) - 1]
         return "result"
 
-    async def run():
-        return await retry(call, max_retries=2, backoff=0.0)
-
-    if raises is None:
-        assert asyncio.run(run()) == "result"
-    else:
-        with pytest.raises(raises):
-            asyncio.run(run())
+    with contextlib.nullcontext() if raises is None else pytest.raises(raises):
+        assert await retry(call, max_retries=2, backoff=0.0) == "result"
     assert len(calls) == num_calls
 
 
-def test_call_to_storage_that_hangs_is_named_and_does_not_block():
+async def test_call_to_storage_that_hangs_is_named_and_does_not_block():
     answers = threading.Event()
-
-    async def run():
-        assert await call_storage(lambda: 3, "the number", timeout=60.0) == 3
-        await call_storage(answers.wait, "status.json", timeout=0.05)
-
+    assert await call_storage(lambda: 3, "the number", timeout=60.0) == 3
     try:
         with pytest.raises(StorageFailed, match=r"status.json: the storage did not answer within 0.05 s; check"):
-            asyncio.run(run())
+            await call_storage(answers.wait, "status.json", timeout=0.05)
     finally:
         answers.set()
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), TimeoutError("of the mount")])
-def test_call_to_storage_passes_the_errors_of_the_call(error):
+async def test_call_to_storage_passes_the_errors_of_the_call(error):
     def fail():
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(call_storage(fail, "status.json", timeout=60.0))
+        await call_storage(fail, "status.json", timeout=60.0)
 
 
 @pytest.mark.parametrize("end", ["timeout", "cancellation"])
-def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
+async def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
     started, answers, threads = threading.Event(), threading.Event(), []
 
     def write():
@@ -93,28 +78,25 @@ def test_call_to_storage_that_was_given_up_changes_nothing_later(tmp_path, end):
         answers.wait(60)
         write_atomically(tmp_path / "status.json", "late")
 
-    async def run():
-        task = asyncio.create_task(call_storage(write, "status.json", timeout=0.5 if end == "timeout" else 60.0))
-        await asyncio.to_thread(started.wait, 60)
-        if end == "cancellation":
-            task.cancel()
-        return await task
-
+    task = asyncio.create_task(call_storage(write, "status.json", timeout=0.5 if end == "timeout" else 60.0))
+    await asyncio.to_thread(started.wait, 60)
+    if end == "cancellation":
+        task.cancel()
     with pytest.raises(StorageFailed if end == "timeout" else asyncio.CancelledError):
-        asyncio.run(run())
+        await task
     answers.set()
     threads[0].join(60)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_call_to_storage_that_has_succeeded_is_not_abandoned(tmp_path):
-    context = asyncio.run(call_storage(contextvars.copy_context, "status.json", timeout=60.0))
+async def test_call_to_storage_that_has_succeeded_is_not_abandoned(tmp_path):
+    context = await call_storage(contextvars.copy_context, "status.json", timeout=60.0)
     context.run(write_atomically, tmp_path / "status.json", "later")
     assert (tmp_path / "status.json").read_text() == "later"
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monkeypatch, hangs):
+async def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monkeypatch, hangs):
     monkeypatch.setattr(async_calls, "CHANGE_TIMEOUT", 0.05 if hangs else 60.0)
     begun, answers, changes = threading.Event(), threading.Event(), []
 
@@ -124,21 +106,18 @@ def test_call_to_storage_waits_for_a_change_that_has_begun_unless_it_hangs(monke
             assert answers.wait(60)
             changes.append("renamed")
 
-    async def run():
-        task = asyncio.create_task(call_storage(rename, "status.json", timeout=60.0))
-        await asyncio.to_thread(begun.wait, 60)
-        task.cancel()
-        if not hangs:
-            asyncio.get_running_loop().call_later(0.05, answers.set)  # the loop must not be blocked
-        return await task
-
+    task = asyncio.create_task(call_storage(rename, "status.json", timeout=60.0))
+    await asyncio.to_thread(begun.wait, 60)
+    task.cancel()
+    if not hangs:
+        asyncio.get_running_loop().call_later(0.05, answers.set)  # the loop must not be blocked
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run())
+        await task
     assert changes == ([] if hangs else ["renamed"])
     answers.set()
 
 
-def test_call_that_is_repeated_while_the_last_one_hangs_starts_no_thread():
+async def test_call_that_is_repeated_while_the_last_one_hangs_starts_no_thread():
     answers, calls = threading.Event(), []
 
     def read():
@@ -146,18 +125,14 @@ def test_call_that_is_repeated_while_the_last_one_hangs_starts_no_thread():
         assert answers.wait(60)
         return len(calls)
 
-    async def run():
-        caller = SingleThreadCaller()
+    caller = SingleThreadCaller()
+    try:
         for _ in range(3):
             with pytest.raises(StorageFailed):
                 await call_storage(read, "status.json", timeout=0.2, caller=caller)
-        answers.set()
-        return await call_storage(read, "status.json", timeout=60.0, caller=caller)
-
-    try:
-        assert asyncio.run(run()) == 2
     finally:
         answers.set()
+    assert await call_storage(read, "status.json", timeout=60.0, caller=caller) == 2
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 20])
@@ -174,7 +149,7 @@ def test_error_of_a_thread_is_raised():
         map_in_daemon_threads(fail, range(5), max_threads=2)
 
 
-def test_cancel_all_waits_until_the_tasks_have_ended():
+async def test_cancel_all_waits_until_the_tasks_have_ended():
     ended = []
 
     async def work():
@@ -185,10 +160,7 @@ def test_cancel_all_waits_until_the_tasks_have_ended():
             ended.append(True)
             raise ValueError("dropped")
 
-    async def run():
-        tasks = [asyncio.create_task(work()) for _ in range(2)]
-        await asyncio.sleep(0)
-        await cancel_all(tasks)
-        assert ended == [True, True]
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(work()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await cancel_all(tasks)
+    assert ended == [True, True]

@@ -10,9 +10,9 @@ import pytest
 from ramify.interactive import AwaitableResult, run_coroutine
 
 
-async def get_thread_name() -> str:
+async def get_thread() -> threading.Thread:
     await asyncio.sleep(0)
-    return threading.current_thread().name
+    return threading.current_thread()
 
 
 async def failing() -> None:
@@ -20,23 +20,17 @@ async def failing() -> None:
 
 
 def test_without_a_loop_the_coroutine_runs_in_the_calling_thread():
-    assert run_coroutine(get_thread_name()) == threading.current_thread().name
+    assert run_coroutine(get_thread()) is threading.current_thread()
 
 
-def test_with_a_loop_the_coroutine_runs_in_a_thread_that_ends_with_it():
-    async def cell():
-        return run_coroutine(get_thread_name())
-
-    assert asyncio.run(cell()) == "ramify"
-    assert "ramify" not in [thread.name for thread in threading.enumerate()]
+async def test_with_a_loop_the_coroutine_runs_in_a_thread_that_ends_with_it():
+    thread = run_coroutine(get_thread())
+    assert thread.name == "ramify" and not thread.is_alive()
 
 
-def test_exceptions_of_the_coroutine_are_raised_in_the_caller():
-    async def cell():
-        run_coroutine(failing())
-
+async def test_exceptions_of_the_coroutine_are_raised_in_the_caller():
     with pytest.raises(KeyError, match="expected"):
-        asyncio.run(cell())
+        run_coroutine(failing())
 
 
 INTERRUPTED = """
@@ -47,9 +41,14 @@ from ramify.interactive import run_coroutine
 async def endless():
     try:
         signal.raise_signal(signal.SIGINT)  # handled in the main thread, which waits for this one
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
     finally:
-        print("cleaned up")
+        try:
+            if {is_interrupted_twice}:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(3600)  # a long cleanup, such as a last checkpoint
+        finally:
+            print("cleaned up")
 
 async def cell():
     run_coroutine(endless())
@@ -62,56 +61,16 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.process
-def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup():
-    command = [
-        sys.executable,
-        "-c",
-        f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler){INTERRUPTED}",
-    ]
+@pytest.mark.parametrize("is_interrupted_twice", [False, True])
+def test_an_interrupt_cancels_the_coroutine_and_a_second_one_its_cleanup(is_interrupted_twice):
+    command = [sys.executable, "-c", INTERRUPTED.format(is_interrupted_twice=is_interrupted_twice)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert result.stdout.split("\n")[:2] == ["cleaned up", "interrupted"], result.stderr
 
 
-INTERRUPTED_TWICE = """
-import asyncio, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
-from ramify.interactive import run_coroutine
-
-async def endless():
-    try:
-        signal.raise_signal(signal.SIGINT)
-        await asyncio.sleep(3600)
-    finally:
-        try:
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(3600)  # a long cleanup, such as a last checkpoint
-        finally:
-            print("ended at once")
-
-async def cell():
-    run_coroutine(endless())
-
-try:
-    asyncio.new_event_loop().run_until_complete(cell())
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-@pytest.mark.process
-def test_a_second_interrupt_cancels_the_cleanup():
-    command = [sys.executable, "-c", INTERRUPTED_TWICE]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert result.stdout.split("\n")[:2] == ["ended at once", "interrupted"], result.stderr
-
-
-def test_awaiting_a_result_returns_it():
+async def test_awaiting_a_result_returns_it():
     class Result(AwaitableResult):
         pass
 
     result = Result()
-
-    async def cell():
-        return await result
-
-    assert asyncio.run(cell()) is result
+    assert await result is result
