@@ -9,7 +9,7 @@ from ramify.launch.disk import estimate_disk
 from ramify.launch.plan import build_plan
 from tests.launch.test_plan import config
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 
 CHECKPOINT_MIB = 16  # of the model tiny, about: 12 bytes for each of its 1.3 million parameters
 

@@ -31,7 +31,7 @@ from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.processes import RUNS_FOREVER, build_spec, read_pids
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 
 HOLDS_LOCK = """
 import fcntl, sys

@@ -18,9 +18,9 @@ from ramify.store.integrity import check_storage
 from ramify.store.ledger import Ledger
 from tests.launch.test_head import make_config
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.promise]
 
-ROUNDS = 40 if os.environ.get("RAMIFY_FULL") else 3
+ROUNDS = 40 if os.environ.get("RAMIFY_FULL") else 2
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 
 # Commits steps until it is killed, and prints each version that was acknowledged; meanwhile it stores other rollouts.
