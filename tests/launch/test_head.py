@@ -56,6 +56,7 @@ def test_head_continues_on_its_own_disk(tmp_path):
     assert (config.path / "checkpoints").readlink() == tmp_path / "shared/run/checkpoints"
 
 
+@pytest.mark.promise
 def test_other_head_continues_from_shared_storage_and_the_old_one_is_refused(tmp_path):
     first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
     train_step(first)
@@ -72,6 +73,7 @@ def test_other_head_continues_from_shared_storage_and_the_old_one_is_refused(tmp
         run_all(HeadReplicator(store, DirectoryStore(first.shared_path)).replicate())
 
 
+@pytest.mark.promise
 def test_command_on_an_old_head_takes_the_run_back(tmp_path):
     first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")
     train_step(first)
@@ -84,6 +86,7 @@ def test_command_on_an_old_head_takes_the_run_back(tmp_path):
     assert not (tmp_path / "a/run.old-1/checkpoints").is_symlink()  # it must not touch the files of the new run
 
 
+@pytest.mark.promise
 def test_only_the_newest_head_can_be_rolled_back(tmp_path):
     """A rollback renames checkpoints, and those in the shared directory belong to the newest head."""
     first, second = make_config(tmp_path, "a"), make_config(tmp_path, "b")

@@ -17,6 +17,8 @@ from ramify.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step
 from tests.support.processes import build_spec
 
+pytestmark = pytest.mark.promise
+
 
 def make_specs(tmp_path, duration=60.0):
     leased = [build_spec(tmp_path, name, "", placement=Placement(lease=LeaseTerms(duration))) for name in ("a", "b")]
@@ -66,20 +68,14 @@ def test_new_head_waits_while_the_old_one_still_runs(tmp_path):
         assert find_waits(tmp_path, "second") == {name: make_earlier(60.0) for name in "ab"}
 
 
-def test_new_head_waits_for_nothing_after_all_processes_were_seen_to_end(tmp_path):
+@pytest.mark.parametrize("last_state", [ProcessState.ENDED, ProcessState.SILENT])
+def test_new_head_waits_unless_all_processes_were_seen_to_end(tmp_path, last_state):
     first = make_config(tmp_path, "first")
     train_step(first)
-    with run_head(tmp_path, first):
+    with run_head(tmp_path, first, states=(ProcessState.ENDED, last_state)):
         pass
-    assert find_waits(tmp_path, "second") == {}
-
-
-def test_new_head_waits_if_one_process_was_not_seen_to_end(tmp_path):
-    first = make_config(tmp_path, "first")
-    train_step(first)
-    with run_head(tmp_path, first, states=(ProcessState.ENDED, ProcessState.SILENT)):
-        pass
-    assert find_waits(tmp_path, "second") == {name: make_earlier(60.0) for name in "ab"}
+    waits = {} if last_state is ProcessState.ENDED else {name: make_earlier(60.0) for name in "ab"}
+    assert find_waits(tmp_path, "second") == waits
 
 
 def test_second_of_two_lost_heads_does_not_shorten_the_leases_of_the_first(tmp_path):

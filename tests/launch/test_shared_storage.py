@@ -39,7 +39,7 @@ from tests.launch.test_shared_directory import publish
 
 pytestmark = pytest.mark.timeout(60)
 
-NO_ANSWER = r"the storage did not answer within 1 s; check the disk and the mounts"
+NO_ANSWER = r"the storage did not answer within 0.5 s; check the disk and the mounts"
 
 
 class HangingStorage:
@@ -59,8 +59,8 @@ class HangingStorage:
             return original(*args, **options)
 
         self.monkeypatch.setattr(owner, name, call)
-        self.monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
-        self.monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 1.0)
+        self.monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 0.5)
+        self.monkeypatch.setattr(shared_storage, "CLEANUP_TIMEOUT", 0.5)
 
     def recover(self):
         """Let the blocked calls go on, and return when their threads have ended."""
@@ -88,20 +88,16 @@ def hang(monkeypatch):
         (DirectoryStore, "create"),
         (head, "link_shared_directory"),
         (RunStore, "open"),
+        (head, "move_shared_aside"),
     ],
 )
 def test_new_head_ends_with_a_named_failure(tmp_path, hang, owner, name):
+    config, is_fresh = make_config(tmp_path, "a"), name == "move_shared_aside"
+    if is_fresh:
+        train_step(config)
     hang(owner, name)
     with pytest.raises(StorageFailed, match=f"run.*: {NO_ANSWER}"):
-        prepare_head(make_config(tmp_path, "a"))
-
-
-def test_fresh_head_ends_with_a_named_failure(tmp_path, hang):
-    config = make_config(tmp_path, "a")
-    train_step(config)
-    hang(head, "move_shared_aside")
-    with pytest.raises(StorageFailed, match=f"shared/run: {NO_ANSWER}"):
-        prepare_head(config, fresh=True)
+        prepare_head(config, fresh=is_fresh)
 
 
 def test_check_for_a_newer_head_ends_with_a_named_failure(tmp_path, hang):
@@ -161,7 +157,7 @@ def test_final_weights_are_copied_within_a_deadline_and_not_later(tmp_path, hang
     config = make_config(tmp_path, "a", weights={"transport": "shm"})
     publish(config.weights_directory, 1)
     hang(shutil, "copytree")
-    with pytest.raises(StorageFailed, match=r"weights: the storage did not answer within 1.* s"):
+    with pytest.raises(StorageFailed, match=r"weights: the storage did not answer within 0.5.* s"):
         save_final_weights(config)
     hang.recover()
     assert list((config.shared_path / "weights").iterdir()) == []
@@ -214,23 +210,21 @@ def test_history_of_a_run_is_not_begun_later(tmp_path, hang):
     assert read_local_state(config.path) is None
 
 
-def test_shared_directory_is_not_linked_later(tmp_path, hang):
-    config = make_config(tmp_path, "a")
-    hang(Path, "mkdir", lambda path: path == config.shared_path / "checkpoints")
-    with pytest.raises(StorageFailed):
-        call_storage_blocking(partial(link_shared_directory, config.path, config.shared_path), config.path)
-    hang.recover()
-    assert not (config.path / "checkpoints").is_symlink()
-
-
-def test_shared_directory_is_not_moved_aside_later(tmp_path, hang):
+@pytest.mark.parametrize(
+    ("change", "name", "is_affected"),
+    [
+        (link_shared_directory, "mkdir", lambda path: path.name == "checkpoints"),
+        (move_shared_aside, "exists", lambda path: path.name == "weights.old-1"),
+    ],
+)
+def test_shared_directory_is_not_changed_later(tmp_path, hang, change, name, is_affected):
     config = make_config(tmp_path, "a")
     newest = publish(config.weights_directory, 1)
-    hang(Path, "exists", lambda path: path.name == "weights.old-1")
+    hang(Path, name, is_affected)
     with pytest.raises(StorageFailed):
-        call_storage_blocking(partial(move_shared_aside, config.path, config.shared_path), config.path)
+        call_storage_blocking(partial(change, config.path, config.shared_path), config.path)
     hang.recover()
-    assert newest.exists()
+    assert newest.exists() and not (config.path / "checkpoints").is_symlink()
 
 
 def test_end_of_a_run_is_replicated_within_a_deadline(tmp_path, hang, monkeypatch):

@@ -13,7 +13,7 @@ from ramify.processes.log import ProcessLog
 from tests.processes.test_child import PYTHON, STARTS_DAEMON
 from tests.support.processes import async_wait_until, is_running, wait_until_ended
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.promise]
 
 LEASE = 0.5  # seconds
 IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEMON}"
