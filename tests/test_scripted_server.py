@@ -8,7 +8,7 @@ from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.trace.version import PolicyVersion
-from tests.scripted_server import ScriptedCore
+from tests.support.scripted_server import ScriptedCore
 
 
 def test_core_says_the_script_and_logs_the_call(tmp_path):

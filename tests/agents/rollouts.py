@@ -13,7 +13,7 @@ from ramify.infer.config import EngineConfig
 from ramify.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
-from tests.scripted_server import ScriptedServer, run_scripted_server
+from tests.support.scripted_server import ScriptedServer, run_scripted_server
 
 TASKSET = "tests.agents.coding_task:CodingTask"
 

@@ -10,8 +10,8 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.processes import interpreter
-from tests.processes.other_interpreter import TASKSET, make_interpreter
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
+from tests.support.interpreters import TASKSET, make_interpreter
 
 pytestmark = pytest.mark.process
 

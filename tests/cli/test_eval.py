@@ -13,10 +13,10 @@ import pytest
 from ramify.cli.app import main
 from ramify.store import RunStore
 from tests.evals import environments
-from tests.source_lines import line_number
 from tests.support.engine import ScriptedEngine, fail, respond, reverse_some, run_engine
 from tests.support.processes import wait_until
 from tests.support.runs import FULL, command
+from tests.support.source_lines import line_number
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from ramify.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.log import ProcessLog
-from tests.launch.launchers import open_slot, start_code, wait_for_line
+from tests.support.launchers import open_slot, start_code, wait_for_line
 
 BEATS = """
 import time

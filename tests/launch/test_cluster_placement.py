@@ -7,7 +7,7 @@ from ramify.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch import cluster_placement
 from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.orchestrate.config import RunConfig
-from tests.launch.stub_ray import StubRay
+from tests.support.ray import StubRay
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -63,7 +63,7 @@ def test_lowering_the_cores_takes_few_tries_and_lowers_them_no_further_than_need
 
 
 @pytest.fixture
-def run_file(tmp_path, monkeypatch):
+def run_file(tmp_path, monkeypatch, check_plugins_in_process):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(
         'name = "run"\nseq_len = 256\n[[train]]\nname = "reverse"\ntaskset = { id = "reverse-text" }\n'
@@ -73,7 +73,6 @@ def run_file(tmp_path, monkeypatch):
     return "run.toml"
 
 
-@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run"]) == 0
     first, step, origin, *lines = capsys.readouterr().out.splitlines()
@@ -95,7 +94,6 @@ def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     ]
 
 
-@pytest.mark.process
 def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
     args = ["--cluster.trainer.num_ranks", "5", "--cluster.env_servers.cores", "32"]
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", *args]) == 2
@@ -105,7 +103,6 @@ def test_a_dry_run_lists_everything_that_does_not_fit(run_file, capsys):
     assert "\n  nodes as in [cluster.node], because cluster." in error
 
 
-@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file, capsys, monkeypatch):
     monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: StubRay("a"))
     assert main(["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.trainer.num_ranks", "1"]) == 0
@@ -117,7 +114,6 @@ def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file
     assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB"} <= set(lines)
 
 
-@pytest.mark.usefixtures("check_plugins_in_process")
 def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
     ray = StubRay("a", "b")
     ray.used_cores = 3

@@ -14,8 +14,9 @@ from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from tests.launch.launchers import (
+from tests.support.launchers import (
     PLACEMENT,
+    InProcessLauncher,
     daemon_code,
     is_locked,
     open_slot,
@@ -23,7 +24,6 @@ from tests.launch.launchers import (
     start_code,
     wait_for_line,
 )
-from tests.launch.remote_launcher import InProcessLauncher
 
 pytestmark = pytest.mark.process
 

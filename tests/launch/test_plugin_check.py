@@ -7,8 +7,8 @@ import pytest
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
-from tests.processes.other_interpreter import TASKSET, make_interpreter
 from tests.support.images import make_square
+from tests.support.interpreters import TASKSET, make_interpreter
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -36,17 +36,27 @@ def test_groups_of_one_are_accepted_by_other_algorithms(tmp_path, algorithm):
     assert check_plugin_tables(config(tmp_path, train=[source], models={"larger": {"base_url": ["http://h:1"]}}))
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("check_plugins_in_process")
 def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     wrong = config(
         tmp_path,
-        train=[{"taskset": {"id": "reverse-text", "max_char": 3}, "algorithm": {"id": "grpo", "normalise": True}}],
+        train=[
+            {
+                "taskset": {"id": "reverse-text", "max_char": 3},
+                "algorithm": {"id": "grpo", "normalise": True},
+                "harness": {"id": "chatt"},
+                "runtime": {"id": "local", "workdir_rot": "/"},
+            }
+        ],
         eval=[{"taskset": {"id": "reverse-txt"}}],
         orchestrator={"filters": [{"id": "repetition", "windw": 3}]},
     )
-    with pytest.raises(ConfigInvalid) as found:
+    with pytest.raises(ConfigInvalid) as caught:
         check_plugin_tables(wrong)
-    text = found.value.message
+    text = caught.value.message
+    assert text.startswith("6 problems in the configuration:")
+    assert "train.0.harness.id: unknown harness 'chatt'; did you mean 'chat'?" in text
+    assert "train.0.runtime.workdir_rot: unknown key; did you mean train.0.runtime.workdir_root?" in text
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
     assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in text
     assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in text
@@ -54,22 +64,6 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")
-def test_all_invalid_tables_of_a_source_are_reported_together(tmp_path):
-    tables = {
-        "taskset": {"id": "reverse-text", "max_char": 3},
-        "harness": {"id": "chatt"},
-        "runtime": {"id": "local", "workdir_rot": "/"},
-    }
-    with pytest.raises(ConfigInvalid) as caught:
-        check_plugin_tables(config(tmp_path, train=[tables]))
-    text = caught.value.message
-    assert text.startswith("3 problems in the configuration:")
-    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in text
-    assert "train.0.harness.id: unknown harness 'chatt'; did you mean 'chat'?" in text
-    assert "train.0.runtime.workdir_rot: unknown key; did you mean train.0.runtime.workdir_root?" in text
-
-
-@pytest.mark.process
 def test_plugin_check_returns_environment_identities(tmp_path):
     checked = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
     assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]

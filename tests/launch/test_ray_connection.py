@@ -12,7 +12,7 @@ import pytest
 from ramify.cli import main
 from ramify.errors import ConfigInvalid
 from ramify.launch.ray_connection import connect_to_ray
-from tests.launch.stub_ray import RayError
+from tests.support.ray import RayError
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from ramify.errors import DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import ray_launcher
 from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher, RayLauncherSettings
-from tests.launch.launchers import build_leases
-from tests.launch.stub_ray import RayError, StubRay
+from tests.support.launchers import build_leases
+from tests.support.ray import RayError, StubRay
 
 RAY_HANGS_AT_EXIT = """
 import atexit, threading
 from ramify.launch.ray_launcher import RayLauncher, RayLauncherSettings
-from tests.launch.stub_ray import StubRay
+from tests.support.ray import StubRay
 
 class HangingRay(StubRay):
     def shutdown(self):

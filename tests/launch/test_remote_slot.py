@@ -16,8 +16,16 @@ from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from tests.launch.launchers import PYTHON, daemon_code, is_locked, open_slots, start_code, wait_for_line
-from tests.launch.remote_launcher import SETTINGS, InProcessLauncher
+from tests.support.launchers import (
+    PYTHON,
+    SETTINGS,
+    InProcessLauncher,
+    daemon_code,
+    is_locked,
+    open_slots,
+    start_code,
+    wait_for_line,
+)
 from tests.support.processes import build_spec
 
 TERMS = LeaseTerms(duration=3.0, slack=3.0)
@@ -37,6 +45,7 @@ def log(tmp_path) -> ProcessLog:
 
 
 @pytest.mark.process
+@pytest.mark.promise
 @pytest.mark.parametrize("ending", [FOREVER, STOPS_ITSELF])
 async def test_cut_off_process_is_dead_before_it_is_given_up(launcher, log, tmp_path, ending):
     async with open_slots(launcher, placement=LEASED) as (slot,):
@@ -72,6 +81,7 @@ async def test_process_survives_a_cut_that_is_shorter_than_its_lease(launcher, l
 
 
 @pytest.mark.process
+@pytest.mark.promise
 async def test_lost_rank_ends_the_leases_of_the_gang(launcher, log, tmp_path):
     """The head can still reach rank 1, but grants it no more renewals once rank 0 is lost."""
     async with open_slots(launcher, 2, placement=LEASED) as slots:
@@ -187,6 +197,7 @@ async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_s
 
 
 @pytest.mark.process
+@pytest.mark.promise
 async def test_start_that_arrives_after_the_lease_has_no_effect(tmp_path):
     process = NodeProcess(LeaseTerms(duration=0.1, slack=1.0), node="node", host="127.0.0.1")
     start = ProcessStart((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"))

@@ -24,7 +24,6 @@ from ramify.launch.supervisor import (
 )
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
-from tests.launch.supervisor_process import SAVES_CHECKPOINT
 from tests.support.processes import (
     IGNORES_SIGTERM,
     RUNS_FOREVER,
@@ -35,6 +34,7 @@ from tests.support.processes import (
     read_pids,
     wait_until,
 )
+from tests.support.supervisor_process import SAVES_CHECKPOINT
 
 pytestmark = pytest.mark.process
 
@@ -108,27 +108,28 @@ async def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path):
     assert await supervise(specs, restarts=10, settings=replace(SETTINGS, restart_window=0.0)) is RunOutcome.FINISHED
 
 
-async def test_permanent_failure_is_not_retried(tmp_path):
-    broken = build_spec(
-        tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER
-    )
-    with pytest.raises(StorageFull, match=r"^no room on /data$"):
-        await supervise([broken, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
-    assert len(read_pids(tmp_path, "trainer")) == 1
-
-
-async def test_failure_of_the_leader_ends_the_run(tmp_path):
-    stalled = build_spec(
-        tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", ProcessRole.LEADER
-    )
-    with pytest.raises(DeadlineExceeded, match="waited for inference"):
-        await supervise([stalled])
-
-
-async def test_exit_code_two_raises_config_invalid(tmp_path):
-    wrong = build_spec(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
-    with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
-        await supervise([wrong, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)])
+@pytest.mark.parametrize(
+    ("role", "line", "exit_code", "error", "message"),
+    [
+        (ProcessRole.FOLLOWER, "StorageFull: no room on /data", 1, StorageFull, r"^no room on /data$"),
+        (ProcessRole.LEADER, "DeadlineExceeded: waited for inference", 1, DeadlineExceeded, "waited for inference"),
+        (
+            ProcessRole.SERVICE,
+            "max_char: unknown key",
+            2,
+            ConfigInvalid,
+            r"it cannot be started:\nmax_char: unknown key",
+        ),
+    ],
+    ids=["permanent", "leader", "config"],
+)
+async def test_failure_that_a_restart_cannot_fix_ends_the_run(tmp_path, role, line, exit_code, error, message):
+    specs = [build_spec(tmp_path, "it", f"print({line!r}); sys.exit({exit_code})", role)]
+    if role is not ProcessRole.LEADER:
+        specs.append(build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER))
+    with pytest.raises(error, match=message):
+        await supervise(specs)
+    assert len(read_pids(tmp_path, "it")) == 1
 
 
 async def test_missing_command_is_reported(tmp_path):
@@ -352,7 +353,7 @@ async def test_stop_request_reaches_a_leader_that_is_being_started(tmp_path):
 @pytest.fixture
 def supervisor_process(tmp_path):
     """A supervisor in its own process, with all its processes up: one ignores SIGTERM, one has a daemon."""
-    command = [sys.executable, "-m", "tests.launch.supervisor_process", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.supervisor_process", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     names = ("inference", "env", "daemon", "trainer", "orchestrator")
     wait_until(lambda: all(read_pids(tmp_path, name) for name in names) and (tmp_path / "listening").exists())

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.errors import ConfigInvalid
 from ramify.processes import interpreter
-from tests.processes.other_interpreter import make_interpreter
+from tests.support.interpreters import make_interpreter
 
 pytestmark = pytest.mark.process
 

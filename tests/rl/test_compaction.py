@@ -15,8 +15,8 @@ from ramify.store import RunStore
 from ramify.trace import Forest, Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rollout.helpers import tool_call
-from tests.scripted_server import run_scripted_server
 from tests.support.runs import read_values, run_command
+from tests.support.scripted_server import run_scripted_server
 
 RUNTIMES = ["local"] if find_unsupported_reason() else ["local", "sandbox"]
 NUM_DIGITS = 4

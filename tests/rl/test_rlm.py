@@ -12,8 +12,8 @@ from ramify.store import RunStore
 from ramify.trace import Trace
 from ramify.train.batch_source import BatchRecording
 from tests.rollout.helpers import tool_call
-from tests.scripted_server import run_scripted_server
 from tests.support.runs import read_values, run_command
+from tests.support.scripted_server import run_scripted_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wikispeedia" / "rl_rlm.toml"
 CODE = "parts = [llm('Say 1'), llm('Say 2'), *llm_batch(['Say 3', 'Say 4', 'Say 5'])]\nprint(parts)"

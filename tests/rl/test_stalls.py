@@ -35,10 +35,10 @@ from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
-from tests.source_lines import line_number
 from tests.support import environments
 from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba
 from tests.support.processes import find_free_port
+from tests.support.source_lines import line_number
 
 pytestmark = pytest.mark.run
 

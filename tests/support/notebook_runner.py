@@ -1,4 +1,4 @@
-"""Executes the code cells of a notebook as a kernel does: `python -m tests.notebook_runner FILE`.
+"""Executes the code cells of a notebook as a kernel does: `python -m tests.support.notebook_runner FILE`.
 
 It has what matters of a kernel: an event loop runs while a cell is executed, a cell may `await`, names live in
 `__main__`, which has no file, and `linecache` knows the source of a cell. It shows no rich output and has no magics.

@@ -1,4 +1,4 @@
-"""`python -m tests.launch.supervisor_process DIRECTORY`: a supervisor to be interrupted and killed."""
+"""`python -m tests.support.supervisor_process DIRECTORY`: a supervisor to be interrupted and killed."""
 
 import asyncio
 import sys

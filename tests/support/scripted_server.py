@@ -1,6 +1,6 @@
 """The native server with a model that is made to say a script.
 
-    python -m tests.scripted_server MODEL CALLS ENGINE MODULE:FUNCTION [ARGUMENT ...]
+    python -m tests.support.scripted_server MODEL CALLS ENGINE MODULE:FUNCTION [ARGUMENT ...]
 
 Everything is the real engine except the choice of the next token: it is the next token of the reply that the function
 returns, with the logprob that the model gives it. So rollouts go the way that the script wants, while everything that
@@ -111,7 +111,7 @@ def run_scripted_server(
     calls, log = folder / f"{name}.calls.jsonl", folder / f"{name}.txt"
     calls.write_text("")
     config = (engine or EngineConfig(threads=1)).model_dump_json(exclude_defaults=True)
-    command = [sys.executable, "-m", "tests.scripted_server", model, str(calls), config, script, *arguments]
+    command = [sys.executable, "-m", "tests.support.scripted_server", model, str(calls), config, script, *arguments]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
             yield ScriptedServer(wait_for_address(process, log), calls, log)
