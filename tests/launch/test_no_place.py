@@ -76,19 +76,13 @@ async def test_run_starts_without_an_engine_and_adds_it_when_there_is_a_place(tm
     assert list_running(tmp_path) == []
 
 
-async def test_process_that_nobody_replaces_ends_the_run(tmp_path):
-    specs = [build_engine(tmp_path, "inference"), build_engine(tmp_path, "env", service="env/train/words")]
+@pytest.mark.parametrize("refused", [["env"], ["first", "second"]])
+async def test_process_that_nobody_replaces_ends_the_run(tmp_path, refused):
+    engines = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
+    env = build_engine(tmp_path, "env", service="env/train/words")
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-    with pytest.raises(DeadlineExceeded, match="env could not be placed"):
-        await run([*specs, leader], FullLauncher(["env"]))
-    assert list_running(tmp_path) == []
-
-
-async def test_engines_that_all_wait_end_the_run(tmp_path):
-    specs = [build_engine(tmp_path, "first"), build_engine(tmp_path, "second")]
-    leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
-    with pytest.raises(DeadlineExceeded, match="could not be placed"):
-        await run([*specs, leader], FullLauncher(["first", "second"]))
+    with pytest.raises(DeadlineExceeded, match=f"({'|'.join(refused)}) could not be placed"):
+        await run([*engines, env, leader], FullLauncher(refused))
     assert list_running(tmp_path) == []
 
 

@@ -54,22 +54,6 @@ async def wait_until_up(child: ChildProcess, log: ProcessLog) -> None:
     assert await child.wait_until_ready(is_up, timeout=60, poll_interval=0.01)
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
-)
-async def test_exit_code_of_the_command(tmp_path, code, exit_code):
-    child, _ = await start(tmp_path, *PYTHON, code)
-    assert await asyncio.gather(child.wait(), child.wait()) == [exit_code, exit_code]
-    assert await child.stop() == exit_code
-
-
-async def test_missing_command_is_reported_in_the_log(tmp_path):
-    child, log = await start(tmp_path, "/nowhere/program")
-    assert await child.wait() == EXIT_NOT_STARTED
-    await child.stop()
-    assert log.tail() == "/nowhere/program cannot be started: No such file or directory"
-
-
 async def test_stop_sends_sigterm_then_sigkill(tmp_path):
     for code, number in ((RUNS_FOREVER, signal.SIGTERM), (IGNORES_SIGTERM, signal.SIGKILL)):
         child, log = await start(tmp_path, *PYTHON, code, stop_timeout=0.5 if number == signal.SIGKILL else 20.0)
@@ -146,21 +130,6 @@ async def test_process_that_exits_or_hangs_is_not_ready(tmp_path):
     child, _ = await start(tmp_path, *PYTHON, RUNS_FOREVER)
     with pytest.raises(TimeoutError, match=r"not ready within 0.1 s"):
         await child.wait_until_ready(never, timeout=0.1, poll_interval=0.01)
-    await child.stop()
-
-
-async def test_daemons_are_killed_when_the_command_exits(tmp_path):
-    child, log = await start(tmp_path, *PYTHON, STARTS_DAEMON)
-
-    async def has_started() -> bool:
-        return log.tail().count(" ") == 1
-
-    assert await child.wait_until_ready(has_started, timeout=60, poll_interval=0.01)
-    command, daemon = map(int, log.tail().split())
-    assert command == child.pid and is_running(daemon)
-    child.send_signal(signal.SIGKILL)
-    assert await child.wait() == 128 + 9
-    assert not is_running(daemon)
     await child.stop()
 
 
