@@ -56,11 +56,11 @@ def test_no_training_conversation_is_from_an_eval_split():
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_stage_data_round_trips(stage, tmp_path):
-    short = replace(stage, steps=2)
+    short = replace(stage, steps=2, batch_size=8)
     write_stage_data(short, tmp_path / "rows.jsonl", seed=3)
     config = build_sft_config(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
     chats = parse_conversations(read_rows(config.data.path), config.data)
-    drawn = list(islice(stage.draw(3), 2 * stage.batch_size))
+    drawn = list(islice(stage.draw(3), 16))
     assert [chat.messages for chat in chats] == [tuple(conversation.messages) for conversation in drawn]
     assert [list(chat.tools) for chat in chats] == [list(conversation.tools) for conversation in drawn]
 
