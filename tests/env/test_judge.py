@@ -7,7 +7,7 @@ import pytest
 
 from ramify.env import ChatClientConfig, Judge, Task, chat_client
 from ramify.errors import ConfigInvalid, JudgeError
-from tests.env.helpers import make_context, run
+from tests.env.helpers import make_context
 from tests.support.engine import ScriptedEngine, run_engine
 
 TASK = Task(prompt="What is the capital of Italy?", answer="Rome")
@@ -29,30 +29,30 @@ def judge(server, **table) -> Judge:
     return Judge.load({"id": "reference", "base_url": f"{server.url}/v1", "model": "judge", **table})
 
 
-def test_reference_judge_compares_the_reply_with_the_answer(server):
+async def test_reference_judge_compares_the_reply_with_the_answer(server):
     server.reset(lambda _: "They say the same.\n**Verdict: CORRECT**")
     context = make_context(TASK, "It is Rome.")
-    assert run(judge(server).score(TASK, context.trace)) == 1.0
+    assert await judge(server).score(TASK, context.trace) == 1.0
     prompt = server.requests[0]["messages"][0]["content"]
     assert all(part in prompt for part in ("capital of Italy", "Rome", "It is Rome."))
     assert (server.requests[0]["model"], server.requests[0]["temperature"]) == ("judge", 0.0)
     server.reset(lambda _: "Not CORRECT as it stands.\nVerdict: INCORRECT")
-    assert run(judge(server).score(TASK, context.trace)) == 0.0
+    assert await judge(server).score(TASK, context.trace) == 0.0
 
 
-def test_a_judge_can_be_a_model_of_the_run(server, monkeypatch):
+async def test_a_judge_can_be_a_model_of_the_run(server, monkeypatch):
     server.reset(lambda _: "Verdict: CORRECT")
     monkeypatch.setenv("RAMIFY_MODEL_BIG_ONE", f"{server.url} models/big")
     table = {"id": "reference", "base_url": "models.big-one"}
-    assert run(Judge.load(table).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
+    assert await Judge.load(table).score(TASK, make_context(TASK, "Rome").trace) == 1.0
     assert server.requests[0]["model"] == "models/big"
     with pytest.raises(ConfigInvalid, match=r"the run has no \[models\.other\]"):
-        run(Judge.load({**table, "base_url": "models.other"}).score(TASK, make_context(TASK, "Rome").trace))
+        await Judge.load({**table, "base_url": "models.other"}).score(TASK, make_context(TASK, "Rome").trace)
     with pytest.raises(ConfigInvalid, match="model: required"):
         Judge.load({"id": "reference", "base_url": f"{server.url}/v1"})
 
 
-def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypatch):
+async def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypatch):
     server.reset(lambda _: "Verdict: CORRECT")
 
     async def move(reader, writer) -> None:
@@ -67,26 +67,23 @@ def test_a_judge_follows_a_model_of_the_run_to_its_new_address(server, monkeypat
             judge = Judge.load({"id": "reference", "base_url": "models.big"})
             return await judge.score(TASK, make_context(TASK, "Rome").trace)
 
-    assert run(score()) == 1.0
+    assert await score() == 1.0
     assert server.requests[0]["model"] == "big"
 
 
-def test_rubric_score_is_the_weighted_mean(server):
+async def test_rubric_score_is_the_weighted_mean(server):
     server.reset(lambda _: 'I think {so}.\n```json\n{"right": 1, "short": 0.5}\n```')
-    score = run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
+    score = await judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace)
     assert score == pytest.approx((3 * 1 + 1 * 0.5) / 4)
     assert "- right: names Rome" in server.requests[0]["messages"][0]["content"]
 
 
-def test_verdicts_and_usage_are_recorded_in_the_trace(server):
+async def test_verdicts_and_usage_are_recorded_in_the_trace(server):
     server.reset(lambda _: "Verdict: CORRECT")
     context = make_context(TASK, "Rome")
 
-    async def twice():
-        await judge(server).score(TASK, context.trace)
-        await judge(server).score(TASK, context.trace, reply="another")
-
-    run(twice())
+    await judge(server).score(TASK, context.trace)
+    await judge(server).score(TASK, context.trace, reply="another")
     info = context.trace.info["judge"]
     assert (info["calls"], info["prompt"], info["completion"]) == (2, 20, 6)
     assert info["verdicts"][0] == {"judge": "reference", "score": 1.0, "said": "Verdict: CORRECT"}
@@ -94,11 +91,11 @@ def test_verdicts_and_usage_are_recorded_in_the_trace(server):
 
 
 @pytest.mark.parametrize("verdict", ["I cannot say.", "", "Verdict: maybe"])
-def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
+async def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
     server.reset(lambda _: verdict)
     context = make_context(TASK, "Rome")
     with pytest.raises(JudgeError, match="expected a last line 'Verdict: CORRECT'"):
-        run(judge(server).score(TASK, context.trace))
+        await judge(server).score(TASK, context.trace)
     assert context.trace.info["judge"]["calls"] == 1
 
 
@@ -111,27 +108,27 @@ def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
         ('{"right": true, "short": 1}', "found True"),
     ],
 )
-def test_unparsable_rubric_scores_raise(server, verdict, message):
+async def test_unparsable_rubric_scores_raise(server, verdict, message):
     server.reset(lambda _: verdict)
     with pytest.raises(JudgeError, match=message):
-        run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
+        await judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace)
 
 
-def test_busy_judge_is_retried(server):
+async def test_busy_judge_is_retried(server):
     server.reset([(503, {}), (429, {}), "Verdict: CORRECT"])
-    assert run(judge(server).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
+    assert await judge(server).score(TASK, make_context(TASK, "Rome").trace) == 1.0
     assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("answer", [(400, {"error": "no"}), (200, {"choices": []})])
-def test_invalid_response_is_not_retried(server, answer):
+async def test_invalid_response_is_not_retried(server, answer):
     server.reset([answer])
     with pytest.raises(JudgeError, match="cannot be reached"):
-        run(judge(server).score(TASK, make_context(TASK, "Rome").trace))
+        await judge(server).score(TASK, make_context(TASK, "Rome").trace)
     assert len(server.requests) == 1
 
 
-def test_unreachable_judge_raises():
+async def test_unreachable_judge_raises():
     with socket.socket() as reserved_socket:
         reserved_socket.bind(("127.0.0.1", 0))
         config = {
@@ -140,23 +137,23 @@ def test_unreachable_judge_raises():
             "model": "m",
         }
         with pytest.raises(JudgeError, match="cannot be reached"):
-            run(Judge.load(config).score(TASK, make_context(TASK, "Rome").trace))
+            await Judge.load(config).score(TASK, make_context(TASK, "Rome").trace)
 
 
-def test_judge_that_never_answers_times_out():
+async def test_judge_that_never_answers_times_out():
     with socket.socket() as silent_socket:
         silent_socket.bind(("127.0.0.1", 0))
         silent_socket.listen()
         base_url = f"http://127.0.0.1:{silent_socket.getsockname()[1]}/v1"
         judge_client = Judge.load({"id": "reference", "base_url": base_url, "model": "m", "timeout": 0.2})
         with pytest.raises(JudgeError, match=r"did not answer within 0\.2 s"):
-            run(judge_client.score(TASK, make_context(TASK, "Rome").trace))
+            await judge_client.score(TASK, make_context(TASK, "Rome").trace)
 
 
-def test_api_key_comes_from_an_environment_variable(server, monkeypatch):
+async def test_api_key_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
     server.reset(lambda _: "Verdict: CORRECT")
-    run(judge(server, api_key_env="JUDGE_KEY").score(TASK, make_context(TASK, "Rome").trace))
+    await judge(server, api_key_env="JUDGE_KEY").score(TASK, make_context(TASK, "Rome").trace)
     assert server.api_keys == ["Bearer sk-1"]
     with pytest.raises(ConfigInvalid, match="NO_SUCH_KEY is not set"):
         judge(server, api_key_env="NO_SUCH_KEY")

@@ -15,7 +15,7 @@ from ramify.config import parse_section
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
-from tests.env.helpers import make_context, run
+from tests.env.helpers import make_context
 from tests.support.images import make_media
 
 pytestmark = pytest.mark.process
@@ -100,22 +100,19 @@ async def call_all_tools(server: McpServerConfig) -> int:
         return int((await tools.call(ToolCall("5", "process", "{}"), context)).text)
 
 
-def test_command_server_exits_when_it_is_closed(script):
-    assert not psutil.pid_exists(run(call_all_tools(McpServerConfig(command=[sys.executable, str(script)]))))
+async def test_command_server_exits_when_it_is_closed(script):
+    assert not psutil.pid_exists(await call_all_tools(McpServerConfig(command=[sys.executable, str(script)])))
 
 
-def test_url_server(url):
-    run(call_all_tools(McpServerConfig(url=url, headers={"X-Key": "1"})))
+async def test_url_server(url):
+    await call_all_tools(McpServerConfig(url=url, headers={"X-Key": "1"}))
 
 
-def test_exit_of_a_server_raises_a_sandbox_error(script):
-    async def test():
-        config = McpServerConfig(command=[sys.executable, str(script)])
-        async with open_mcp_servers({"one": config}) as server_tools:
-            with pytest.raises(SandboxError, match="'one' closed the connection"):
-                await ToolSet(server_tools).call(ToolCall("1", "die", "{}"), make_context())
-
-    run(test())
+async def test_exit_of_a_server_raises_a_sandbox_error(script):
+    config = McpServerConfig(command=[sys.executable, str(script)])
+    async with open_mcp_servers({"one": config}) as server_tools:
+        with pytest.raises(SandboxError, match="'one' closed the connection"):
+            await ToolSet(server_tools).call(ToolCall("1", "die", "{}"), make_context())
 
 
 @pytest.mark.parametrize(
@@ -127,13 +124,10 @@ def test_exit_of_a_server_raises_a_sandbox_error(script):
         (McpServerConfig(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open within 0\.3 s"),
     ],
 )
-def test_server_that_cannot_be_opened_raises_its_name(server, message):
-    async def test():
-        with pytest.raises(SandboxError, match=message):
-            async with open_mcp_servers({"x": server}):
-                pass
-
-    run(test())
+async def test_server_that_cannot_be_opened_raises_its_name(server, message):
+    with pytest.raises(SandboxError, match=message):
+        async with open_mcp_servers({"x": server}):
+            pass
 
 
 @pytest.mark.parametrize(

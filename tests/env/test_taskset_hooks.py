@@ -10,7 +10,7 @@ import pytest
 import ramify as rf
 from ramify.env import Endpoint, Hook, collect_hooks
 from ramify.errors import ConfigInvalid, EnvironmentFault
-from tests.env.helpers import make_context, run
+from tests.env.helpers import make_context
 
 
 class Everything(rf.Taskset):
@@ -57,22 +57,19 @@ def test_hooks_are_collected_by_decorator_and_by_name():
     assert hooks.rewards[0].injected_parameters == {"task", "trace"}
 
 
-def test_hooks_receive_the_parameters_they_name():
+async def test_hooks_receive_the_parameters_they_name():
     hooks = collect_hooks(Everything())
     rng, endpoint = random.Random(1), Endpoint("http://localhost/v1", "secret", "policy")
     context = make_context(
         rf.Task(prompt="p", answer="a"), "a", rng=rng, endpoint=endpoint, state=SimpleNamespace(enough=True)
     )
 
-    async def test():
-        assert await hooks.rewards[0](context) == 1.0
-        assert await hooks.rewards[1](context) == 1
-        assert await hooks.stops[0](context) is True
-        assert await hooks.group_rewards[0](context, traces=[context.trace, context.trace]) == [1.0, 1.0]
-        assert hooks.setup is not None
-        await hooks.setup(context)
-
-    run(test())
+    assert await hooks.rewards[0](context) == 1.0
+    assert await hooks.rewards[1](context) == 1
+    assert await hooks.stops[0](context) is True
+    assert await hooks.group_rewards[0](context, traces=[context.trace, context.trace]) == [1.0, 1.0]
+    assert hooks.setup is not None
+    await hooks.setup(context)
     assert context.state.seen == (rng, None, endpoint)
 
 
@@ -80,7 +77,7 @@ def test_repr_of_an_endpoint_hides_the_secret():
     assert "secret" not in repr(Endpoint("http://localhost/v1", "secret", "policy"))
 
 
-def test_sync_hook_runs_in_a_thread_without_blocking_the_loop():
+async def test_sync_hook_runs_in_a_thread_without_blocking_the_loop():
     release = threading.Event()
 
     class Slow(rf.Taskset):
@@ -89,13 +86,10 @@ def test_sync_hook_runs_in_a_thread_without_blocking_the_loop():
             assert release.wait(10)
             return 1.0
 
-    async def test():
-        waiting = asyncio.create_task(collect_hooks(Slow()).rewards[0](make_context()))
-        await asyncio.sleep(0)
-        release.set()  # only reached if the hook does not block us
-        assert await waiting == 1.0
-
-    run(test())
+    waiting = asyncio.create_task(collect_hooks(Slow()).rewards[0](make_context()))
+    await asyncio.sleep(0)
+    release.set()  # only reached if the hook does not block us
+    assert await waiting == 1.0
 
 
 def test_unknown_parameter_is_refused_at_load():
@@ -113,13 +107,13 @@ def test_unknown_parameter_is_refused_at_load():
     assert "task, trace, runtime, rng, state, endpoint" in message
 
 
-def test_unknown_parameter_with_a_default_keeps_it():
+async def test_unknown_parameter_with_a_default_keeps_it():
     class Fine(rf.Taskset):
         @rf.reward
         def solved(self, task, scale=3.0):
             return scale
 
-    assert run(collect_hooks(Fine()).rewards[0](make_context())) == 3.0
+    assert await collect_hooks(Fine()).rewards[0](make_context()) == 3.0
 
 
 def test_only_group_rewards_take_traces():
@@ -148,21 +142,21 @@ def test_gold_and_validate_cannot_name_the_endpoint():
         collect_hooks(Wrong())
 
 
-def test_override_without_a_decorator_inherits_the_mark():
+async def test_override_without_a_decorator_inherits_the_mark():
     class Other(Everything):
         def second(self, task):
             return 7.0
 
     hooks = collect_hooks(Other())
     assert [(hook.name, hook.weight) for hook in hooks.rewards] == [("first", 1.0), ("second", 0.5)]
-    assert run(hooks.rewards[1](make_context())) == 7.0
+    assert await hooks.rewards[1](make_context()) == 7.0
 
 
 def test_decorated_method_can_be_called_directly():
     assert Everything().length(make_context(None, "abc").trace) == 3
 
 
-def test_toolset_contains_tool_methods_and_the_result_of_tools():
+async def test_toolset_contains_tool_methods_and_the_result_of_tools():
     def shout(text: str) -> str:
         return text.upper()
 
@@ -179,20 +173,20 @@ def test_toolset_contains_tool_methods_and_the_result_of_tools():
     async def names(task):
         return [tool.name for tool in (await hooks.build_toolset(make_context(task))).tools]
 
-    assert run(names(rf.Task(prompt="p"))) == ["add"]
-    assert run(names(rf.Task(prompt="p", answer="a"))) == ["add", "shout"]
+    assert await names(rf.Task(prompt="p")) == ["add"]
+    assert await names(rf.Task(prompt="p", answer="a")) == ["add", "shout"]
 
 
-def test_result_of_user_must_be_a_user():
+async def test_result_of_user_must_be_a_user():
     class Wrong(rf.Taskset):
         def user(self, task):
             return "hello"
 
     with pytest.raises(EnvironmentFault, match="expected a User or None, found a str"):
-        run(collect_hooks(Wrong()).build_user(make_context()))
+        await collect_hooks(Wrong()).build_user(make_context())
 
 
-def test_hook_sees_the_context_variables_of_its_caller():
+async def test_hook_sees_the_context_variables_of_its_caller():
     from contextvars import ContextVar
 
     context: ContextVar[str] = ContextVar("here")
@@ -204,7 +198,7 @@ def test_hook_sees_the_context_variables_of_its_caller():
         context.set("caller")
         return await Hook(look, "test")(make_context())
 
-    assert run(test()) == "caller"
+    assert await test() == "caller"
 
 
 def test_config_is_an_instance_of_the_annotated_class():

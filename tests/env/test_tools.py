@@ -125,29 +125,26 @@ def test_sandbox_error_is_raised():
         call(compile, {"path": "x"})
 
 
-def test_cancelling_a_call_cancels_the_tool():
+async def test_cancelling_a_call_cancels_the_tool():
     async def forever() -> str:
         await asyncio.get_running_loop().create_future()
         return ""
 
-    async def test():
-        task = asyncio.create_task(Tool.wrap(forever).call(make_context(), {}))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(test())
+    task = asyncio.create_task(Tool.wrap(forever).call(make_context(), {}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_context_fields_are_injected_and_hidden_from_the_model():
+async def test_context_fields_are_injected_and_hidden_from_the_model():
     async def remember(word: str, state, task) -> str:
         state.word = word
         return task.prompt
 
     context = make_context()
     assert list(Tool.wrap(remember).schema["function"]["parameters"]["properties"]) == ["word"]
-    assert run(Tool.wrap(remember).call(context, {"word": "x"})) == "question"
+    assert await Tool.wrap(remember).call(context, {"word": "x"}) == "question"
     assert context.state.word == "x"
 
 
@@ -160,23 +157,23 @@ def test_results_become_text():
     assert json.loads(call(give, {"what": "table"})) == {"ä": [1, {"city": "Rome", "zip": None}]}
 
 
-def test_image_is_added_to_the_media_of_the_trace():
+async def test_image_is_added_to_the_media_of_the_trace():
     image = make_media(8, 8)
 
     def look():
         return ["here:", image]
 
     context = make_context()
-    assert run(Tool.wrap(look).call(context, {})) == (TextPart("here:"), MediaPart(image.hash))
+    assert await Tool.wrap(look).call(context, {}) == (TextPart("here:"), MediaPart(image.hash))
     assert context.trace.graph.media == [image]
 
 
-def test_bad_image_is_an_error_that_the_model_reads():
+async def test_bad_image_is_an_error_that_the_model_reads():
     def look():
         return Media.from_bytes(b"<svg></svg>", "image/svg+xml")
 
     context = make_context()
-    assert "ImageInvalid: content[0]: image: expected a complete png" in run(Tool.wrap(look).call(context, {}))
+    assert "ImageInvalid: content[0]: image: expected a complete png" in await Tool.wrap(look).call(context, {})
     assert context.trace.graph.media == []
 
 
@@ -211,23 +208,23 @@ def test_tool_without_a_schema_is_refused():
         Tool.wrap(unschemable)
 
 
-def test_toolset_dispatches_calls_by_name():
+async def test_toolset_dispatches_calls_by_name():
     def add(a: int, b: int) -> int:
         return a + b
 
     tools = ToolSet([add, book])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "book"]
-    message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), make_context()))
+    message = await tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), make_context())
     assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
-    message = run(tools.call(ToolCall("c2", "bok", "{}"), make_context()))
+    message = await tools.call(ToolCall("c2", "bok", "{}"), make_context())
     assert message.content == "error: there is no tool 'bok'; did you mean book? the tools are add, book"
 
 
-def test_undecodable_bytes_are_replaced_by_question_marks():
+async def test_undecodable_bytes_are_replaced_by_question_marks():
     def names() -> str:
         return os.fsdecode(b"a\xff.txt")
 
-    message = run(ToolSet([names]).call(ToolCall("c1", "names", "{}"), make_context()))
+    message = await ToolSet([names]).call(ToolCall("c1", "names", "{}"), make_context())
     assert message.content == "a?.txt"
 
 

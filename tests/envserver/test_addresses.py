@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 TIMEOUT = 60.0
 
 
-def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypatch):
+async def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypatch):
     monkeypatch.setenv("RAMIFY_MODEL_JUDGE", "http://old judge-7b")
     pool = {"type": "static", "workers": 1}
 
@@ -49,12 +49,12 @@ def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypa
     old_engine = run_engine(ScriptedEngine(reply_cba))
     old = old_engine.__enter__()
     with run_engine(ScriptedEngine(reply_cba)) as new:
-        asyncio.run(main(old, new, lambda: old_engine.__exit__(None, None, None)))
+        await main(old, new, lambda: old_engine.__exit__(None, None, None))
 
 
 @pytest.mark.parametrize("waits_for_process", [True, False])
-def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, waits_for_process):
-    async def main(new) -> None:
+async def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, waits_for_process):
+    with run_engine(ScriptedEngine(reply_cba)) as new:
         server = EnvServer(make_config("http://127.0.0.1:9", tmp_path, pool={"type": "static", "workers": 1}))
         starting = asyncio.create_task(server.start())
         await wait_until(lambda: "pool" in vars(server) and bool(server.pool.workers), "a worker")
@@ -68,6 +68,3 @@ def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, wai
             assert server.pool.counts["boot_failures"] == 0
         finally:
             await server.close()
-
-    with run_engine(ScriptedEngine(reply_cba)) as new:
-        asyncio.run(main(new))

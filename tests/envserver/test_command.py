@@ -50,76 +50,69 @@ async def start_shell_rollouts(client: EnvClient, tmp_path: Path, count: int = 2
     return rollouts
 
 
-def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, tmp_path, monkeypatch):
+async def test_killing_any_process_kills_all_below_it_and_fails_open_requests(engine, tmp_path, monkeypatch):
     config = make_config(engine.url, tmp_path, pool={"type": "static", "workers": 1}, address_file=tmp_path / "address")
     file, temp_dir = tmp_path / "config.toml", tmp_path / "tmp"
     temp_dir.mkdir()
     monkeypatch.setenv("TMPDIR", str(temp_dir))
     write_toml(config, file)
 
-    async def main():
-        # the parent of the server
-        parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], stdout=subprocess.PIPE, text=True)
-        assert parent.stdout is not None
-        pid, address = (await asyncio.to_thread(parent.stdout.readline)).split()
-        assert (tmp_path / "address").read_text().strip() == address
-        async with EnvClient(address, settings=QUICK) as client:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, address = (await asyncio.to_thread(parent.stdout.readline)).split()
+    assert (tmp_path / "address").read_text().strip() == address
+    async with EnvClient(address, settings=QUICK) as client:
+        rollouts = await start_shell_rollouts(client, tmp_path)
+        processes = [psutil.Process(int(pid)), *descendants(int(pid))]
+        assert len(processes) >= 6  # server, watcher, worker, shells
+        parent.kill()
+        parent.wait()
+        await wait_until_gone(processes, "the server, its worker and the shells")
+        for rollout in rollouts:
+            with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
+                await rollout
+    parent.stdout.close()
+    # then the server itself, and another one at the same address
+    config.train[0].address = address
+    child = await EnvServerProcess(config, file).start()
+    async with EnvClient(address, settings=QUICK) as client:
+        rollouts = await start_shell_rollouts(client, tmp_path)
+        processes = descendants(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
+        await wait_until_gone(processes, "the worker and the shells")
+        for rollout in rollouts:
+            with pytest.raises(PeerLost, match=r"no message for|forgotten"):
+                await rollout
+        await child.stop()
+        async with EnvServerProcess(config, file) as restarted:
+            completed = await client.run(task(1), id="after", timeout=60)
+            assert completed.episode.traces[0].rewards["right"] == (1.0, 1.0)
+            # then a stop under load
             rollouts = await start_shell_rollouts(client, tmp_path)
-            processes = [psutil.Process(int(pid)), *descendants(int(pid))]
-            assert len(processes) >= 6  # server, watcher, worker, shells
-            parent.kill()
-            parent.wait()
-            await wait_until_gone(processes, "the server, its worker and the shells")
+            processes = descendants(restarted.pid)
+            assert await restarted.stop() == 0
+            await wait_until_gone(processes, "the worker and the shells")
             for rollout in rollouts:
                 with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                     await rollout
-        parent.stdout.close()
-        # then the server itself, and another one at the same address
-        config.train[0].address = address
-        child = await EnvServerProcess(config, file).start()
-        async with EnvClient(address, settings=QUICK) as client:
-            rollouts = await start_shell_rollouts(client, tmp_path)
-            processes = descendants(child.pid)
-            os.kill(child.pid, signal.SIGKILL)
-            await wait_until_gone(processes, "the worker and the shells")
-            for rollout in rollouts:
-                with pytest.raises(PeerLost, match=r"no message for|forgotten"):
-                    await rollout
-            await child.stop()
-            async with EnvServerProcess(config, file) as restarted:
-                completed = await client.run(task(1), id="after", timeout=60)
-                assert completed.episode.traces[0].rewards["right"] == (1.0, 1.0)
-                # then a stop under load
-                rollouts = await start_shell_rollouts(client, tmp_path)
-                processes = descendants(restarted.pid)
-                assert await restarted.stop() == 0
-                await wait_until_gone(processes, "the worker and the shells")
-                for rollout in rollouts:
-                    with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
-                        await rollout
-                assert re.fullmatch(r"serving \S+ at \S+", restarted.log.tail())
-        log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
-        assert "Traceback" not in log
-        assert re.search(r"broker closing cancelled_attempts=2\n(.* rollout stopped .*\n)*.*broker closed\n", log)
-        await wait_until(lambda: not list(temp_dir.iterdir()), "the temporary directories to be gone")
-
-    asyncio.run(main())
+            assert re.fullmatch(r"serving \S+ at \S+", restarted.log.tail())
+    log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
+    assert "Traceback" not in log
+    assert re.search(r"broker closing cancelled_attempts=2\n(.* rollout stopped .*\n)*.*broker closed\n", log)
+    await wait_until(lambda: not list(temp_dir.iterdir()), "the temporary directories to be gone")
 
 
-def test_invalid_source_is_reported_before_serving(engine, tmp_path):
-    async def main():
-        config = make_config(engine.url, tmp_path, taskset={"boots": "x"}, pool={"type": "static", "workers": 1})
-        with pytest.raises(ConfigInvalid, match="did you mean"):
-            await EnvServerProcess(config, tmp_path / "config.toml").start()
-
-    asyncio.run(main())
+async def test_invalid_source_is_reported_before_serving(engine, tmp_path):
+    config = make_config(engine.url, tmp_path, taskset={"boots": "x"}, pool={"type": "static", "workers": 1})
+    with pytest.raises(ConfigInvalid, match="did you mean"):
+        await EnvServerProcess(config, tmp_path / "config.toml").start()
 
 
-def test_files_that_cannot_be_written_have_a_named_error(tmp_path):
+async def test_files_that_cannot_be_written_have_a_named_error(tmp_path):
     (tmp_path / "file").touch()
     config = make_config("http://127.0.0.1:9", tmp_path)
     with pytest.raises(StorageFailed, match=r"cannot be used: .*File exists"):
-        asyncio.run(EnvServerProcess(config, tmp_path / "file" / "config.toml").start())
+        await EnvServerProcess(config, tmp_path / "file" / "config.toml").start()
 
 
 OUTPUT_SCRIPT = """#!{python} -u
@@ -134,19 +127,16 @@ signal.sigwait([signal.SIGTERM])
 """
 
 
-def test_all_output_is_read_and_the_address_is_found(engine, tmp_path, monkeypatch):
+async def test_all_output_is_read_and_the_address_is_found(engine, tmp_path, monkeypatch):
     script = tmp_path / "talker"
     script.write_text(OUTPUT_SCRIPT.format(python=sys.executable))
     script.chmod(0o755)
     config = make_config(engine.url, tmp_path)
     monkeypatch.setattr(server_process, "RAMIFY_COMMAND", (str(script),))
 
-    async def main():
-        async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=60) as child:
-            assert child.address == "tcp://127.0.0.1:9"
-            await wait_until(lambda: child.log.tail().endswith("the last word"), "the last word")
-
-    asyncio.run(main())
+    async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=60) as child:
+        assert child.address == "tcp://127.0.0.1:9"
+        await wait_until(lambda: child.log.tail().endswith("the last word"), "the last word")
 
 
 def test_public_address_without_a_secret_is_refused(engine, tmp_path, capsys):

@@ -12,7 +12,7 @@ CHUNK, MIB = 2048, 1 << 20
 pytestmark = pytest.mark.skipif(find_malloc_trim() is None, reason="this C library has no malloc_trim")
 
 
-def test_memory_of_a_large_rollout_is_returned_to_the_system():
+async def test_memory_of_a_large_rollout_is_returned_to_the_system():
     process = psutil.Process()
     buffers = [bytes(CHUNK) for _ in range(128 * MIB // CHUNK)]
     newest = buffers[-1]  # what is freed below it stays with the process
@@ -29,13 +29,13 @@ def test_memory_of_a_large_rollout_is_returned_to_the_system():
         await trimmer.close()
         return trimmer.num_trims
 
-    assert asyncio.run(end_rollouts()) == 1
+    assert await end_rollouts() == 1
     assert rss_before_free - rss_after_free < 32 * MIB  # it would have stayed
     assert rss_before_free - process.memory_info().rss > 64 * MIB
     assert len(newest) == CHUNK
 
 
-def test_small_rollouts_do_not_trim():
+async def test_small_rollouts_do_not_trim():
     async def end_rollouts() -> int:
         trimmer = HeapTrimmer(delay=0.0)
         trimmer.on_rollout_end(LARGE_ROLLOUT_BYTES - 1)
@@ -43,4 +43,4 @@ def test_small_rollouts_do_not_trim():
         await trimmer.close()
         return trimmer.num_trims
 
-    assert asyncio.run(end_rollouts()) == 0
+    assert await end_rollouts() == 0

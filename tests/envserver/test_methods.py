@@ -179,16 +179,16 @@ def test_source_is_selected_by_key_and_unused_options_are_refused():
         )
 
 
-def test_training_source_without_rewards_is_refused(engine, tmp_path):
+async def test_training_source_without_rewards_is_refused(engine, tmp_path):
     """The env server was started separately, so the run has not loaded its taskset."""
 
-    async def connect(kind: type) -> None:
-        served = make_config(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
-        async with EnvServer(served) as server:
-            source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
-            async with EnvServerPool("silent", source.addresses, start_timeout=60.0) as servers:
-                await build_connected_source(source, servers)
+    async def connect(kind: type, address: str) -> None:
+        source = kind(name="silent", taskset={"id": "elsewhere"}, address=address)
+        async with EnvServerPool("silent", source.addresses, start_timeout=60.0) as servers:
+            await build_connected_source(source, servers)
 
-    asyncio.run(connect(EvalSourceConfig))
-    with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):
-        asyncio.run(connect(TrainSourceConfig))
+    served = make_config(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
+    async with EnvServer(served) as server:
+        await connect(EvalSourceConfig, server.address)
+        with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):
+            await connect(TrainSourceConfig, server.address)

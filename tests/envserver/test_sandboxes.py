@@ -4,21 +4,20 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ramify.cli import main as run_command
 from ramify.envserver import EnvClient, EnvServer
 from ramify.errors import RamifyError
 from ramify.runtime.bwrap import find_unsupported_reason
 from ramify.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
 from tests.envserver.helpers import QUICK, make_config, task, wait_until
 
-NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 24
+NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 12
 CONCURRENCY = 32
 DEADLINE = 60.0
 
@@ -53,7 +52,7 @@ def list_mounts(tmp_path: Path) -> set[str]:
     return {line for line in lines if session not in line or str(tmp_path) in line}
 
 
-def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
+async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path, capsys):
     rng = random.Random(5)
     nap = f"97{rng.random()}"
     mounts_before = list_mounts(tmp_path)
@@ -69,7 +68,7 @@ def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
                 await asyncio.sleep(0.2 + rng.random() * 0.3)
                 await client.cancel([f"b{number}"])
             workers.update(worker.pid for worker in server.pool._ready_workers())
-            if number in (NUM_ROLLOUTS // 3, 2 * NUM_ROLLOUTS // 3):
+            if number == NUM_ROLLOUTS // 2:
                 victim = server.pool._ready_workers()[0]
                 killed.append(victim.pid)
                 os.kill(victim.pid, signal.SIGKILL)
@@ -82,7 +81,7 @@ def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
                 answers["done"] += 1
 
     async def main():
-        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm_pool_size": 4}, max_tries=3)
+        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm_pool_size": 2}, max_tries=3)
         async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
             await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             slots = asyncio.Semaphore(CONCURRENCY)
@@ -91,13 +90,11 @@ def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path):
             log = server.log_path.read_text()
         assert log.count("rollout started id=") >= NUM_ROLLOUTS and log.count("rollout ended id=") >= answers["done"]
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    await asyncio.wait_for(main(), 300)
     assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers
-    assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
-    clean = subprocess.run(
-        [sys.executable, "-m", "ramify", "runtime", "clean"], capture_output=True, text=True, check=True
-    )
-    assert "removed" in clean.stdout
+    assert len(killed) == 1 and answers["done"] and answers["RequestCancelled"]
+    assert run_command(["runtime", "clean"]) == 0
+    assert "removed" in capsys.readouterr().out
     assert list_boxes(nap) == []
     assert set(killed) <= workers and list_groups(workers) == []
     assert list_mounts(tmp_path) == mounts_before

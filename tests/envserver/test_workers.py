@@ -118,9 +118,9 @@ def test_rollouts_of_a_lost_client_are_cancelled(shared, tmp_path):
 
 def test_rollouts_with_failures_are_each_answered_once(shared):
     runner, server, client = shared
-    count = 1000 if os.environ.get("RAMIFY_FULL") else 300
+    count = 1000 if os.environ.get("RAMIFY_FULL") else 100
     rng = random.Random(3)
-    plan = [("raise" if rng.random() < 0.05 else "", rng.random() < 0.05) for _ in range(count)]
+    plan = [("raise" if rng.random() < 0.05 else "", rng.random() < 0.1) for _ in range(count)]
     answers: Counter[str] = Counter()
     killed: list[str] = []
 
@@ -172,7 +172,7 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
             engine.url,
             tmp_path,
             hang_timeout=5.0,
-            max_worker_crashes=2,
+            max_worker_crashes=1,
             pool={"type": "static", "workers": 2},
             name="hung",
         )
@@ -180,14 +180,14 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
             others = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await wait_until(lambda: count_at_gate(gate) >= 4, "four rollouts in flight")
             sender = asyncio.create_task(client.run(task(8, does="send"), id="agent", timeout=DEADLINE))
-            with pytest.raises(WorkerDied, match=r"workers were lost while they ran spin(.|\n)*spin_forever"):
+            with pytest.raises(WorkerDied, match=r"lost while (.|\n)*spin_forever"):
                 await client.run(task(9, does="spin"), id="spin", timeout=DEADLINE)
-            with pytest.raises(AgentHang, match=r"requests of agent blocked 2 workers(.|\n)*spin_forever"):
+            with pytest.raises(AgentHang, match=r"requests of agent blocked (.|\n)*spin_forever"):
                 await sender
             gate.touch()
             results = await asyncio.gather(*others)
             assert all(result.episode.traces[0].rewards["right"] == (1.0, 1.0) for result in results)
-            assert (await client.stats()).counts["hung"] == 4
+            assert (await client.stats()).counts["hung"] == 2
             assert "in spin" in hung_server.log_path.read_text()
 
     async def main():
@@ -201,73 +201,58 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
     runner.run(main())
 
 
-def test_boot_failures_are_reported_and_bounded(engine, tmp_path):
-    async def main():
-        server = EnvServer(
-            make_config(engine.url, tmp_path, taskset={"boot": "die"}, pool={"type": "static", "workers": 1})
-        )
-        with pytest.raises(WorkerDied, match=r"3 workers in a row did not boot(.|\n)* exit code 7(.|\n)*no fuel"):
-            await server.start()
-        assert server.pool.counts["boot_failures"] == 3
-        assert not server.pool.workers
-
-    asyncio.run(main())
-
-
-def test_worker_that_exits_during_its_report_did_not_boot(engine, tmp_path):
-    async def main():
-        taskset = {"boot": "die while reporting"}
-        config = make_config(
-            engine.url, tmp_path, taskset=taskset, max_startup_failures=1, pool={"type": "static", "workers": 1}
-        )
-        with pytest.raises(WorkerDied, match="ended with exit code 7 while it booted"):
-            await asyncio.wait_for(EnvServer(config).start(), DEADLINE)
-
-    asyncio.run(main())
+@pytest.mark.parametrize(
+    ("boot", "num_tries", "message"),
+    [
+        ("die", 2, r"2 workers in a row did not boot(.|\n)* exit code 7(.|\n)*no fuel"),
+        ("die while reporting", 1, "ended with exit code 7 while it booted"),
+    ],
+)
+async def test_boot_failures_are_reported_and_bounded(engine, tmp_path, boot, num_tries, message):
+    pool = {"type": "static", "workers": 1}
+    config = make_config(engine.url, tmp_path, taskset={"boot": boot}, max_startup_failures=num_tries, pool=pool)
+    server = EnvServer(config)
+    with pytest.raises(WorkerDied, match=message):
+        await asyncio.wait_for(server.start(), DEADLINE)
+    assert server.pool.counts["boot_failures"] == num_tries and not server.pool.workers
 
 
-def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
-    async def main():
-        with contextlib.ExitStack() as files:
-            for _ in range(300):
-                files.enter_context(Path(os.devnull).open())
-            config = make_config(engine.url, tmp_path, worker_startup_timeout=60, pool={"type": "static", "workers": 1})
-            async with EnvServer(config) as server:
-                assert server.pool.counts["booted"] == 1
-
-    asyncio.run(main())
+async def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
+    with contextlib.ExitStack() as files:
+        for _ in range(300):
+            files.enter_context(Path(os.devnull).open())
+        config = make_config(engine.url, tmp_path, worker_startup_timeout=60, pool={"type": "static", "workers": 1})
+        async with EnvServer(config) as server:
+            assert server.pool.counts["booted"] == 1
 
 
-def test_elastic_pool_scales_with_the_load(engine, tmp_path):
+async def test_elastic_pool_scales_with_the_load(engine, tmp_path):
     gate = tmp_path / "gate"
     pool = {"type": "elastic", "min_workers": 1, "max_workers": 2, "multiplex": 4, "idle_timeout": 0.5}
 
-    async def main():
-        config = make_config(engine.url, tmp_path, pool=pool)
-        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
-            assert len(server.pool.workers) == 1
-            rollouts = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"e{n}")) for n in range(12)]
-            await wait_until(lambda: count_at_gate(gate) == 8, "two full workers")
-            health = await client.health()
-            assert (health.running, health.waiting) == (8, 4)
-            assert [worker.load for worker in health.workers] == [4, 4]
-            gate.touch()
-            await asyncio.gather(*rollouts)
-            await wait_until(lambda: len(server.pool.workers) == 1, "one worker less")
-            decisions = (await client.stats()).decisions
-            assert [(decision.before, decision.after) for decision in decisions] == [(0, 1), (1, 2), (2, 1)]
-            assert [decision.reason.partition(":")[0] for decision in decisions] == ["start", "load", "idle"]
-            assert not (await client.health()).deaths
-            oldest = next(iter(server.pool.workers.values()))
-            server.config.max_age = oldest.age
-            await wait_until(
-                lambda: oldest.id not in server.pool.workers and bool(server.pool._ready_workers()), "a younger worker"
-            )
-            server.config.max_age = None
-            assert (await client.run(task(1), id="after")).worker_id != oldest.id
-            assert (await client.stats()).counts["recycled"] >= 1
-
-    asyncio.run(main())
+    config = make_config(engine.url, tmp_path, pool=pool)
+    async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+        assert len(server.pool.workers) == 1
+        rollouts = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"e{n}")) for n in range(12)]
+        await wait_until(lambda: count_at_gate(gate) == 8, "two full workers")
+        health = await client.health()
+        assert (health.running, health.waiting) == (8, 4)
+        assert [worker.load for worker in health.workers] == [4, 4]
+        gate.touch()
+        await asyncio.gather(*rollouts)
+        await wait_until(lambda: len(server.pool.workers) == 1, "one worker less")
+        decisions = (await client.stats()).decisions
+        assert [(decision.before, decision.after) for decision in decisions] == [(0, 1), (1, 2), (2, 1)]
+        assert [decision.reason.partition(":")[0] for decision in decisions] == ["start", "load", "idle"]
+        assert not (await client.health()).deaths
+        oldest = next(iter(server.pool.workers.values()))
+        server.config.max_age = oldest.age
+        await wait_until(
+            lambda: oldest.id not in server.pool.workers and bool(server.pool._ready_workers()), "a younger worker"
+        )
+        server.config.max_age = None
+        assert (await client.run(task(1), id="after")).worker_id != oldest.id
+        assert (await client.stats()).counts["recycled"] >= 1
 
 
 @contextlib.contextmanager
@@ -302,20 +287,17 @@ def unbooted_worker(config, tmp_path):
 
 
 @pytest.mark.parametrize("num_free", range(6))
-def test_boot_that_cannot_open_files_leaves_none_open(tmp_path, num_free):
-    async def main():
-        with unbooted_worker(make_config("http://127.0.0.1:9", tmp_path), tmp_path) as (worker, arguments):
-            before = open_pipes()
-            with few_files(num_free), pytest.raises((OSError, ProcessDied)):
-                await worker.boot(**arguments)
-            await worker.reap()
-            assert open_pipes() <= before
-
-    asyncio.run(main())
+async def test_boot_that_cannot_open_files_leaves_none_open(tmp_path, num_free):
+    with unbooted_worker(make_config("http://127.0.0.1:9", tmp_path), tmp_path) as (worker, arguments):
+        before = open_pipes()
+        with few_files(num_free), pytest.raises((OSError, ProcessDied)):
+            await worker.boot(**arguments)
+        await worker.reap()
+        assert open_pipes() <= before
 
 
-def test_cancelled_boot_leaves_no_task(engine, tmp_path):
-    async def main():
+async def test_cancelled_boot_leaves_no_task(engine, tmp_path):
+    async with asyncio.timeout(DEADLINE):
         with unbooted_worker(make_config(engine.url, tmp_path), tmp_path) as (worker, arguments):
             boot = asyncio.create_task(worker.boot(**arguments))
             while worker._client is None:
@@ -325,5 +307,3 @@ def test_cancelled_boot_leaves_no_task(engine, tmp_path):
             assert [task for task in asyncio.all_tasks() if "connecting" in task.get_name()] == []
             assert boot.cancelled()
             await worker.reap()
-
-    asyncio.run(asyncio.wait_for(main(), DEADLINE))

@@ -1,11 +1,20 @@
-from collections.abc import Iterator
+"""The servers that all tests of the gateway share, in one event loop."""
+
+import functools
 
 import pytest
+import pytest_asyncio
 
-from tests.gateway.scenario import ScenarioRunner, open_scenario_runner
+from tests.support.scenario import open_servers, open_session
 
 
-@pytest.fixture(scope="session")
-def run_scenario() -> Iterator[ScenarioRunner]:
-    with open_scenario_runner() as runner:
-        yield runner
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "open_scenario" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def open_scenario():
+    async with open_servers() as servers:
+        yield functools.partial(open_session, servers)

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import TINY, check_tokens
 from tests.support.renderers import renderer
+from tests.support.scenario import Scenario
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="  # 1 x 1
 
@@ -48,7 +48,7 @@ def call_text(name: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_call_of_a_namespaced_tool_has_namespace_and_name(run_scenario, stream: bool):
+async def test_a_call_of_a_namespaced_tool_has_namespace_and_name(open_scenario, stream: bool):
     async def ask(scenario: Scenario, items: list[Any]) -> list[dict[str, Any]]:
         answer = await scenario.post("/responses", {"model": "m", "input": items, "tools": TOOLS, "stream": stream})
         assert answer.status_code == 200, answer.text
@@ -57,7 +57,12 @@ def test_a_call_of_a_namespaced_tool_has_namespace_and_name(run_scenario, stream
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         return events[-1]["response"]["output"]
 
-    async def check(scenario: Scenario) -> None:
+    script = [
+        call_text("mcp__calendar__add", title="tea"),
+        call_text("list"),
+        call_text("notes__write", input="remember"),
+    ]
+    async with open_scenario([*script, "done"]) as scenario:
         items: list[Any] = [{"type": "message", "role": "user", "content": "plan"}]
         for result in ("added", "listed", "written"):
             (item,) = await ask(scenario, items)
@@ -75,22 +80,13 @@ def test_a_call_of_a_namespaced_tool_has_namespace_and_name(run_scenario, stream
         assert "mcp__calendar__add" in prompts(scenario)[0] and "mcp__calendar__list" in prompts(scenario)[0]
         check_one_branch(scenario)
 
-    script = [
-        call_text("mcp__calendar__add", title="tea"),
-        call_text("list"),
-        call_text("notes__write", input="remember"),
-    ]
-    run_scenario([*script, "done"], check)
 
-
-def test_tools_with_equal_flat_names_are_refused(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_tools_with_equal_flat_names_are_refused(open_scenario):
+    async with open_scenario([]) as scenario:
         tools = [tool("a__b"), {"type": "namespace", "name": "a", "tools": [tool("b")]}]
         answer = await scenario.post("/responses", {"input": "hi", "tools": tools})
         assert answer.status_code == 400
         assert "a__b" in answer.json()["error"]["message"]
-
-    run_scenario([], check)
 
 
 # -- images that tools return -----------------------------------------------------------------------------------------
@@ -128,15 +124,13 @@ def messages_body() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("body", [chat_body, responses_body, messages_body])
-def test_an_image_of_a_tool_result_is_described_to_a_text_only_model(run_scenario, body):
-    async def check(scenario: Scenario) -> None:
+async def test_an_image_of_a_tool_result_is_described_to_a_text_only_model(open_scenario, body):
+    async with open_scenario(["ok"]) as scenario:
         answer = await scenario.post(*body())
         assert answer.status_code == 200, answer.text
         (prompt,) = prompts(scenario)
         assert "seen: [an image: image/png, 1 x 1 pixels, 70 bytes; you cannot see images]" in prompt
         check_one_branch(scenario)
-
-    run_scenario(["ok"], check)
 
 
 # -- system entries inside the messages -------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ WITHOUT_TOOLS = ("gemma", "phi-3", "zephyr", "mistral-v1")
 
 
 @pytest.mark.parametrize("name", ["tiny", *WITHOUT_TOOLS, "qwen2.5", "qwen3", "qwen3-coder", "llama-3.1"])
-def test_late_system_messages_do_not_fork_the_conversation(run_scenario, name: str):
+async def test_late_system_messages_do_not_fork_the_conversation(open_scenario, name: str):
     """Claude Code sends them after the user's message and after tool results."""
     tools = {} if name in WITHOUT_TOOLS else {"tools": [TOOL]}
     system = {} if name in ("gemma", "mistral-v1") else {"system": "You are an agent."}
@@ -158,7 +152,10 @@ def test_late_system_messages_do_not_fork_the_conversation(run_scenario, name: s
         assert answer.status_code == 200, answer.text
         messages.append({"role": "assistant", "content": answer.json()["content"]})
 
-    async def check(scenario: Scenario) -> None:
+    tool_call = CALLED.get(name, call_text("bash"))
+    async with open_scenario(
+        [tool_call if tools else "first", "second", "third"], renderer=TINY if name == "tiny" else renderer(name)
+    ) as scenario:
         messages: list[Any] = [{"role": "user", "content": "go"}, {"role": "system", "content": NOTES[0]}]
         await ask(scenario, messages)
         calls = [block for block in messages[-1]["content"] if block["type"] == "tool_use"]
@@ -174,11 +171,6 @@ def test_late_system_messages_do_not_fork_the_conversation(run_scenario, name: s
         assert [prompt.count(note) for note in NOTES] == [1, 1, 1]
         check_one_branch(scenario)
 
-    tool_call = CALLED.get(name, call_text("bash"))
-    run_scenario(
-        [tool_call if tools else "first", "second", "third"], check, renderer=TINY if name == "tiny" else renderer(name)
-    )
-
 
 CALLED = {
     "qwen3-coder": "<tool_call>\n<function=bash>\n</function>\n</tool_call>",
@@ -189,8 +181,8 @@ CALLED = {
 # -- fields without effect, reasoning ----------------------------------------------------------------------------------
 
 
-def test_fields_without_effect_are_counted_in_the_trace(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_fields_without_effect_are_counted_in_the_trace(open_scenario):
+    async with open_scenario(["one", "two", "three", "four", "five"]) as scenario:
         messages = [{"role": "user", "content": "hi"}]
         for _ in range(2):
             body = {"model": "m", "max_tokens": 9, "messages": messages, "thinking": {}, "context_management": {}}
@@ -204,14 +196,12 @@ def test_fields_without_effect_are_counted_in_the_trace(run_scenario):
         assert (await scenario.post("/messages", {**body, **{f"field-{n}": 1 for n in range(200)}})).status_code == 200
         assert len(scenario.trace.info["ignored_fields"]) == 50
 
-    run_scenario(["one", "two", "three", "four", "five"], check)
-
 
 @pytest.mark.parametrize("sent_back", ["whole", "encrypted", "foreign", "dropped"])
-def test_encrypted_reasoning_continues_the_conversation(run_scenario, sent_back: str):
+async def test_encrypted_reasoning_continues_the_conversation(open_scenario, sent_back: str):
     """Codex asks for it, and sends the items back."""
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(["<think>a thought</think>hello", "bye"], renderer=renderer("ramify")) as scenario:
         body = {
             "include": ["reasoning.encrypted_content"],
             "store": False,
@@ -230,14 +220,15 @@ def test_encrypted_reasoning_continues_the_conversation(run_scenario, sent_back:
         assert (await scenario.post("/responses", body)).status_code == 200
         check_one_branch(scenario)
 
-    run_scenario(["<think>a thought</think>hello", "bye"], check, renderer=renderer("ramify"))
-
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_refusals_are_recorded_in_the_trace_and_shown(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_refusals_are_recorded_in_the_trace_and_shown(open_scenario):
+    def fail(_: str) -> str:
+        raise ConnectionResetError
+
+    async with open_scenario(fail, max_retries=0) as scenario:
         for _ in range(3):
             assert (await scenario.post("/messages", {"messages": [{"role": "robot"}]})).status_code == 400
         assert (await scenario.post("/chat/completions", b"not json")).status_code == 400
@@ -261,16 +252,9 @@ def test_refusals_are_recorded_in_the_trace_and_shown(run_scenario):
             "400 RequestInvalid: messages.0.role: expected user, assistant or system, found 'robot' (3 times)" in text
         )
 
-    def fail(_: str) -> str:
-        raise ConnectionResetError
 
-    run_scenario(fail, check, max_retries=0)
-
-
-def test_the_number_of_recorded_refusals_is_limited(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_the_number_of_recorded_refusals_is_limited(open_scenario):
+    async with open_scenario([]) as scenario:
         for number in range(60):
             await scenario.post("/messages", {"messages": [{"role": f"robot {number}"}]})
         assert len(scenario.trace.info["refusals"]) == 50
-
-    run_scenario([], check)

@@ -1,6 +1,5 @@
 """A policy behind a chat endpoint: it has no tokens, counts them from the usage, and sends images."""
 
-import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator
@@ -11,8 +10,8 @@ import pytest
 from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import ScriptedEngine, check_tokens
+from tests.support.scenario import Scenario
 from tests.support.sessions import user_request
 
 PIXEL = base64.b64encode(b"a picture").decode()
@@ -30,19 +29,12 @@ async def open_chat_session(answers: list[Any], **limits: int) -> AsyncIterator[
         await policy.close()
 
 
-def run_with_endpoint(answers: list[Any], check, **limits: int) -> None:
-    async def main() -> None:
-        async with open_chat_session(answers, **limits) as (session, endpoint):
-            await check(session, endpoint)
-
-    asyncio.run(main())
-
-
-def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
+async def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},)
 
-    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
+    answers = [{"content": None, "reasoning_content": "hm", "tool_calls": [call]}, "done"]
+    async with open_chat_session(answers) as (session, endpoint):
         reply = await session.generate(user_request("one two three", tools=tools, model="gpt-x"))
         assert (
             reply.finish_reason == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
@@ -67,8 +59,6 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
         assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
         assert second["tools"] and "max_tokens" not in second
 
-    run_with_endpoint([{"content": None, "reasoning_content": "hm", "tool_calls": [call]}, "done"], check)
-
 
 def test_a_policy_without_tokens_cannot_be_trained_on():
     policy = ChatPolicy("http://localhost:1/v1", "big-model")
@@ -76,8 +66,8 @@ def test_a_policy_without_tokens_cannot_be_trained_on():
         RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(), is_training=True)
 
 
-def test_forks_are_recorded_without_tokens():
-    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
+async def test_forks_are_recorded_without_tokens():
+    async with open_chat_session(["one", "two", "three"]) as (session, _):
         for _ in range(2):
             await session.generate(user_request("a"))
         await session.generate(
@@ -86,14 +76,12 @@ def test_forks_are_recorded_without_tokens():
         assert [fork["reason"] for fork in session.trace.info["forks"]] == ["sample", "edited"]
         assert [node.parent for node in session.trace.nodes] == [-1, 0, 0, 0, 3, 4]
 
-    run_with_endpoint(["one", "two", "three"], check)
 
-
-def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
+async def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
     monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
     answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
 
-    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
+    async with open_chat_session(answers) as (session, _):
         assert (await session.generate(user_request("a"))).message.text == "fine"
         for kind in (ContextOverflow, RequestInvalid):
             with pytest.raises(kind):
@@ -102,22 +90,18 @@ def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
         with pytest.raises(ProviderError, match="oops"):
             await session.generate(user_request("a"))
 
-    run_with_endpoint(answers, check)
 
-
-def test_budgets_use_the_token_counts_of_the_endpoint():
-    async def check(session: RolloutSession, endpoint: ScriptedEngine) -> None:
+async def test_budgets_use_the_token_counts_of_the_endpoint():
+    async with open_chat_session(["one", "two"], max_output_tokens=5) as (session, endpoint):
         await session.generate(user_request("a"))
         await session.generate(user_request("b"))
         assert [body["max_tokens"] for body in endpoint.requests] == [5, 2]
         with pytest.raises(BudgetExceeded, match="max_output_tokens"):
             await session.generate(user_request("c"))
 
-    run_with_endpoint(["one", "two"], check, max_output_tokens=5)
-
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "link"])
-def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(run_scenario, dialect):
+async def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(open_scenario, dialect):
     url = "http://host/picture.png" if dialect == "link" else f"data:image/png;base64,{PIXEL}"
     link = {"type": "image_url", "image_url": {"url": url}}
 
@@ -134,7 +118,7 @@ def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(run_scenario, d
             messages: Any = [{"role": "user", "content": [{"type": "text", "text": "see"}, link]}]
             await scenario.openai(api_key=key).chat.completions.create(model="x", messages=messages)
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([]) as scenario:
         async with open_chat_session(["nice"]) as (session, endpoint):
             await ask(scenario, scenario.gateway.register(session).api_key)
             scenario.gateway.unregister(session)
@@ -144,11 +128,9 @@ def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(run_scenario, d
         assert media.data == (url.encode() if dialect == "link" else b"a picture")
         assert session.trace.nodes[0].message.content[1].hash == media.hash
 
-    run_scenario([], check)
 
-
-def test_a_gateway_can_be_the_endpoint_of_another_session(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_gateway_can_be_the_endpoint_of_another_session(open_scenario):
+    async with open_scenario(["one", "two"]) as scenario:
         policy = ChatPolicy(scenario.endpoint.base_url, "tiny", scenario.endpoint.api_key)
         outer = RolloutSession(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=RolloutLimits())
         reply = await outer.generate(user_request("a"))
@@ -157,5 +139,3 @@ def test_a_gateway_can_be_the_endpoint_of_another_session(run_scenario):
         assert [node.message for node in outer.trace.nodes] == [node.message for node in scenario.trace.nodes]
         assert len(scenario.trace.leaves) == 1 and outer.output_tokens == scenario.session.output_tokens
         check_tokens(scenario.trace, scenario.engine)
-
-    run_scenario(["one", "two"], check)

@@ -11,7 +11,6 @@ import pytest
 from ramify.errors import PortTaken
 from ramify.gateway import Gateway, RolloutLimits, RolloutSession
 from ramify.trace import Trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
 from tests.support.sessions import make_session, user_request
 
@@ -20,8 +19,8 @@ PATHS = ["/chat/completions", "/responses", "/messages", "/messages/count_tokens
 CONTEXT_LINE = "This model's maximum context length is 20 tokens"  # by which agents recognize an overflow
 
 
-def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(open_scenario):
+    async with open_scenario([]) as scenario:
         for path in PATHS:
             for wrong in ("Basic x", "Bearer wrong", f"Bearer {scenario.endpoint.api_key}x"):
                 assert (await scenario.post(path, {}, authorization=wrong)).status_code == 401
@@ -36,11 +35,9 @@ def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(run_scenario):
             await scenario.chat("hi")
         assert not scenario.engine.requests and scenario.session.secret not in repr(scenario.endpoint)
 
-    run_scenario([], check)
 
-
-def test_one_gateway_serves_several_rollouts_by_api_key(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_one_gateway_serves_several_rollouts_by_api_key(open_scenario):
+    async with open_scenario(lambda _: "ok") as scenario:
         others = [
             RolloutSession(
                 Trace(id=f"o{n}"), scenario.policy, sampling=scenario.session.sampling, limits=RolloutLimits()
@@ -58,11 +55,9 @@ def test_one_gateway_serves_several_rollouts_by_api_key(run_scenario):
             assert [node.message.text for node in other.trace.nodes] == [f"I am {n}", "ok"]
         assert not len(scenario.trace.nodes)
 
-    run_scenario(lambda _: "ok", check)
 
-
-def test_a_tool_may_call_the_model_through_the_endpoint_during_a_rollout(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_tool_may_call_the_model_through_the_endpoint_during_a_rollout(open_scenario):
+    async with open_scenario(["one", "from a tool", "two"]) as scenario:
         reply = await scenario.session.generate(user_request("the task"))
         client = scenario.openai(base_url=scenario.endpoint.base_url)
         answer = await client.chat.completions.create(model=scenario.endpoint.model, messages=HI)
@@ -72,21 +67,17 @@ def test_a_tool_may_call_the_model_through_the_endpoint_during_a_rollout(run_sce
         assert all(node.is_trainable for node in scenario.trace.nodes)
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario(["one", "from a tool", "two"], check)
 
-
-def test_all_models_are_listed_and_any_name_can_be_retrieved(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_all_models_are_listed_and_any_name_can_be_retrieved(open_scenario):
+    async with open_scenario([]) as scenario:
         scenario.session.models["helper"] = scenario.policy
         assert [model.id async for model in scenario.openai().models.list()] == ["tiny", "helper"]
         assert [model.id async for model in scenario.anthropic().models.list()] == ["tiny", "helper"]
         assert (await scenario.openai().models.retrieve("gpt-x")).id == "gpt-x"
 
-    run_scenario([], check)
 
-
-def test_token_counts_equal_those_of_the_engine_and_record_nothing(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_token_counts_equal_those_of_the_engine_and_record_nothing(open_scenario):
+    async with open_scenario(["ok"]) as scenario:
         counted = await scenario.anthropic().messages.count_tokens(model="x", messages=HI, system="Be brief.")
         other = await scenario.openai().responses.input_tokens.count(model="x", input="hi", instructions="Be brief.")
         assert not len(scenario.trace.nodes) and scenario.session.num_turns == 0
@@ -94,11 +85,9 @@ def test_token_counts_equal_those_of_the_engine_and_record_nothing(run_scenario)
         assert counted.input_tokens == other.input_tokens == len(scenario.engine.samples[0][0])
         assert not scenario.reasons
 
-    run_scenario(["ok"], check)
 
-
-def test_an_exhausted_budget_is_400_and_not_retried_by_sdks(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_an_exhausted_budget_is_400_and_not_retried_by_sdks(open_scenario):
+    async with open_scenario(["ok"], limits=RolloutLimits(max_turns=1)) as scenario:
         await scenario.chat("hi")
         with pytest.raises(openai.BadRequestError) as chat:
             await scenario.openai().chat.completions.create(model="x", messages=HI, stream=True)
@@ -108,11 +97,9 @@ def test_an_exhausted_budget_is_400_and_not_retried_by_sdks(run_scenario):
         with pytest.raises(anthropic.BadRequestError, match="BudgetExceeded"):
             await scenario.anthropic().messages.create(model="x", messages=HI, max_tokens=5)
 
-    run_scenario(["ok"], check, limits=RolloutLimits(max_turns=1))
 
-
-def test_a_context_overflow_has_the_error_code_that_agents_expect(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_context_overflow_has_the_error_code_that_agents_expect(open_scenario):
+    async with open_scenario([], limits=RolloutLimits(seq_len=20)) as scenario:
         for length in (100, 100_000):  # the second is refused before it is rendered
             text = "x " * length
             with pytest.raises(openai.BadRequestError) as error:
@@ -125,17 +112,13 @@ def test_a_context_overflow_has_the_error_code_that_agents_expect(run_scenario):
             with pytest.raises(anthropic.BadRequestError, match=CONTEXT_LINE):
                 await scenario.anthropic().messages.create(model="x", messages=messages, max_tokens=5)
 
-    run_scenario([], check, limits=RolloutLimits(seq_len=20))
 
-
-def test_system_failures_are_5xx_and_not_retried_by_sdks(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_system_failures_are_5xx_and_not_retried_by_sdks(open_scenario):
+    async with open_scenario([], call_timeout=2.0, max_retries=0) as scenario:
         scenario.engine.gate.clear()
         with pytest.raises(openai.InternalServerError) as error:
             await scenario.openai().chat.completions.create(model="x", messages=HI)
         assert error.value.status_code == 504 and len(scenario.engine.requests) == 1
-
-    run_scenario([], check, call_timeout=2.0, max_retries=0)
 
 
 @pytest.mark.parametrize(
@@ -167,17 +150,15 @@ def test_system_failures_are_5xx_and_not_retried_by_sdks(run_scenario):
         ("/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ],
 )
-def test_invalid_requests_are_400(run_scenario, path, body):
-    async def check(scenario: Scenario) -> None:
+async def test_invalid_requests_are_400(open_scenario, path, body):
+    async with open_scenario([]) as scenario:
         answer = await scenario.post(path, body)
         assert answer.status_code == 400 and "RequestInvalid" in answer.text
         assert answer.headers["x-should-retry"] == "false"
 
-    run_scenario([], check)
 
-
-def test_huge_numbers_and_deep_nesting_are_accepted(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_huge_numbers_and_deep_nesting_are_accepted(open_scenario):
+    async with open_scenario(["ok"]) as scenario:
         deep = {"name": "f", "arguments": '{"x": ' + 5000 * "[" + 5000 * "]" + "}"}
         message = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": deep}]}
         tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
@@ -189,12 +170,10 @@ def test_huge_numbers_and_deep_nesting_are_accepted(run_scenario):
         assert (await scenario.post("/chat/completions", body)).status_code == 200
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario(["ok"], check)
-
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses", "/messages/count_tokens"])
-def test_json_that_is_nested_too_deeply_is_refused(run_scenario, path):
-    async def check(scenario: Scenario) -> None:
+async def test_json_that_is_nested_too_deeply_is_refused(open_scenario, path):
+    async with open_scenario(lambda prompt: "hello") as scenario:
         for depth in (400, 900, 5000, 100_000):
             deep = depth * b'{"a":' + b"1" + depth * b"}"
             tool = b'{"type": "function", "name": "f", "parameters": %b, "input_schema": %b}' % (deep, deep)
@@ -210,42 +189,34 @@ def test_json_that_is_nested_too_deeply_is_refused(run_scenario, path):
                 assert answer.status_code in (200, 400), (depth, answer.text)
                 assert answer.status_code == 200 or answer.json()["error"], answer.text
 
-    run_scenario(lambda prompt: "hello", check)
 
-
-def test_a_lone_surrogate_becomes_a_question_mark(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_lone_surrogate_becomes_a_question_mark(open_scenario):
+    async with open_scenario(["ok"]) as scenario:
         body = b'{"messages": [{"role": "user", "content": "\\ud83d and \\ud83d\\ude00"}]}'
         assert (await scenario.post("/chat/completions", body)).status_code == 200
         assert scenario.trace.nodes[0].message.text == "? and \U0001f600"
 
-    run_scenario(["ok"], check)
 
-
-def test_a_policy_without_image_support_refuses_images(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_policy_without_image_support_refuses_images(open_scenario):
+    async with open_scenario([]) as scenario:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
         answer = await scenario.post("/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "ImageInvalid"
 
-    run_scenario([], check)
-
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
-def test_a_waiting_stream_sends_keepalives_and_then_its_error(run_scenario, path):
-    async def check(scenario: Scenario) -> None:
+async def test_a_waiting_stream_sends_keepalives_and_then_its_error(open_scenario, path):
+    async with open_scenario([], quick_keepalive=True, call_timeout=0.5) as scenario:
         scenario.engine.gate.clear()
         answer = await scenario.post(path, {"messages": HI, "input": "hi", "max_tokens": 9, "stream": True})
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         assert answer.text.startswith("event: ping" if path == "/messages" else ": waiting")
         assert "DeadlineExceeded" in answer.text
 
-    run_scenario([], check, quick_keepalive=True, call_timeout=0.5)
-
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-def test_sdks_accept_a_stream_with_keepalives(run_scenario, dialect):
-    async def check(scenario: Scenario) -> None:
+async def test_sdks_accept_a_stream_with_keepalives(open_scenario, dialect):
+    async with open_scenario(["hello there"], quick_keepalive=True) as scenario:
         scenario.engine.gate.clear()
         asyncio.get_running_loop().call_later(0.1, scenario.engine.gate.set)
         if dialect == "chat":
@@ -259,11 +230,9 @@ def test_sdks_accept_a_stream_with_keepalives(run_scenario, dialect):
                 text = await stream.get_final_text()
         assert text == "hello there"
 
-    run_scenario(["hello there"], check, quick_keepalive=True)
 
-
-def test_a_truncated_reply_is_marked_in_every_dialect(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_truncated_reply_is_marked_in_every_dialect(open_scenario):
+    async with open_scenario(lambda _: "hello there") as scenario:
         chat = await scenario.chat("hi", max_completion_tokens=3)
         assert chat.choices[0].finish_reason == "length"
         response = await scenario.openai().responses.create(model="x", input="hi", max_output_tokens=3)
@@ -273,11 +242,10 @@ def test_a_truncated_reply_is_marked_in_every_dialect(run_scenario):
         assert message.stop_reason == "max_tokens"
         assert [len(ids) for _, ids, _ in scenario.engine.samples] == [3, 3, 3]
 
-    run_scenario(lambda _: "hello there", check)
 
-
-def test_unknown_fields_of_agent_programs_are_ignored(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_unknown_fields_of_agent_programs_are_ignored(open_scenario):
+    patch = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
+    async with open_scenario(["hello", patch, "good"]) as scenario:
         extra: Any = {"context_management": {}, "output_config": {"effort": "high"}, "metadata": {"user_id": "u"}}
         thinking = {"type": "enabled", "budget_tokens": 1024}
         system = [
@@ -302,64 +270,49 @@ def test_unknown_fields_of_agent_programs_are_ignored(run_scenario):
         assert len(scenario.trace.leaves) == 2
         check_tokens(scenario.trace, scenario.engine)
 
-    patch = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
-    run_scenario(["hello", patch, "good"], check)
 
-
-def test_a_response_can_be_continued_by_its_id(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_response_can_be_continued_by_its_id(open_scenario):
+    async with open_scenario(["one", "two"]) as scenario:
         first = await scenario.openai().responses.create(model="x", input="hi", instructions="Be brief.")
         await scenario.openai().responses.create(model="x", input="more", previous_response_id=first.id)
         assert [node.message.text for node in scenario.trace.nodes] == ["Be brief.", "hi", "one", "more", "two"]
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario(["one", "two"], check)
 
-
-def test_a_stop_string_truncates_the_text_before_it(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_stop_string_truncates_the_text_before_it(open_scenario):
+    async with open_scenario(lambda _: "letter") as scenario:
         assert (await scenario.chat("hi", stop="tt")).choices[0].message.content == "le"
         message: Any = await scenario.anthropic().messages.create(
             model="x", messages=HI, max_tokens=50, stop_sequences=["er"]
         )
         assert message.content[0].text == "lett"
 
-    run_scenario(lambda _: "letter", check)
 
-
-def test_api_keys_are_not_logged(run_scenario, caplog):
-    async def check(scenario: Scenario) -> None:
-        await scenario.chat("hi")
-        await scenario.post("/chat/completions", b"{")
-        assert scenario.endpoint.api_key not in caplog.text
-
+async def test_api_keys_are_not_logged(open_scenario, caplog):
     with caplog.at_level(logging.DEBUG, logger="uvicorn"), caplog.at_level(logging.DEBUG, logger="ramify"):
-        run_scenario(["ok"], check)
+        async with open_scenario(["ok"]) as scenario:
+            await scenario.chat("hi")
+            await scenario.post("/chat/completions", b"{")
+            assert scenario.endpoint.api_key not in caplog.text
 
 
-def test_closing_the_gateway_cancels_running_calls_and_leaves_no_task():
-    async def main() -> None:
-        session, token_client = make_session(["ok"])
-        token_client.gate.clear()
-        async with Gateway() as gateway:
-            end = gateway.register(session)
-            client = openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key, max_retries=0)
-            call = asyncio.create_task(client.chat.completions.create(model="x", messages=HI))
-            while not token_client.requests:
-                await asyncio.sleep(0.002)
-        with pytest.raises(openai.APIError):
-            await call
-        await client.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+async def test_closing_the_gateway_cancels_running_calls_and_leaves_no_task():
+    session, token_client = make_session(["ok"])
+    token_client.gate.clear()
+    async with Gateway() as gateway:
+        end = gateway.register(session)
+        client = openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key, max_retries=0)
+        call = asyncio.create_task(client.chat.completions.create(model="x", messages=HI))
+        while not token_client.requests:
+            await asyncio.sleep(0.002)
+    with pytest.raises(openai.APIError):
+        await call
+    await client.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_taken_port_is_named_in_the_error():
-    async def main() -> None:
-        async with Gateway() as gateway:
-            port = int(gateway.address.rpartition(":")[2])
-            with pytest.raises(PortTaken, match=str(port)):
-                await Gateway(port=port).start()
-
-    asyncio.run(main())
+async def test_a_taken_port_is_named_in_the_error():
+    async with Gateway() as gateway:
+        port = int(gateway.address.rpartition(":")[2])
+        with pytest.raises(PortTaken, match=str(port)):
+            await Gateway(port=port).start()

@@ -16,7 +16,6 @@ from ramify.images import ImageCache, ImageFamily, ProcessedImage, load_image_fa
 from ramify.render import load_renderer
 from ramify.render.prompt_images import MAX_PROMPT_IMAGES
 from ramify.trace import Media, decode_trace, encode_trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import TINY, check_tokens
 from tests.support.images import (
     data_url,
@@ -27,6 +26,7 @@ from tests.support.images import (
     make_square,
     write_vision_directory,
 )
+from tests.support.scenario import Scenario
 
 RED, GREEN, BLUE = (make_square(color) for color in [(255, 0, 0), (0, 255, 0), (0, 0, 255)])
 SCRIPT = ["A", "AB", "ABC"]
@@ -85,10 +85,10 @@ async def converse_with_messages(scenario: Scenario, images: list[list[Media]]) 
 
 
 @pytest.mark.parametrize("converse", [converse_with_chat, converse_with_responses, converse_with_messages])
-def test_images_of_every_dialect_become_one_trainable_trace(run_scenario, vision, converse):
+async def test_images_of_every_dialect_become_one_trainable_trace(open_scenario, vision, converse):
     images = [[RED, GREEN], [BLUE, RED], [RED, RED]]
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
         assert await converse(scenario, images) == SCRIPT
         trace = scenario.trace
         check_tokens(trace, scenario.engine)
@@ -109,10 +109,8 @@ def test_images_of_every_dialect_become_one_trainable_trace(run_scenario, vision
         decoded = decode_trace(encode_trace(trace))
         assert decoded.graph.path_media(len(trace.nodes) - 1) == path_media
 
-    run_scenario(list(SCRIPT), check, renderer=vision)
 
-
-def test_all_dialects_give_equal_tokens_for_images(run_scenario, vision):
+async def test_all_dialects_give_equal_tokens_for_images(open_scenario, vision):
     prompts = []
     for converse in (converse_with_chat, converse_with_responses, converse_with_messages):
 
@@ -120,12 +118,13 @@ def test_all_dialects_give_equal_tokens_for_images(run_scenario, vision):
             await converse(scenario, [[RED, GREEN], [BLUE]])
             prompts.append([prompt for prompt, _, _ in scenario.engine.samples])
 
-        run_scenario(list(SCRIPT), check, renderer=vision)
+        async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
+            await check(scenario)
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-def test_the_same_texts_with_other_images_are_another_conversation(run_scenario, vision):
-    async def check(scenario: Scenario) -> None:
+async def test_the_same_texts_with_other_images_are_another_conversation(open_scenario, vision):
+    async with open_scenario(["A", "B"], renderer=vision) as scenario:
         await converse_with_chat(scenario, [[RED]])
         await converse_with_chat(scenario, [[BLUE]])
         trace = scenario.trace
@@ -134,10 +133,8 @@ def test_the_same_texts_with_other_images_are_another_conversation(run_scenario,
         assert {first[0][2], second[0][2]} == {RED.hash, BLUE.hash}
         assert scenario.engine.samples[0][0] == scenario.engine.samples[1][0]  # equal tokens
 
-    run_scenario(["A", "B"], check, renderer=vision)
 
-
-def test_images_of_tool_results_reach_the_model(run_scenario, vision):
+async def test_images_of_tool_results_reach_the_model(open_scenario, vision):
     call = {"id": "c1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}
     image = {"type": "image_url", "image_url": {"url": data_url(RED)}}
     messages = [
@@ -146,14 +143,12 @@ def test_images_of_tool_results_reach_the_model(run_scenario, vision):
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "seen: "}, image]},
     ]
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(["red"], renderer=vision) as scenario:
         assert (await scenario.post("/chat/completions", {"messages": messages})).status_code == 200
         assert [image["hash"] for image in scenario.engine.requests[0]["images"]] == [RED.hash]
 
-    run_scenario(["red"], check, renderer=vision)
 
-
-def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_images(run_scenario, tmp_path):
+async def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_images(open_scenario, tmp_path):
     directory = write_vision_directory(tmp_path, "tiny")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
@@ -166,7 +161,7 @@ def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_imag
         {"role": "tool", "tool_call_id": "c1", "content": images},
     ]
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(["red"], renderer=load_renderer(directory)) as scenario:
         answer = await scenario.post("/chat/completions", {"messages": messages})
         assert answer.status_code == 200, answer.text
         assert scenario.trace.nodes[2].message.text.count("100 x 100 pixels") == num_images
@@ -174,8 +169,6 @@ def test_a_model_of_an_unsupported_vision_family_reads_descriptions_of_tool_imag
         user_message = {"role": "user", "content": images[:1]}
         answer = await scenario.post("/chat/completions", {"messages": [user_message]})
         assert answer.json()["error"]["type"] == "ModelUnsupported" and "gemma3" in answer.text
-
-    run_scenario(["red"], check, renderer=load_renderer(directory))
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -198,8 +191,8 @@ BAD_CONTENTS = bad_contents()
 
 
 @pytest.mark.parametrize("name", BAD_CONTENTS)
-def test_a_bad_image_is_refused_by_name_and_the_session_lives(run_scenario, vision, name):
-    async def check(scenario: Scenario) -> None:
+async def test_a_bad_image_is_refused_by_name_and_the_session_lives(open_scenario, vision, name):
+    async with open_scenario(["A"], renderer=vision) as scenario:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         messages = [{"role": "user", "content": BAD_CONTENTS[name]}]
         answer = await scenario.post("/chat/completions", {"messages": messages})
@@ -211,13 +204,11 @@ def test_a_bad_image_is_refused_by_name_and_the_session_lives(run_scenario, visi
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
         assert await converse_with_chat(scenario, [[RED]]) == ["A"]
 
-    run_scenario(["A"], check, renderer=vision)
 
-
-def test_sdks_raise_their_own_error_for_a_bad_image(run_scenario, vision):
+async def test_sdks_raise_their_own_error_for_a_bad_image(open_scenario, vision):
     bad = Media.from_bytes(BAD_IMAGES["svg"], "image/png")
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([], renderer=vision) as scenario:
         with pytest.raises(openai.BadRequestError, match="format 'svg'"):
             await converse_with_chat(scenario, [[bad]])
         with pytest.raises(openai.BadRequestError, match="format 'svg'"):
@@ -225,15 +216,13 @@ def test_sdks_raise_their_own_error_for_a_bad_image(run_scenario, vision):
         with pytest.raises(anthropic.BadRequestError, match=r"ImageInvalid: image: .*format 'svg'"):
             await converse_with_messages(scenario, [[bad]])
 
-    run_scenario([], check, renderer=vision)
-
 
 @pytest.mark.parametrize("path", ["square.png", "/data/square.png", "./a b.png", "C:\\square.png"])
-def test_a_path_as_image_is_refused_with_what_is_expected(run_scenario, vision, path):
+async def test_a_path_as_image_is_refused_with_what_is_expected(open_scenario, vision, path):
     chat_part = {"type": "image_url", "image_url": {"url": path}}
     block = {"type": "image", "source": {"type": "url", "url": path}}
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([], renderer=vision) as scenario:
         for route, part in (("/chat/completions", chat_part), ("/messages", block)):
             body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 50}
             answer = await scenario.post(route, body)
@@ -243,16 +232,12 @@ def test_a_path_as_image_is_refused_with_what_is_expected(run_scenario, vision, 
             assert "; read the file and send its bytes in base64" in message
         assert {refusal["name"] for refusal in scenario.trace.info["refusals"]} == {"ImageInvalid"}
 
-    run_scenario([], check, renderer=vision)
 
-
-def test_an_image_for_a_text_model_is_refused(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_an_image_for_a_text_model_is_refused(open_scenario):
+    async with open_scenario([], renderer=TINY) as scenario:
         with pytest.raises(openai.BadRequestError, match="is a text model"):
             await converse_with_chat(scenario, [[RED]])
         assert scenario.trace.info["refusals"][0]["name"] == "ImageInvalid"
-
-    run_scenario([], check, renderer=TINY)
 
 
 class SlowFamily:
@@ -284,10 +269,10 @@ def slow_vision(tmp_path):
     family.gate.set()
 
 
-def test_a_call_does_not_wait_for_the_images_of_others(run_scenario, slow_vision):
+async def test_a_call_does_not_wait_for_the_images_of_others(open_scenario, slow_vision):
     renderer, family = slow_vision
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([*SCRIPT, "D"], renderer=renderer) as scenario:
         await converse_with_chat(scenario, [[RED]])
         await converse_with_chat(scenario, [[GREEN]])  # drops the arrays of RED
         blue = asyncio.create_task(converse_with_chat(scenario, [[BLUE]]))
@@ -297,40 +282,33 @@ def test_a_call_does_not_wait_for_the_images_of_others(run_scenario, slow_vision
         family.gate.set()
         assert await blue == ["D"]
 
-    run_scenario([*SCRIPT, "D"], check, renderer=renderer)
 
-
-def test_processing_an_image_has_a_deadline(run_scenario, slow_vision):
+async def test_processing_an_image_has_a_deadline(open_scenario, slow_vision):
     renderer, _ = slow_vision
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([], renderer=renderer, call_timeout=0.2) as scenario:
         messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(BLUE)}}]}]
         answer = await scenario.post("/chat/completions", {"messages": messages})
         assert answer.status_code == 504 and answer.json()["error"]["type"] == "DeadlineExceeded", answer.text
         assert not scenario.engine.requests
 
-    run_scenario([], check, renderer=renderer, call_timeout=0.2)
 
-
-def test_the_images_of_a_rollout_are_bounded(run_scenario, vision):
+async def test_the_images_of_a_rollout_are_bounded(open_scenario, vision):
     padding = bytes(MAX_IMAGE_BYTES // 4)  # after the end of a PNG, where decoders do not look
     images = [Media.from_bytes(make_square((index, 0, 0), side=4).data + padding, "image/png") for index in range(4)]
 
-    async def check(scenario: Scenario) -> None:
-        replies = await converse_with_chat(scenario, [[image] for image in images[:3]])
-        assert replies == SCRIPT
+    async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
+        assert await converse_with_chat(scenario, [images[:3]]) == SCRIPT[:1]
         with pytest.raises(openai.BadRequestError, match="a rollout may have"):
             await converse_with_chat(scenario, [[images[3]]])
 
-    run_scenario(list(SCRIPT), check, renderer=vision)
 
-
-def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision, tmp_path):
+async def test_counting_tokens_counts_the_placeholders_of_images(open_scenario, vision, tmp_path):
     family = load_image_family(write_vision_directory(tmp_path, "tiny"))
     assert family is not None
     num_image_tokens = family.process(RED).num_tokens + 3  # and the tokens around them
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([], renderer=vision) as scenario:
         source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED.data).decode()}
         counts = []
         for parts in ([], [{"type": "image", "source": source}]):
@@ -340,5 +318,3 @@ def test_counting_tokens_counts_the_placeholders_of_images(run_scenario, vision,
             )
             counts.append(answer.input_tokens)
         assert counts[1] - counts[0] == num_image_tokens
-
-    run_scenario([], check, renderer=vision)

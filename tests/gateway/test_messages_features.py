@@ -6,15 +6,14 @@ import anthropic
 import pytest
 
 from ramify.trace import Message
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
 
 USER = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_stop_sequence_that_ended_a_reply_is_named(run_scenario, stream: bool):
-    async def check(scenario: Scenario):
+async def test_the_stop_sequence_that_ended_a_reply_is_named(open_scenario, stream: bool):
+    async with open_scenario(["one two END three nine"]) as scenario:
         client: Any = scenario.anthropic(max_retries=0)
         fields = {"model": "any", "max_tokens": 50, "messages": [USER], "stop_sequences": ["nine", "END"]}
         if stream:
@@ -25,11 +24,9 @@ def test_the_stop_sequence_that_ended_a_reply_is_named(run_scenario, stream: boo
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "END")
         assert reply.content[0].text == "one two "
 
-    run_scenario(["one two END three nine"], check)
 
-
-def test_a_prefilled_reply_is_continued(run_scenario):
-    async def check(scenario: Scenario):
+async def test_a_prefilled_reply_is_continued(open_scenario):
+    async with open_scenario([" 1}", "done"]) as scenario:
         client: Any = scenario.anthropic(max_retries=0)
         reply = await client.messages.create(
             model="any", max_tokens=50, messages=[USER, {"role": "assistant", "content": '{"x":'}]
@@ -47,11 +44,9 @@ def test_a_prefilled_reply_is_continued(run_scenario):
         assert len(scenario.trace.leaves) == 1 and not scenario.reasons
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario([" 1}", "done"], check)
 
-
-def test_chat_completions_continue_the_final_message_if_asked(run_scenario):
-    async def check(scenario: Scenario):
+async def test_chat_completions_continue_the_final_message_if_asked(open_scenario):
+    async with open_scenario([" upon"]) as scenario:
         messages = [USER, {"role": "assistant", "content": "Once"}]
         extra = {"continue_final_message": True, "add_generation_prompt": False}
         client: Any = scenario.openai(max_retries=0)
@@ -59,11 +54,9 @@ def test_chat_completions_continue_the_final_message_if_asked(run_scenario):
         assert reply.choices[0].message.content == " upon"
         assert scenario.trace.nodes[-1].message.text == "Once upon"
 
-    run_scenario([" upon"], check)
 
-
-def test_documents_of_text_are_read_and_others_refused(run_scenario):
-    async def check(scenario: Scenario):
+async def test_documents_of_text_are_read_and_others_refused(open_scenario):
+    async with open_scenario(["one", "two"]) as scenario:
         client: Any = scenario.anthropic(max_retries=0)
 
         async def send(source: dict):
@@ -77,5 +70,3 @@ def test_documents_of_text_are_read_and_others_refused(run_scenario):
         assert scenario.trace.nodes[0].message.text == '<document title="Notes">\nIt rains.\n</document>\nWhat?'
         with pytest.raises(anthropic.BadRequestError, match=r"document: .*base64"):
             await send({"type": "base64", "media_type": "application/pdf", "data": "AAAA"})
-
-    run_scenario(["one", "two"], check)

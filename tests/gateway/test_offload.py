@@ -75,14 +75,14 @@ async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, wa
         counting.cancel()
 
 
-def test_the_event_loop_runs_while_a_large_reply_is_parsed():
+async def test_the_event_loop_runs_while_a_large_reply_is_parsed():
     text = "<tool_call>{" * 1000
-    assert asyncio.run(count_loop_iterations_during_parsing(text, [])) >= MIN_ITERATIONS
-    assert asyncio.run(count_loop_iterations_during_parsing(text, ["never there"])) >= MIN_ITERATIONS
+    assert await count_loop_iterations_during_parsing(text, []) >= MIN_ITERATIONS
+    assert await count_loop_iterations_during_parsing(text, ["never there"]) >= MIN_ITERATIONS
 
 
-def test_a_small_reply_is_parsed_in_the_event_loop():
-    assert asyncio.run(count_loop_iterations_during_parsing("hello", [], waits=False)) == 0
+async def test_a_small_reply_is_parsed_in_the_event_loop():
+    assert await count_loop_iterations_during_parsing("hello", [], waits=False) == 0
 
 
 async def count_loop_iterations_during_rendering(text: str, *, is_remote: bool, waits: bool = True) -> int:
@@ -100,6 +100,6 @@ async def count_loop_iterations_during_rendering(text: str, *, is_remote: bool, 
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_the_event_loop_runs_while_a_large_prompt_is_rendered(is_remote):
-    assert asyncio.run(count_loop_iterations_during_rendering("word " * 5000, is_remote=is_remote)) >= MIN_ITERATIONS
-    assert asyncio.run(count_loop_iterations_during_rendering("hi", is_remote=is_remote, waits=False)) == 0
+async def test_the_event_loop_runs_while_a_large_prompt_is_rendered(is_remote):
+    assert await count_loop_iterations_during_rendering("word " * 5000, is_remote=is_remote) >= MIN_ITERATIONS
+    assert await count_loop_iterations_during_rendering("hi", is_remote=is_remote, waits=False) == 0

@@ -1,6 +1,5 @@
 """Connecting a policy to servers: what their model lists say."""
 
-import asyncio
 import contextlib
 
 import pytest
@@ -23,10 +22,7 @@ class KeyedEndpoint(ScriptedEngine):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_api_key_names_the_setting_to_change(status):
-    async def connect() -> None:
+async def test_a_refused_api_key_names_the_setting_to_change(status):
+    with pytest.raises(ConfigInvalid, match=rf"inference.base_url: .*status {status}: wrong key; set api_key_env"):
         async with KeyedEndpoint(status) as endpoint, contextlib.AsyncExitStack() as stack:
             await connect_policy([endpoint.url], "big-model", TemplateRendererConfig(), stack)
-
-    with pytest.raises(ConfigInvalid, match=rf"inference.base_url: .*status {status}: wrong key; set api_key_env"):
-        asyncio.run(connect())

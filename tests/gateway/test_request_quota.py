@@ -19,7 +19,7 @@ from ramify.gateway import RolloutLimits, RolloutSession, SamplingConfig
 from ramify.gateway.conversation_trie import TrieNode
 from ramify.gateway.request_quota import MAX_RENDERED_CHARS, QuotaSettings, RequestQuota
 from ramify.trace import Trace
-from tests.gateway.scenario import Scenario
+from tests.support.scenario import Scenario
 from tests.support.sessions import make_session, user_request
 
 MIB = 2**20
@@ -37,8 +37,8 @@ async def send_part_of_body(scenario: Scenario) -> tuple[asyncio.StreamReader, a
     return reader, writer
 
 
-def test_slow_bodies_of_a_rollout_share_one_quota(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_slow_bodies_of_a_rollout_share_one_quota(open_scenario):
+    async with open_scenario(["hello"], quota=QuotaSettings(max_bytes=2 * MIB, max_requests=8)) as scenario:
         connections = [await send_part_of_body(scenario) for _ in range(20)]
         heads = [asyncio.create_task(reader.readline()) for reader, _ in connections]
         while sum(head.done() for head in heads) < 12:
@@ -62,12 +62,11 @@ def test_slow_bodies_of_a_rollout_share_one_quota(run_scenario):
         for head in heads:
             head.cancel()
 
-    run_scenario(["hello"], check, quota=QuotaSettings(max_bytes=2 * MIB, max_requests=8))
-
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_bodies_for_which_there_is_no_room_wait_instead_of_being_refused(run_scenario, is_chunked):
-    async def check(scenario: Scenario) -> None:
+async def test_bodies_for_which_there_is_no_room_wait_instead_of_being_refused(open_scenario, is_chunked):
+    async with open_scenario([], quota=QuotaSettings(max_bytes=MIB)) as scenario:
+
         async def count(number: int) -> int:
             body = {
                 "messages": [{"role": "user", "content": f"{number} {'x' * 2000}"}],
@@ -81,26 +80,22 @@ def test_bodies_for_which_there_is_no_room_wait_instead_of_being_refused(run_sce
 
         assert await asyncio.gather(*map(count, range(8))) == [200] * 8
 
-    run_scenario([], check, quota=QuotaSettings(max_bytes=MIB))
-
 
 async def split(data: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(data), 2**16):
         yield data[start : start + 2**16]
 
 
-def test_a_body_over_the_limit_is_refused(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_body_over_the_limit_is_refused(open_scenario):
+    async with open_scenario([], quota=QuotaSettings(max_bytes=MIB)) as scenario:
         body = json.dumps({"messages": [], "metadata": {"": "y" * MIB}}).encode()
         for data, headers in ((body, {}), (gzip.compress(body), {"content-encoding": "gzip"})):
             answer = await scenario.post("/chat/completions", data, **headers)
             assert answer.status_code == 400 and "larger than 1048576 bytes" in answer.text, answer.text
 
-    run_scenario([], check, quota=QuotaSettings(max_bytes=MIB))
 
-
-def test_large_work_of_all_rollouts_of_a_gateway_shares_the_rendered_characters(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_large_work_of_all_rollouts_of_a_gateway_shares_the_rendered_characters(open_scenario):
+    async with open_scenario([]) as scenario:
         sessions = [
             RolloutSession(Trace(id=f"n{number}"), scenario.policy, sampling=SamplingConfig(), limits=RolloutLimits())
             for number in range(4)
@@ -122,8 +117,6 @@ def test_large_work_of_all_rollouts_of_a_gateway_shares_the_rendered_characters(
         for session in sessions:
             scenario.gateway.unregister(session)
 
-    run_scenario([], check)
-
 
 def burn(seconds: float) -> None:
     """Use this much time of a core."""
@@ -132,20 +125,17 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_waiting_costs_no_time():
-    async def main() -> None:
-        quota = RequestQuota(QuotaSettings(cpu_share=1e-9, cpu_burst=0.02))
-        for is_large in (True, False):
-            await quota.run(is_large, 0, time.sleep, 0.05)
-        async with asyncio.timeout(20):
-            await quota.run(False, 0, lambda: None)
-
-    asyncio.run(main())
+async def test_waiting_costs_no_time():
+    quota = RequestQuota(QuotaSettings(cpu_share=1e-9, cpu_burst=0.02))
+    for is_large in (True, False):
+        await quota.run(is_large, 0, time.sleep, 0.05)
+    async with asyncio.timeout(20):
+        await quota.run(False, 0, lambda: None)
 
 
 @pytest.mark.parametrize("path", ["/messages/count_tokens", "/responses/input_tokens", "/chat/completions"])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(run_scenario, path):
-    async def check(scenario: Scenario) -> None:
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(open_scenario, path):
+    async with open_scenario([], limits=RolloutLimits(seq_len=2048)) as scenario:
         text = "word " * 200_000
         tool = {"name": "f", "type": "function", "description": text, "parameters": {}, "input_schema": {}}
         message = {"role": "user", "content": text}
@@ -158,16 +148,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(run_scenario, p
             assert answer.status_code == 400 and "maximum context length is 2048 tokens" in answer.text, answer.text
         assert {refusal["name"] for refusal in scenario.trace.info["refusals"]} == {"ContextOverflow"}
 
-    run_scenario([], check, limits=RolloutLimits(seq_len=2048))
-
 
 def count_objects(cls: type) -> int:
     gc.collect()
     return sum(isinstance(item, cls) for item in gc.get_objects())
 
 
-def test_requests_that_are_counted_or_refused_leave_nothing_in_memory(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_requests_that_are_counted_or_refused_leave_nothing_in_memory(open_scenario):
+    async with open_scenario([], limits=RolloutLimits(seq_len=64)) as scenario:
         nodes, requests = count_objects(TrieNode), count_objects(ModelRequest)
         for number in range(20):
             body = {"messages": [{"role": "user", "content": f"{number} " * 400}]}
@@ -176,22 +164,17 @@ def test_requests_that_are_counted_or_refused_leave_nothing_in_memory(run_scenar
         assert count_objects(TrieNode) <= nodes + 1  # the root
         assert count_objects(ModelRequest) <= requests
 
-    run_scenario([], check, limits=RolloutLimits(seq_len=64))
+
+async def test_a_rollout_that_used_its_time_waits():
+    quota = RequestQuota(QuotaSettings(cpu_share=0.5, cpu_burst=0.01))
+    started_at = time.monotonic()
+    for is_large in (True, False):  # in a thread and in the event loop
+        await quota.run(is_large, 0, burn, 0.03)
+    await quota.run(False, 0, lambda: None)
+    assert time.monotonic() - started_at >= (2 * 0.03 - 0.01) / 0.5
 
 
-def test_a_rollout_that_used_its_time_waits():
-    async def main() -> None:
-        quota = RequestQuota(QuotaSettings(cpu_share=0.5, cpu_burst=0.01))
-        started_at = time.monotonic()
-        for is_large in (True, False):  # in a thread and in the event loop
-            await quota.run(is_large, 0, burn, 0.03)
-        await quota.run(False, 0, lambda: None)
-        assert time.monotonic() - started_at >= (2 * 0.03 - 0.01) / 0.5
-
-    asyncio.run(main())
-
-
-def test_large_work_of_a_rollout_runs_one_after_another_even_if_its_callers_leave():
+async def test_large_work_of_a_rollout_runs_one_after_another_even_if_its_callers_leave():
     running = most = 0
 
     def work() -> None:
@@ -201,19 +184,16 @@ def test_large_work_of_a_rollout_runs_one_after_another_even_if_its_callers_leav
         time.sleep(0.02)
         running -= 1
 
-    async def main() -> None:
-        quota = RequestQuota(QuotaSettings())
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(quota.run(True, 0, work), 0.001)
-        await quota.run(True, 0, work)
-
-    asyncio.run(main())
+    quota = RequestQuota(QuotaSettings())
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(quota.run(True, 0, work), 0.001)
+    await quota.run(True, 0, work)
     assert most == 1
 
 
-def test_a_harness_in_the_process_gets_the_same_refusal():
+async def test_a_harness_in_the_process_gets_the_same_refusal():
     session, client = make_session(["hi"], limits={"seq_len": 1024})
     with pytest.raises(ContextOverflow, match="1024 tokens; the prompt has 1000000 characters"):
-        asyncio.run(session.generate(user_request("x" * 1_000_000)))
+        await session.generate(user_request("x" * 1_000_000))
     assert not client.requests

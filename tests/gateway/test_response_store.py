@@ -9,15 +9,14 @@ import pytest
 from ramify.dialects.model_call import ModelReply, ModelRequest, ParsedRequest
 from ramify.dialects.response_store import MAX_CONVERSATIONS, MAX_STORED_BYTES, ResponseStore
 from ramify.trace import Media, Message, Usage
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
 
 CALL = '<think>hm</think>I look.<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
 
-def test_items_by_reference_continue_the_conversation(run_scenario):
-    async def check(scenario: Scenario):
+async def test_items_by_reference_continue_the_conversation(open_scenario):
+    async with open_scenario([CALL, "done"]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         question = {"role": "user", "content": "a"}
         first = await client.responses.create(model="any", input=[question], tools=[TOOL])
@@ -32,12 +31,10 @@ def test_items_by_reference_continue_the_conversation(run_scenario):
                 model="any", input=[question, {"type": "item_reference", "id": "msg_missing"}]
             )
 
-    run_scenario([CALL, "done"], check)
-
 
 @pytest.mark.parametrize("with_items", [False, True])
-def test_a_conversation_object_holds_the_history(run_scenario, with_items: bool):
-    async def check(scenario: Scenario):
+async def test_a_conversation_object_holds_the_history(open_scenario, with_items: bool):
+    async with open_scenario(["one", "two"]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         items = [{"role": "user", "content": "earlier"}, {"role": "assistant", "content": "yes"}] if with_items else []
         conversation = await client.conversations.create(items=items)
@@ -50,22 +47,18 @@ def test_a_conversation_object_holds_the_history(run_scenario, with_items: bool)
         with pytest.raises(openai.BadRequestError, match="conv_missing"):
             await client.responses.create(model="any", input="a", conversation="conv_missing")
 
-    run_scenario(["one", "two"], check)
 
-
-def test_a_reply_that_is_not_stored_stays_in_its_conversation(run_scenario):
-    async def check(scenario: Scenario):
+async def test_a_reply_that_is_not_stored_stays_in_its_conversation(open_scenario):
+    async with open_scenario(["one", "two"]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         conversation = await client.conversations.create(items=[])
         for text in ("a", "b"):
             await client.responses.create(model="any", input=text, conversation=conversation.id, store=False)
         assert [message.text for message in scenario.trace.branches[0].messages] == ["a", "one", "b", "two"]
 
-    run_scenario(["one", "two"], check)
 
-
-def test_a_reply_is_returned_if_its_conversation_was_removed_meanwhile(run_scenario):
-    async def check(scenario: Scenario):
+async def test_a_reply_is_returned_if_its_conversation_was_removed_meanwhile(open_scenario):
+    async with open_scenario(["one"]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         conversation = await client.conversations.create(items=[])
         scenario.engine.gate.clear()
@@ -76,8 +69,6 @@ def test_a_reply_is_returned_if_its_conversation_was_removed_meanwhile(run_scena
             scenario.session.response_store.create_conversation(())
         scenario.engine.gate.set()
         assert (await reply).output_text == "one"
-
-    run_scenario(["one"], check)
 
 
 def test_old_replies_are_removed_if_their_requests_are_large():
@@ -90,8 +81,8 @@ def test_old_replies_are_removed_if_their_requests_are_large():
     assert [index for index in range(8) if store.find_reply(str(index))] == [5, 6, 7]
 
 
-def test_a_response_can_be_retrieved_by_its_id(run_scenario):
-    async def check(scenario: Scenario):
+async def test_a_response_can_be_retrieved_by_its_id(open_scenario):
+    async with open_scenario([CALL]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         created = await client.responses.create(model="any", input="a", tools=[TOOL])
         retrieved = await client.responses.retrieve(created.id)
@@ -99,11 +90,9 @@ def test_a_response_can_be_retrieved_by_its_id(run_scenario):
         with pytest.raises(openai.NotFoundError, match="resp_missing"):
             await client.responses.retrieve("resp_missing")
 
-    run_scenario([CALL], check)
 
-
-def test_a_conversation_can_be_compacted_to_a_summary_of_the_model(run_scenario):
-    async def check(scenario: Scenario):
+async def test_a_conversation_can_be_compacted_to_a_summary_of_the_model(open_scenario):
+    async with open_scenario(["work", "a summary", "done"]) as scenario:
         client: Any = scenario.openai(max_retries=0)
         first = await client.responses.create(model="any", input="the task")
         history = [{"role": "user", "content": "the task"}, *first.output]
@@ -115,5 +104,3 @@ def test_a_conversation_can_be_compacted_to_a_summary_of_the_model(run_scenario)
         assert last.output_text == "done"
         texts = [message.text for message in scenario.trace.branches[-1].messages]
         assert texts == ["the task", "a summary", "go on", "done"]
-
-    run_scenario(["work", "a summary", "done"], check)

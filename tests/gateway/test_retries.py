@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
+from tests.support.scenario import Scenario
 
 
 def numbered_replies():
@@ -45,8 +45,8 @@ async def post_and_hang_up(scenario: Scenario) -> None:
     await asyncio.wait({call})
 
 
-def test_concurrent_equal_requests_are_separate_samples(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_concurrent_equal_requests_are_separate_samples(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         answers = await asyncio.gather(*(scenario.chat("hi") for _ in range(5)))
         texts = {answer.choices[0].message.content for answer in answers}
         assert len(texts) == 5 == scenario.session.num_turns
@@ -54,11 +54,9 @@ def test_concurrent_equal_requests_are_separate_samples(run_scenario):
         assert scenario.reasons == ["sample"] * 4
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario(numbered_replies(), check)
 
-
-def test_a_retry_of_an_sdk_joins_the_original_call(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_retry_of_an_sdk_joins_the_original_call(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         scenario.engine.gate.clear()
         sent, twice = [], asyncio.Event()
 
@@ -80,11 +78,9 @@ def test_a_retry_of_an_sdk_joins_the_original_call(run_scenario):
         assert len(scenario.engine.requests) == 1 == scenario.session.num_turns
         assert not scenario.reasons
 
-    run_scenario(numbered_replies(), check)
 
-
-def test_requests_with_one_idempotency_key_share_one_call(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_requests_with_one_idempotency_key_share_one_call(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         key = {"idempotency-key": "k1"}
         scenario.engine.gate.clear()
         calls = [asyncio.create_task(post(scenario, **key)) for _ in range(2)]
@@ -95,11 +91,9 @@ def test_requests_with_one_idempotency_key_share_one_call(run_scenario):
         assert text_of(await post(scenario, **{"idempotency-key": "k2"})) == "reply 2"
         assert scenario.session.num_turns == 2
 
-    run_scenario(numbered_replies(), check)
 
-
-def test_a_retry_of_a_delivered_reply_gets_the_newest_equal_reply(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_retry_of_a_delivered_reply_gets_the_newest_equal_reply(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         first, retry = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
         assert text_of(await post(scenario, **first)) == "reply 1"
         assert text_of(await post(scenario, **retry)) == "reply 1"
@@ -107,11 +101,9 @@ def test_a_retry_of_a_delivered_reply_gets_the_newest_equal_reply(run_scenario):
         assert text_of(await post(scenario, "never seen", **retry)) == "reply 3"
         assert scenario.session.num_turns == 3
 
-    run_scenario(numbered_replies(), check)
 
-
-def test_an_undelivered_reply_is_returned_to_an_equal_request(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_an_undelivered_reply_is_returned_to_an_equal_request(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         scenario.engine.gate.clear()
         await post_and_hang_up(scenario)
         scenario.engine.gate.set()
@@ -120,11 +112,9 @@ def test_an_undelivered_reply_is_returned_to_an_equal_request(run_scenario):
         assert text_of(await post(scenario)) == "reply 1"
         assert text_of(await post(scenario)) == "reply 2"
 
-    run_scenario(numbered_replies(), check)
 
-
-def test_a_call_is_cancelled_if_its_client_does_not_return(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_call_is_cancelled_if_its_client_does_not_return(open_scenario):
+    async with open_scenario(numbered_replies(), abandon_after=0.05) as scenario:
         scenario.engine.gate.clear()
         await post_and_hang_up(scenario)
         await scenario.engine.disconnected.wait()
@@ -132,13 +122,9 @@ def test_a_call_is_cancelled_if_its_client_does_not_return(run_scenario):
         assert text_of(await post(scenario)) == "reply 1"
         assert scenario.session.num_turns == 1 and len(scenario.engine.requests) == 2
 
-    run_scenario(numbered_replies(), check, abandon_after=0.05)
 
-
-def test_a_retry_of_a_failed_call_starts_a_new_call(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_a_retry_of_a_failed_call_starts_a_new_call(open_scenario):
+    async with open_scenario(numbered_replies()) as scenario:
         with pytest.raises(openai.BadRequestError):
             await scenario.chat("hi", temperature=-1)
         assert text_of(await post(scenario, **{"x-stainless-retry-count": "1"})) == "reply 1"
-
-    run_scenario(numbered_replies(), check)

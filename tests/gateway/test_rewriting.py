@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ramify.errors import BudgetExceeded, ContextOverflow
 from ramify.gateway import ModelRequest
 from ramify.trace import Message, Trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
 from tests.support.sessions import make_session
@@ -26,8 +25,9 @@ def check_no_repeated_siblings(trace: Trace) -> None:
             seen.add(place)
 
 
-def test_dropping_old_turns_forks_at_the_last_common_message(run_scenario):
-    async def check(scenario: Scenario) -> None:
+async def test_dropping_old_turns_forks_at_the_last_common_message(open_scenario):
+    count = iter(range(100))
+    async with open_scenario(lambda _: f"step {next(count)}") as scenario:
         history = [{"role": "system", "content": "You are careful."}, {"role": "user", "content": "the task"}]
         client = scenario.openai()
         for turn in range(5):
@@ -43,12 +43,10 @@ def test_dropping_old_turns_forks_at_the_last_common_message(run_scenario):
         check_no_repeated_siblings(scenario.trace)
         check_tokens(scenario.trace, scenario.engine)
 
+
+async def test_summarizing_the_history_forks_as_edited(open_scenario):
     count = iter(range(100))
-    run_scenario(lambda _: f"step {next(count)}", check)
-
-
-def test_summarizing_the_history_forks_as_edited(run_scenario):
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(lambda _: f"step {next(count)}") as scenario:
         await scenario.chat("the task")
         await scenario.chat("the task", "step 0", "go on")
         await scenario.chat("the task", "in short: two steps", "go on")
@@ -56,12 +54,10 @@ def test_summarizing_the_history_forks_as_edited(run_scenario):
         check_no_repeated_siblings(scenario.trace)
         check_tokens(scenario.trace, scenario.engine)
 
+
+async def test_concurrent_sub_agents_are_branches_of_one_trace(open_scenario):
     count = iter(range(100))
-    run_scenario(lambda _: f"step {next(count)}", check)
-
-
-def test_concurrent_sub_agents_are_branches_of_one_trace(run_scenario):
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario(lambda _: f"step {next(count)}") as scenario:
         client = scenario.openai()
         system = {"role": "system", "content": "You are careful."}
 
@@ -78,9 +74,6 @@ def test_concurrent_sub_agents_are_branches_of_one_trace(run_scenario):
         assert [node.message.role for node in scenario.trace.nodes].count("system") == 1
         check_no_repeated_siblings(scenario.trace)
         check_tokens(scenario.trace, scenario.engine)
-
-    count = iter(range(100))
-    run_scenario(lambda _: f"step {next(count)}", check)
 
 
 def count_forks(trace: Trace) -> int:

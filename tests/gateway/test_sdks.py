@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.scenario import Scenario
 from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
+from tests.support.scenario import Scenario
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "number"}}}
 CALL = (
@@ -123,8 +123,8 @@ async def converse_with_messages(scenario: Scenario, stream: bool) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("converse", [converse_with_chat, converse_with_responses, converse_with_messages])
-def test_a_tool_conversation_is_one_branch_of_the_engine_tokens(run_scenario, converse, stream):
-    async def check(scenario: Scenario) -> None:
+async def test_a_tool_conversation_is_one_branch_of_the_engine_tokens(open_scenario, converse, stream):
+    async with open_scenario(list(SCRIPT)) as scenario:
         assert await converse(scenario, stream) == "A fruit."
         trace = scenario.trace
         assert len(trace.leaves) == 1 and "forks" not in trace.info
@@ -140,10 +140,8 @@ def test_a_tool_conversation_is_one_branch_of_the_engine_tokens(run_scenario, co
         (prompt, ids, _), (continued, _, _) = scenario.engine.samples
         assert continued[: len(prompt) + len(ids)] == prompt + ids
 
-    run_scenario(list(SCRIPT), check)
 
-
-def test_all_dialects_give_equal_tokens(run_scenario):
+async def test_all_dialects_give_equal_tokens(open_scenario):
     prompts = []
     for converse in (converse_with_chat, converse_with_responses, converse_with_messages):
 
@@ -151,19 +149,18 @@ def test_all_dialects_give_equal_tokens(run_scenario):
             await converse(scenario, False)
             prompts.append([prompt for prompt, _, _ in scenario.engine.samples])
 
-        run_scenario(list(SCRIPT), check)
+        async with open_scenario(list(SCRIPT)) as scenario:
+            await check(scenario)
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-def test_dropped_reasoning_is_recorded_as_the_reason_of_a_fork(run_scenario):
+async def test_dropped_reasoning_is_recorded_as_the_reason_of_a_fork(open_scenario):
     qwen = renderer("qwen3")
     thought = "<think>\nhm\n</think>\n\n"
 
-    async def check(scenario: Scenario) -> None:
+    async with open_scenario([thought + "one", thought + "two"], renderer=qwen) as scenario:
         await scenario.chat("a")
         await scenario.chat("a", "one", "b")
         assert scenario.trace.metrics["render/breaks"] == 1
         assert scenario.reasons == ["reasoning_dropped"]
         check_tokens(scenario.trace, scenario.engine)
-
-    run_scenario([thought + "one", thought + "two"], check, renderer=qwen)

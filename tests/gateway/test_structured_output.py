@@ -23,7 +23,6 @@ from ramify.gateway.recorder import STRUCTURED_OUTPUT_REASON
 from ramify.model.resolve import resolve_model_path
 from ramify.render import ReplyConstraint
 from ramify.trace import Trace
-from tests.gateway.scenario import Scenario
 from tests.support.engine import TINY, check_tokens
 from tests.support.models import build_core
 from tests.support.native_server import run_server
@@ -54,29 +53,26 @@ def is_color(value: Any) -> bool:
     return value in ({"color": "red"}, {"color": "green"})
 
 
-def test_structured_output_of_all_dialects_is_recorded_but_not_trained(engine_url):
-    async def main() -> None:
-        async with InferenceClient(engine_url) as client, Gateway() as gateway:
-            policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
-            session = RolloutSession(
-                trace, policy, sampling=SamplingConfig(max_tokens=100), limits=RolloutLimits(), seed=1, is_training=True
-            )
-            end = gateway.register(session)
-            options = {"base_url": end.base_url, "api_key": end.api_key, "max_retries": 0}
-            async with openai.AsyncOpenAI(**options) as sdk, anthropic.AsyncAnthropic(**options) as messages:
-                await check_dialects(sdk, messages)
-            trained = [node.is_trainable for node in trace.nodes if node.message.role == "assistant"]
-            assert trained == [False, True, False, False, False, False]
-            assert [entry["reason"] for entry in trace.info["untrained"]] == [STRUCTURED_OUTPUT_REASON] * 5
-            assert trace.metrics["untrained/structured_output"] == 5
-            assert "render/breaks" not in trace.metrics and "refusals" not in trace.info
-            first = next(node for node in trace.nodes if node.message.role == "assistant")
-            scored = await client.score(trace.graph.path_tokens(first.index).tolist())
-            sampled = np.array(first.logprobs)
-            expected = scored[-len(sampled) :]
-            assert (sampled >= expected - 1e-3).all() and sampled.sum() > expected.sum()  # over fewer tokens
-
-    asyncio.run(main())
+async def test_structured_output_of_all_dialects_is_recorded_but_not_trained(engine_url):
+    async with InferenceClient(engine_url) as client, Gateway() as gateway:
+        policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
+        session = RolloutSession(
+            trace, policy, sampling=SamplingConfig(max_tokens=100), limits=RolloutLimits(), seed=1, is_training=True
+        )
+        end = gateway.register(session)
+        options = {"base_url": end.base_url, "api_key": end.api_key, "max_retries": 0}
+        async with openai.AsyncOpenAI(**options) as sdk, anthropic.AsyncAnthropic(**options) as messages:
+            await check_dialects(sdk, messages)
+        trained = [node.is_trainable for node in trace.nodes if node.message.role == "assistant"]
+        assert trained == [False, True, False, False, False, False]
+        assert [entry["reason"] for entry in trace.info["untrained"]] == [STRUCTURED_OUTPUT_REASON] * 5
+        assert trace.metrics["untrained/structured_output"] == 5
+        assert "render/breaks" not in trace.metrics and "refusals" not in trace.info
+        first = next(node for node in trace.nodes if node.message.role == "assistant")
+        scored = await client.score(trace.graph.path_tokens(first.index).tolist())
+        sampled = np.array(first.logprobs)
+        expected = scored[-len(sampled) :]
+        assert (sampled >= expected - 1e-3).all() and sampled.sum() > expected.sum()  # over fewer tokens
 
 
 async def check_dialects(sdk: openai.AsyncOpenAI, messages: anthropic.AsyncAnthropic) -> None:
@@ -150,16 +146,13 @@ def test_begun_reply_with_structured_output_is_refused():
         MessagesDialect().parse_request(body, ResponseStore())
 
 
-def test_equal_messages_with_another_constraint_are_another_call():
-    async def main() -> None:
-        session, client = make_session(['{"color": "red"}', "5"])
-        first = session.start_call(user_request("?", constraint=ReplyConstraint(SCHEMA)))
-        second = session.start_call(user_request("?", constraint=ReplyConstraint({"const": 5}), retry_count=1))
-        await asyncio.gather(first.wait(), second.wait())
-        grammars = [sampling.grammar for sampling in client.requests]
-        assert "red" in str(grammars[0]) and '"const": 5' in str(grammars[1])
-
-    asyncio.run(main())
+async def test_equal_messages_with_another_constraint_are_another_call():
+    session, client = make_session(['{"color": "red"}', "5"])
+    first = session.start_call(user_request("?", constraint=ReplyConstraint(SCHEMA)))
+    second = session.start_call(user_request("?", constraint=ReplyConstraint({"const": 5}), retry_count=1))
+    await asyncio.gather(first.wait(), second.wait())
+    grammars = [sampling.grammar for sampling in client.requests]
+    assert "red" in str(grammars[0]) and '"const": 5' in str(grammars[1])
 
 
 @pytest.mark.parametrize(
@@ -185,8 +178,8 @@ CALL_TEXT = '<tool_call>\n{"name": "paint", "arguments": {"color": "red"}}\n</to
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
-def test_text_of_a_call_is_content_if_calls_are_forbidden(run_scenario, path: str):
-    async def check(scenario: Scenario) -> None:
+async def test_text_of_a_call_is_content_if_calls_are_forbidden(open_scenario, path: str):
+    async with open_scenario([CALL_TEXT] * 3) as scenario:
         choice = {"type": "none"} if path == "/messages" else "none"
         tools = {"/chat/completions": CHAT_TOOL, "/responses": RESPONSES_TOOL, "/messages": MESSAGES_TOOL}
         fields = {"tools": [tools[path]], "tool_choice": choice, "max_tokens": 100}
@@ -206,15 +199,10 @@ def test_text_of_a_call_is_content_if_calls_are_forbidden(run_scenario, path: st
         assert scenario.trace.nodes[-1].message.tool_calls
         check_tokens(scenario.trace, scenario.engine)
 
-    run_scenario([CALL_TEXT] * 3, check)
 
-
-def test_equal_messages_with_another_tool_choice_are_another_call():
-    async def main() -> None:
-        session, _ = make_session([CALL_TEXT] * 2)
-        first = session.start_call(user_request("?", allows_calls=False))
-        second = session.start_call(user_request("?", retry_count=1))
-        replies = await asyncio.gather(first.wait(), second.wait())
-        assert [len(reply.message.tool_calls) for reply in replies] == [0, 1]
-
-    asyncio.run(main())
+async def test_equal_messages_with_another_tool_choice_are_another_call():
+    session, _ = make_session([CALL_TEXT] * 2)
+    first = session.start_call(user_request("?", allows_calls=False))
+    second = session.start_call(user_request("?", retry_count=1))
+    replies = await asyncio.gather(first.wait(), second.wait())
+    assert [len(reply.message.tool_calls) for reply in replies] == [0, 1]

@@ -1,6 +1,5 @@
 """The gateway with a real engine, `ramify serve -m tiny`, and the openai SDK; runs in `test-full`."""
 
-import asyncio
 import os
 import re
 import signal
@@ -44,24 +43,21 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(f"the server did not start: {log.read_text()}")
 
 
-def test_recorded_logprobs_equal_those_that_the_engine_scores(address):
-    async def main() -> None:
-        async with InferenceClient(address) as client, Gateway() as gateway:
-            policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
-            session = RolloutSession(
-                trace, policy, sampling=SamplingConfig(max_tokens=40), limits=RolloutLimits(), seed=1, is_training=True
-            )
-            end = gateway.register(session)
-            async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as client:
-                history = [{"role": "user", "content": "Reverse this text: abc"}]
-                for turn in range(3):
-                    answer = await client.chat.completions.create(model="gpt-x", messages=history)
-                    history += [{"role": "assistant", "content": answer.choices[0].message.content}]
-                    history += [{"role": "user", "content": f"And this one: {turn}"}]
-            (branch,) = trace.branches
-            scored = await client.score(branch.token_ids.tolist())
-            mask = branch.sampled_mask
-            assert mask.sum() == session.output_tokens and "forks" not in trace.info
-            np.testing.assert_allclose(branch.logprobs[mask], scored[mask], atol=0.05)
-
-    asyncio.run(main())
+async def test_recorded_logprobs_equal_those_that_the_engine_scores(address):
+    async with InferenceClient(address) as client, Gateway() as gateway:
+        policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
+        session = RolloutSession(
+            trace, policy, sampling=SamplingConfig(max_tokens=40), limits=RolloutLimits(), seed=1, is_training=True
+        )
+        end = gateway.register(session)
+        async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as client:
+            history = [{"role": "user", "content": "Reverse this text: abc"}]
+            for turn in range(3):
+                answer = await client.chat.completions.create(model="gpt-x", messages=history)
+                history += [{"role": "assistant", "content": answer.choices[0].message.content}]
+                history += [{"role": "user", "content": f"And this one: {turn}"}]
+        (branch,) = trace.branches
+        scored = await client.score(branch.token_ids.tolist())
+        mask = branch.sampled_mask
+        assert mask.sum() == session.output_tokens and "forks" not in trace.info
+        np.testing.assert_allclose(branch.logprobs[mask], scored[mask], atol=0.05)

@@ -248,11 +248,11 @@ def test_a_message_of_the_user_follows_the_summary():
     assert TASK.prompt == messages[1][1]
 
 
-def test_a_policy_without_tokens_is_compacted_by_an_estimate():
+async def test_a_policy_without_tokens_is_compacted_by_an_estimate():
     calls = [Message("assistant", tool_calls=(ToolCall(f"c{n}", "echo", '{"length": 2000}'),)) for n in range(2)]
     policy = ScriptedPolicy([calls[0], "summary 1", calls[1], "summary 2", "done"])
     env = load_env(Printing, harness={"id": "chat", "compact_at": 400})
-    (trace,) = asyncio.run(run_attempt(env, TASK, policy=policy, id="r1")).traces
+    (trace,) = (await run_attempt(env, TASK, policy=policy, id="r1")).traces
     assert trace.stop == "done" and trace.metrics["compactions"] == 2
     assert [(fork["at"], fork["reason"]) for fork in trace.info["forks"]] == [(TASK_NODE, "compacted")] * 2
 

@@ -205,14 +205,14 @@ def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():
     assert error_names(trace) == ["ProviderError"]
 
 
-def test_an_exhausted_budget_is_the_stop_reason():
+async def test_an_exhausted_budget_is_the_stop_reason():
     async def run() -> Trace:
         harness = {"id": "program", "command": ["sh", "-c", "python3 agent.py openai a && python3 agent.py openai b"]}
         env = load_env(OneTask, harness={**harness, "files": {"agent.py": AGENT}}, max_turns=1)
         async with Gateway() as gateway:
             return await run_one_async(env, ["one", "two"], gateway=gateway)
 
-    trace = asyncio.run(asyncio.wait_for(run(), 60))
+    trace = await asyncio.wait_for(run(), 60)
     assert (trace.stop, trace.num_turns, trace.errors) == ("max_turns", 1, [])
 
 

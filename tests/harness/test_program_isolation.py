@@ -48,8 +48,8 @@ class Pair(OneTask):
         return 1.0
 
 
-def test_agents_reach_only_their_own_session():
-    async def test():
+async def test_agents_reach_only_their_own_session():
+    async with asyncio.timeout(60):
         env = load_env(
             Pair,
             harness={
@@ -63,9 +63,6 @@ def test_agents_reach_only_their_own_session():
         async with Gateway() as gateway:
             traces = await asyncio.gather(*(run_one_async(env, ["fine"], gateway=gateway) for _ in range(2)))
         await env.close()
-        return traces
-
-    traces = asyncio.run(asyncio.wait_for(test(), 60))
     reports = [json.loads(trace.info["program"]["stdout"]) for trace in traces]
     for trace, report in zip(traces, reports):
         assert (report["own"], report["none"], report["guess"], report["models without a key"]) == (200, 401, 401, 401)

@@ -43,9 +43,9 @@ class SlowRuntime(LocalRuntime):
         return SlowProcess()
 
 
-def test_message_that_a_timeout_divides_is_read_to_its_end():
+async def test_message_that_a_timeout_divides_is_read_to_its_end():
     repl = Repl(SlowRuntime(), ReplSettings(1.0, 0, 1000, 1000, {}, []), lambda *_: asyncio.sleep(0))
-    result = asyncio.run(repl.run("code"))
+    result = await repl.run("code")
     assert result.output == "all of it\nerror: interrupted after 1 s"
 
 

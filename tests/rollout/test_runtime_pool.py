@@ -78,7 +78,7 @@ def test_failure_to_prepare_leaves_it_to_the_rollout():
     assert log.count("prepare") == log.count("stop") == 2
 
 
-def test_runtime_that_could_not_be_stopped_is_tried_again_and_reported(caplog):
+async def test_runtime_that_could_not_be_stopped_is_tried_again_and_reported(caplog):
     class StuckRuntime(CountingRuntime):
         async def stop(self) -> None:
             self.log.append("stop")
@@ -86,12 +86,10 @@ def test_runtime_that_could_not_be_stopped_is_tried_again_and_reported(caplog):
 
     log: list[str] = []
 
-    async def test():
+    async with asyncio.timeout(20):
         pool = RuntimePool(lambda: StuckRuntime(LocalRuntimeConfig(), log, fails=True), 1)
         pool.take()
         await settle()
         await pool.close()
-
-    asyncio.run(asyncio.wait_for(test(), 20))
     assert log == ["prepare", "stop", "stop"]
     assert caplog.text.count("its directory cannot be removed") == 2

@@ -156,41 +156,38 @@ class CountingEngine(ScriptedEngine):
 @pytest.mark.parametrize(
     ("works", "stall_timeout", "failure"), [(True, 50.0, "RolloutDeadline"), (False, 3.0, "EngineStalled")]
 )
-def test_engine_steps_count_as_progress_and_http_responses_do_not(works: bool, stall_timeout: float, failure: str):
-    async def main() -> Trace:
-        async with CountingEngine(works=works) as engine, policy_at(engine.url) as policy:
-            return await rollout(policy, harness={"timeout": 2.0}, timeouts={"engine_stall": stall_timeout})
+async def test_engine_steps_count_as_progress_and_http_responses_do_not(
+    works: bool, stall_timeout: float, failure: str
+):
+    async with asyncio.timeout(60), CountingEngine(works=works) as engine, policy_at(engine.url) as policy:
+        trace = await rollout(policy, harness={"timeout": 2.0}, timeouts={"engine_stall": stall_timeout})
+    assert error_names(trace) == [failure]
 
-    assert error_names(asyncio.run(asyncio.wait_for(main(), 60))) == [failure]
 
-
-def test_only_the_lost_request_is_sent_again():
+async def test_only_the_lost_request_is_sent_again():
     """The engine stops during the second call, longer than the harness timeout; the rollout is not started again."""
     phases: list[str] = []
 
-    async def main() -> tuple[Trace, ScriptedEngine]:
-        engine = ScriptedEngine(["one", "two"])
+    engine = ScriptedEngine(["one", "two"])
 
-        def on_progress(phase: str, _: Trace) -> None:
-            phases.append(phase)
-            if phase == "turn":
-                engine.gate.clear()  # the next request gets no answer
+    def on_progress(phase: str, _: Trace) -> None:
+        phases.append(phase)
+        if phase == "turn":
+            engine.gate.clear()  # the next request gets no answer
 
-        async with engine, policy_at(engine.url) as policy:
-            env = load_env(TwoTurns, harness={"timeout": HARNESS_TIMEOUT}, sampling={"max_tokens": 64})
-            rollout_task = asyncio.create_task(
-                run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
-            )
-            while len(engine.requests) < 2:
-                await asyncio.sleep(0.005)
-            await engine.__aexit__()
-            await asyncio.wait([rollout_task], timeout=STALL_SECONDS)
-            await engine.__aenter__()
-            engine.gate.set()
-            episode = await asyncio.wait_for(rollout_task, 60)
-        return episode.traces[0], engine
-
-    trace, engine = asyncio.run(main())
+    async with engine, policy_at(engine.url) as policy:
+        env = load_env(TwoTurns, harness={"timeout": HARNESS_TIMEOUT}, sampling={"max_tokens": 64})
+        rollout_task = asyncio.create_task(
+            run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
+        )
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.005)
+        await engine.__aexit__()
+        await asyncio.wait([rollout_task], timeout=STALL_SECONDS)
+        await engine.__aenter__()
+        engine.gate.set()
+        episode = await asyncio.wait_for(rollout_task, 60)
+    trace, engine = episode.traces[0], engine
     assert error_names(trace) == []
     assert phases.count("boot") == 1
     assert len(trace.sampled_nodes) == 2
@@ -198,18 +195,16 @@ def test_only_the_lost_request_is_sent_again():
     assert lost == again != first
 
 
-def test_slow_stop_hook_counts_towards_the_harness_timeout():
+async def test_slow_stop_hook_counts_towards_the_harness_timeout():
     class Slow(Answered):
         @rf.stop
         async def late(self) -> bool:
             await asyncio.sleep(30)
             return True
 
-    async def main() -> Trace:
-        async with ScriptedEngine(["one"]) as engine, policy_at(engine.url) as policy:
-            return await rollout(policy, Slow, harness={"timeout": 0.5})
-
-    assert error_names(asyncio.run(asyncio.wait_for(main(), 60))) == ["RolloutDeadline"]
+    async with asyncio.timeout(60), ScriptedEngine(["one"]) as engine, policy_at(engine.url) as policy:
+        trace = await rollout(policy, Slow, harness={"timeout": 0.5})
+    assert error_names(trace) == ["RolloutDeadline"]
 
 
 def test_stall_before_the_harness_phase_is_not_counted(runner: asyncio.Runner):

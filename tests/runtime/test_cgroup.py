@@ -86,8 +86,8 @@ def test_group_with_groups_and_processes_in_it_is_removed(requires_limits):
 
 
 @pytest.mark.process
-def test_program_that_hides_its_marker_is_killed_with_its_group(requires_limits):
-    async def test():
+async def test_program_that_hides_its_marker_is_killed_with_its_group(requires_limits):
+    async with asyncio.timeout(30):
         runtime = LocalRuntime(LocalRuntimeConfig(limits={"max_processes": 100}))
         await runtime.start(Task())
         hidden = "env -i setsid sh -c 'echo $$ > pid; exec sleep 1000' & while [ ! -s pid ]; do sleep 0.01; done"
@@ -96,5 +96,3 @@ def test_program_that_hides_its_marker_is_killed_with_its_group(requires_limits)
         assert is_running(pid)
         await runtime.stop()
         assert not is_running(pid)
-
-    asyncio.run(asyncio.wait_for(test(), 30))

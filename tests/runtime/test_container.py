@@ -175,33 +175,29 @@ def test_engine_of_another_user_has_no_way_to_the_gateway(make_engine, monkeypat
 
 
 @pytest.mark.process
-def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
+async def test_container_that_does_not_start_is_a_failure_of_the_sandbox(make_engine):
     make_engine(DOCKER_INFO)
 
-    async def test():
+    async with asyncio.timeout(30):
         runtime = ContainerRuntime()
         with pytest.raises(SandboxError, match="broken"):
             await runtime.start(Task())
         with pytest.raises(SandboxError, match="broken"):
             await runtime.run("true", timeout=5)
 
-    asyncio.run(asyncio.wait_for(test(), 30))
-
 
 @pytest.mark.process
-def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
+async def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
     pid_file = tmp_path / "pid"
     make_engine(DOCKER_INFO, f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 600 & wait")
 
-    async def test():
+    async with asyncio.timeout(30):
         start = asyncio.create_task(ContainerRuntime().start(Task()))
         while not pid_file.exists():
             await asyncio.sleep(0.01)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(start, 5)
-
-    asyncio.run(asyncio.wait_for(test(), 30))
     group = int(pid_file.read_text())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -209,36 +205,33 @@ def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_path):
 
 
 @pytest.mark.process
-def test_command_of_the_engine_that_takes_too_long_is_named():
+async def test_command_of_the_engine_that_takes_too_long_is_named():
     with pytest.raises(SandboxError, match=r"podman -f did not end in 0.2 s"):
-        asyncio.run(ContainerEngine("podman", ("tail",), None).run("-f", "/dev/null", timeout=0.2))
+        await ContainerEngine("podman", ("tail",), None).run("-f", "/dev/null", timeout=0.2)
 
 
 @pytest.mark.process
 @pytest.mark.timeout(60)
-def test_command_of_the_engine_ends_although_its_descendants_hold_its_output(tmp_path, monkeypatch):
+async def test_command_of_the_engine_ends_although_its_descendants_hold_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(container_engine, "KILL_TIMEOUT", 0.2)
     program, pid_file = tmp_path / "podman", tmp_path / "pid"
     script = f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 600"
     program.write_text(f"#!/bin/sh\nsetsid sh -c '{script}' &\nsleep 600\n")
     program.chmod(0o755)
 
-    async def test():
-        await (await asyncio.create_subprocess_exec("true")).wait()  # opens what every later one uses
-        num_fds = psutil.Process().num_fds()
-        command = asyncio.create_task(ContainerEngine("podman", (str(program),), None).run("rm", timeout=60.0))
-        while not pid_file.exists():
-            await asyncio.sleep(0.01)
-        try:
-            command.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await command
-            await asyncio.sleep(0)  # transports close in the next iteration of the loop
-            assert psutil.Process().num_fds() == num_fds
-        finally:
-            os.kill(int(pid_file.read_text()), signal.SIGKILL)
-
-    asyncio.run(test())
+    await (await asyncio.create_subprocess_exec("true")).wait()  # opens what every later one uses
+    num_fds = psutil.Process().num_fds()
+    command = asyncio.create_task(ContainerEngine("podman", (str(program),), None).run("rm", timeout=60.0))
+    while not pid_file.exists():
+        await asyncio.sleep(0.01)
+    try:
+        command.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+        await asyncio.sleep(0)  # transports close in the next iteration of the loop
+        assert psutil.Process().num_fds() == num_fds
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
@@ -340,8 +333,8 @@ def test_work_directory_of_the_image_and_its_user(needs_engine):
     run_with_runtime("container", test, Task(workdir="/etc"), user="1000")
 
 
-def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):
-    async def test():
+async def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):
+    async with asyncio.timeout(60):
         runtime_class, make_config = RUNTIMES["container"]
         runtime = runtime_class(make_config(limits={"memory_mb": 300}))
         await runtime.prepare()
@@ -353,10 +346,8 @@ def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):
         assert (await runtime._inspect("{{.HostConfig.Memory}}")) == str(200 << 20)
         await runtime.stop()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
 
-
-def test_container_of_a_killed_worker_is_cleaned_and_no_other(needs_engine):
+async def test_container_of_a_killed_worker_is_cleaned_and_no_other(needs_engine):
     config = RUNTIMES["container"][1]()
     script = f"""
 import asyncio
@@ -373,23 +364,21 @@ asyncio.run(main())
     assert worker.stdout is not None
     name = worker.stdout.readline().decode().strip()
 
-    async def test():
-        async with open_runtime("container") as runtime:
-            assert list(ContainerRuntime.clean(config)) == []
-            worker.kill()
-            worker.wait(10)
-            assert list(ContainerRuntime.clean(config)) == [f"container {name}"]
-            assert list(ContainerRuntime.clean(config)) == []
-            assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
-
     try:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        async with asyncio.timeout(60):
+            async with open_runtime("container") as runtime:
+                assert list(ContainerRuntime.clean(config)) == []
+                worker.kill()
+                worker.wait(10)
+                assert list(ContainerRuntime.clean(config)) == [f"container {name}"]
+                assert list(ContainerRuntime.clean(config)) == []
+                assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
     finally:
         worker.kill()
 
 
-def test_cancelled_start_leaves_no_container(needs_engine):
-    async def test():
+async def test_cancelled_start_leaves_no_container(needs_engine):
+    async with asyncio.timeout(60):
         runtime_class, make_config = RUNTIMES["container"]
         runtime = runtime_class(make_config())
         start = asyncio.create_task(runtime.start(Task()))
@@ -400,5 +389,3 @@ def test_cancelled_start_leaves_no_container(needs_engine):
             await start
         listing = await runtime._get_engine().run("ps", "--all", "--format", "{{.Names}}")
         assert name not in listing.stdout
-
-    asyncio.run(asyncio.wait_for(test(), 60))

@@ -235,13 +235,13 @@ def test_kept_files_are_found(kind, tmp_path):
     run_with_runtime(kind, test, keep_workdir=True)
 
 
-def test_exposed_server_is_reachable(kind):
+async def test_exposed_server_is_reachable(kind):
     async def answer(reader, writer):
         line = await reader.readline()
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nanswer to " + line.split()[1])
         writer.close()
 
-    async def test():
+    async with asyncio.timeout(60):
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         settings = {"gateway_url": f"http://127.0.0.1:{port}"} if kind == "hosted" else {}
@@ -250,8 +250,6 @@ def test_exposed_server_is_reachable(kind):
             script = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1] + '/x', timeout=5).read().decode())"
             result = await runtime.run(["python3", "-c", script, url], timeout=20)
             assert result.stdout == b"answer to /v1/x\n", result
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_stopped_runtime_runs_nothing_and_stops_again(kind):
@@ -267,16 +265,14 @@ def test_stopped_runtime_runs_nothing_and_stops_again(kind):
     run_with_runtime(kind, test)
 
 
-def test_prepared_runtime_starts_and_an_unused_one_stops(kind):
-    async def test():
+async def test_prepared_runtime_starts_and_an_unused_one_stops(kind):
+    async with asyncio.timeout(60):
         runtime_class, config_class = RUNTIMES[kind]
         used, unused = runtime_class(config_class()), runtime_class(config_class())
         await asyncio.gather(used.prepare(), unused.prepare())
         await used.start(Task(workdir="here"))
         assert (await used.run("pwd", timeout=10)).text.strip().endswith("/here")
         await asyncio.gather(used.stop(), unused.stop())
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_what_the_runtime_cannot_enforce_is_refused_by_name(kind):

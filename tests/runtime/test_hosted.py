@@ -26,14 +26,12 @@ def test_missing_key_is_named(prime_fake, monkeypatch):
         HostedRuntime().check_task(Task())
 
 
-def test_refused_key_is_a_failure_of_the_sandbox(prime_fake, monkeypatch):
+async def test_refused_key_is_a_failure_of_the_sandbox(prime_fake, monkeypatch):
     monkeypatch.setenv("PRIME_API_KEY", "another")
 
-    async def test():
+    async with asyncio.timeout(30):
         with pytest.raises(SandboxError, match="API key unauthorized"):
             await HostedRuntime().start(Task())
-
-    asyncio.run(asyncio.wait_for(test(), 30))
 
 
 @pytest.mark.process
@@ -50,12 +48,12 @@ def test_sandbox_has_the_image_and_the_limits_of_its_task(prime_fake):
     assert prime_fake.sandboxes == {}
 
 
-def test_gateway_without_a_public_address_is_refused():
+async def test_gateway_without_a_public_address_is_refused():
     runtime = HostedRuntime()
     with pytest.raises(ConfigInvalid, match=r"needs gateway of the runtime 'hosted': .* set gateway_url"):
         runtime.capabilities.check(Capability.GATEWAY, "the harness 'program'", "hosted")
     with pytest.raises(ConfigInvalid, match=r"set runtime\.gateway_url"):
-        asyncio.run(runtime.expose("http://127.0.0.1:8000/v1"))
+        await runtime.expose("http://127.0.0.1:8000/v1")
 
 
 @pytest.mark.process

@@ -94,8 +94,8 @@ asyncio.run(asyncio.wait_for(main(), 30))
 """
 
 
-def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
-    async def test() -> None:
+async def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
+    async with asyncio.timeout(60):
         child = ChildProcess((sys.executable, "-c", LEAVES_ZOMBIES, str(NUM_SANDBOXES)))
         log = ProcessLog(tmp_path / "log")
         with log.open() as output:
@@ -104,8 +104,6 @@ def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
             assert await child.wait() == 0, log.tail()
         finally:
             await child.stop()
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 # -- the memory and the time of the worker -----------------------------------------------------------------------------
@@ -137,7 +135,7 @@ for _ in range(100):
 """
 
 
-def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour():
+async def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour():
     async def run(gateway: Gateway, script: str, *command: str) -> Trace:
         harness = {"id": "program", "command": command, "prompt": "stdin", "files": {"agent.py": script}}
         env = load_env(OneTask, harness=harness, runtime={"id": "sandbox"}, seq_len=4096)
@@ -146,7 +144,7 @@ def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour():
         finally:
             await env.close()
 
-    async def test() -> None:
+    async with asyncio.timeout(100):
         async with Gateway() as gateway:
             attack = asyncio.create_task(run(gateway, TAKES_MEMORY_AND_TIME, "python3", "agent.py"))
             neighbours = [await run(gateway, SCRIPT_AGENT, "python3", "agent.py", "openai", "-") for _ in range(2)]
@@ -154,8 +152,6 @@ def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour():
         assert [error_names(trace) for trace in neighbours] == [[], []]
         assert attacker.info["program"]["stdout"] == "refused connections: True\n8 MB of text: 400\n", attacker.info
         assert [refusal["name"] for refusal in attacker.info["refusals"]] == ["ContextOverflow"]
-
-    asyncio.run(asyncio.wait_for(test(), 100))
 
 
 # -- who is to blame for the end of a sandbox -------------------------------------------------------------------------
@@ -179,7 +175,7 @@ def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
     run_with_runtime("sandbox", test)
 
 
-def test_rollout_whose_sandbox_is_killed_is_not_scored():
+async def test_rollout_whose_sandbox_is_killed_is_not_scored():
     nap = f"98764.{os.getpid()}"
 
     async def kill_sandbox() -> None:
@@ -191,7 +187,7 @@ def test_rollout_whose_sandbox_is_killed_is_not_scored():
                         return
             await asyncio.sleep(0.02)
 
-    async def test() -> None:
+    async with asyncio.timeout(60):
         command = ["sh", "-c", f"python3 agent.py openai go; sleep {nap}"]
         harness = {"id": "program", "command": command, "prompt": "stdin", "files": {"agent.py": SCRIPT_AGENT}}
         env = load_env(OneTask, harness=harness, runtime={"id": "sandbox"})
@@ -203,8 +199,6 @@ def test_rollout_whose_sandbox_is_killed_is_not_scored():
             killer.cancel()
             await env.close()
         assert error_names(trace) == ["SandboxError"]
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 # What a program may try to end or to stop the first program of its sandbox, or to take it over.

@@ -43,7 +43,7 @@ def test_connection_is_closed_if_the_forward_ends_while_it_connects():
         run_with_forward(test, address[1])
 
 
-def test_connections_beyond_the_limit_are_closed(monkeypatch):
+async def test_connections_beyond_the_limit_are_closed(monkeypatch):
     monkeypatch.setattr(port_forward, "MAX_CONNECTIONS", 2)
 
     async def echo(reader, writer):
@@ -58,7 +58,7 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
             return await asyncio.wait_for(reader.readline(), 60)
         return b""
 
-    async def run():
+    async with asyncio.timeout(60):
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
@@ -77,10 +77,8 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
         await forward.close()
         server.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
 
-
-def test_bytes_of_all_connections_beyond_the_limit_wait():
+async def test_bytes_of_all_connections_beyond_the_limit_wait():
     received = 0
 
     async def count(reader, writer):
@@ -100,7 +98,7 @@ def test_bytes_of_all_connections_beyond_the_limit_wait():
         for _, writer in connections:
             writer.close()
 
-    async def run():
+    async with asyncio.timeout(60):
         target = await asyncio.start_server(count, "127.0.0.1", 0)
         listener = socket.create_server(("127.0.0.1", 0))
         forward = PortForward(*target.sockets[0].getsockname(), bytes_per_second=1.0, burst_bytes=1 << 20)
@@ -110,5 +108,3 @@ def test_bytes_of_all_connections_beyond_the_limit_wait():
         finally:
             await forward.close()
             target.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60))

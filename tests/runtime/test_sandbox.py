@@ -126,8 +126,8 @@ def test_programs_are_found_in_the_configured_path():
     assert (result.returncode, result.text) == (0, "hello\n")
 
 
-def test_files_of_other_rollouts_cannot_be_read():
-    async def test():
+async def test_files_of_other_rollouts_cannot_be_read():
+    async with asyncio.timeout(60):
         async with open_runtime("sandbox") as first, open_runtime("sandbox") as second:
             await first.write("mine", "first")
             await first.run("echo first > $HOME/mine; echo first > /tmp/mine; echo first > /dev/shm/mine", timeout=10)
@@ -135,8 +135,6 @@ def test_files_of_other_rollouts_cannot_be_read():
                 "cat mine ~/mine /tmp/mine /dev/shm/mine; find / -name mine 2>/dev/null", timeout=20
             )
             assert result.stdout == b""
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_processes_of_the_machine_are_invisible():
@@ -290,7 +288,7 @@ def test_settings_of_the_kernel_cannot_be_written():
         assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
 
 
-def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
+async def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
     requires(Capability.MEMORY_LIMIT)
     script = "data = bytearray(300 << 20); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
 
@@ -303,8 +301,8 @@ def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
         finally:
             await runtime.stop()
 
-    assert asyncio.run(test(1024)) == b"allocated\n"
-    assert asyncio.run(test(128)) == b""
+    assert await test(1024) == b"allocated\n"
+    assert await test(128) == b""
 
 
 def test_program_gains_no_privileges():
@@ -321,16 +319,13 @@ def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
     assert b"SECRET_API_KEY" not in result.stdout
 
 
-def test_too_few_processes_for_a_sandbox_are_named():
+async def test_too_few_processes_for_a_sandbox_are_named():
     requires(Capability.PROCESS_LIMIT)
-
-    async def start():
-        async with open_runtime("sandbox", limits={"max_processes": 1}, warm_pool_size=0):
-            pass
 
     for _ in range(8):  # bwrap may exit before or after it is looked at
         with pytest.raises(SandboxError, match=r"runtime\.limits\.max_processes = 1 is probably too low"):
-            asyncio.run(start())
+            async with open_runtime("sandbox", limits={"max_processes": 1}, warm_pool_size=0):
+                pass
 
 
 def test_fork_bomb_is_contained():
@@ -374,7 +369,7 @@ def test_variable_with_an_invalid_name_does_not_end_the_sandbox():
     run_with_runtime("sandbox", test)
 
 
-def test_prepared_sandbox_that_was_killed_is_replaced():
+async def test_prepared_sandbox_that_was_killed_is_replaced():
     async def test():
         runtime = SandboxRuntime()
         await runtime.prepare()
@@ -388,7 +383,7 @@ def test_prepared_sandbox_that_was_killed_is_replaced():
         finally:
             await runtime.stop()
 
-    assert asyncio.run(asyncio.wait_for(test(), 60)) == b"fine\n"
+    assert await asyncio.wait_for(test(), 60) == b"fine\n"
 
 
 def stop_first_program(runtime) -> None:
@@ -510,7 +505,7 @@ def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
     run_with_runtime("sandbox", test)
 
 
-def test_killed_worker_leaves_no_process():
+async def test_killed_worker_leaves_no_process():
     nap = f"98765.{os.getpid()}"
     script = f"""
 import asyncio
@@ -536,11 +531,9 @@ asyncio.run(main())
     worker.kill()
     worker.wait(60)
 
-    async def wait_until_gone():
+    async with asyncio.timeout(60):
         while nap.encode() in subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE, check=True).stdout:
             await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(wait_until_gone(), 60))
     list(SandboxRuntime.clean(SandboxRuntimeConfig()))
     assert list_groups() == []
 

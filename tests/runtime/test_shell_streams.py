@@ -27,8 +27,8 @@ class CountingProcess(ContainerProcess):
 
 
 @pytest.mark.process
-def test_container_program_waits_while_its_output_is_not_read():
-    async def test():
+async def test_container_program_waits_while_its_output_is_not_read():
+    async with asyncio.timeout(60):
         process = CountingProcess(LIMIT, None, interactive=True)
         argv = ["sh", "-c", f"yes {LINE.decode().strip()} | head -n {NUM_LINES}; cat >/dev/null"]
         try:
@@ -43,8 +43,6 @@ def test_container_program_waits_while_its_output_is_not_read():
                 assert await process.read_line(60) == LINE
         finally:
             await process.close()
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 class SdkProcessStub:
@@ -102,8 +100,8 @@ async def start_hosted(chunks=0, stdin=None):
     return process, client.process
 
 
-def test_provider_that_does_not_answer_is_a_named_failure(short_timeouts):
-    async def test():
+async def test_provider_that_does_not_answer_is_a_named_failure(short_timeouts):
+    async with asyncio.timeout(60):
         process, _ = await start_hosted()
         with pytest.raises(SandboxError, match=r"cannot be written to in 0\.05 s"):
             await process.write(b"x")
@@ -115,13 +113,11 @@ def test_provider_that_does_not_answer_is_a_named_failure(short_timeouts):
         with pytest.raises(SandboxError, match=r"cannot be copied to the sandbox in 0\.05 s"):
             await start_hosted(stdin=b"x")
 
-    asyncio.run(asyncio.wait_for(test(), 60))
 
-
-def test_hosted_program_that_floods_its_output_is_ended(short_timeouts, monkeypatch):
+async def test_hosted_program_that_floods_its_output_is_ended(short_timeouts, monkeypatch):
     monkeypatch.setattr(hosted_process, "MAX_UNREAD_BYTES", 2 << 20)
 
-    async def test():
+    async with asyncio.timeout(60):
         process, sdk_process = await start_hosted(chunks=100)
         result = await process.wait(60)
         assert result.returncode == -9
@@ -129,5 +125,3 @@ def test_hosted_program_that_floods_its_output_is_ended(short_timeouts, monkeypa
         assert sdk_process.is_closed.is_set()
         with pytest.raises(SandboxError, match="closed"):
             await process.close()
-
-    asyncio.run(asyncio.wait_for(test(), 60))

@@ -79,14 +79,14 @@ def test_pairs_compare_what_the_program_prints(code, count):
 
 
 @pytest.mark.process
-def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_path):
+async def test_gold_program_passes_in_a_sandbox_and_other_runtimes_are_refused(tmp_path):
     skip_unless_available("sandbox")
     row = {"prompt": "Double the number.", "code": READS_INPUT, "tests": [{"input": "3", "output": "6"}]}
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     table = {"id": "dataset", "path": path, "answer_column": "code", "reward": "tests", "eval_share": 0}
     env = Environment.load(SourceConfig(taskset=table, runtime={"id": "sandbox"}))
     (task,) = env.iter_tasks()
-    result = asyncio.run(validate_task(env, task))
+    result = await validate_task(env, task)
     assert (result.problem, result.reward, result.trace.info["passed_tests"]) == (None, 1.0, 1)
     with pytest.raises(ConfigInvalid, match="isolation"):
         Environment.load(SourceConfig(taskset=table)).check_task(task)

@@ -1,6 +1,5 @@
 """Properties of every taskset: reproducible tasks, disjoint splits, gold replies that score 1."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -88,13 +87,13 @@ def test_tasks_are_distinct_and_survive_serialization(id):
 @pytest.mark.parametrize(
     ("settings", "before"), [({"id": "alphabet-sort", "min_turns": 3}, []), ({"id": "wordle"}, ["[about]", "hm"])]
 )
-def test_reply_counts_once_when_the_template_rewrites_history(settings, before):
+async def test_reply_counts_once_when_the_template_rewrites_history(settings, before):
     qwen = renderer("qwen3")
     env = Environment.load(SourceConfig(taskset=settings))
     task = next(env.iter_tasks())
     script = [f"<think>\nhm\n</think>\n\n{reply}" for reply in [*before, *env.taskset.gold(task)]]
     policy = TokenPolicy(ScriptedClient(script, qwen), qwen, "qwen")
-    (trace,) = asyncio.run(run_attempt(env, task, policy=policy, id="r1")).traces
+    (trace,) = (await run_attempt(env, task, policy=policy, id="r1")).traces
     assert trace.metrics["render/breaks"] > 0 and len(trace.sampled_nodes) == len(script)
     assert trace.reward == 1
 

@@ -55,9 +55,9 @@ def test_programs_of_the_environment_can_be_run(folder):
 
 
 @pytest.mark.process
-def test_solution_is_the_gold(box_kind):
+async def test_solution_is_the_gold(box_kind):
     env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm_pool_size": 0}))
-    result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
+    result = await asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60)
     assert (result.problem, result.reward, result.has_gold) == (None, 1.0, True)
 
 

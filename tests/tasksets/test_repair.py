@@ -211,7 +211,7 @@ def test_isolation_is_required_on_request():
 
 
 @pytest.mark.process
-def test_agent_with_a_shell_repairs_the_module():
+async def test_agent_with_a_shell_repairs_the_module():
     """The harness `bash` with scripted replies: the model reads the file, edits it and says so."""
     skip_unless_available("sandbox")
     bug = next(bug for bug in load_bugs() if bug["text"] == "<" and bug["operator"] == "comparison")
@@ -224,6 +224,6 @@ def test_agent_with_a_shell_repairs_the_module():
     edit = {"path": task.file, "old": buggy.splitlines()[line], "new": gold.splitlines()[line]}
     replies = [make_tool_call("bash", command=f"cat {task.file}"), make_tool_call("edit_file", **edit), "Fixed."]
     policy = ScriptedPolicy(replies)
-    (trace,) = asyncio.run(asyncio.wait_for(run_attempt(env, task, policy=policy, id="r1"), 60)).traces
+    (trace,) = (await asyncio.wait_for(run_attempt(env, task, policy=policy, id="r1"), 60)).traces
     assert (trace.reward, trace.errors) == (1.0, [])
     assert buggy.splitlines()[line] in get_texts(trace, "tool")[0]

@@ -136,10 +136,10 @@ def test_wrong_fix_names_the_test(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
-def test_gold_patch_is_valid(tmp_path, row):
+async def test_gold_patch_is_valid(tmp_path, row):
     source = SourceConfig(taskset=write_rows(tmp_path, row), runtime={"id": LOCAL_IMAGES})
     env = Environment.load(source)
-    result = asyncio.run(asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60))
+    result = await asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60)
     assert (result.problem, result.reward) == (None, 1.0)
 
 
@@ -282,7 +282,7 @@ DISGUISED_PATCHES = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", DISGUISED_PATCHES)
-def test_patch_that_changes_a_protected_file_under_another_name_is_detected(name):
+async def test_patch_that_changes_a_protected_file_under_another_name_is_detected(name):
     async def test():
         runtime = LocalRuntime()
         await runtime.start(rf.Task())
@@ -294,7 +294,7 @@ def test_patch_that_changes_a_protected_file_under_another_name_is_detected(name
         finally:
             await runtime.stop()
 
-    assert asyncio.run(test()) == ["conftest.py"]
+    assert await test() == ["conftest.py"]
 
 
 def test_change_with_a_quoted_name_is_removed():

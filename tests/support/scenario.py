@@ -1,4 +1,4 @@
-"""Run tests of a gateway with a real client, policy and session, and a fake engine.
+"""Tests of a gateway with a real client, policy and session, and a scripted engine.
 
 Engine, client, gateway and SDKs are opened once and shared; every test gets its own session and trace.
 """
@@ -6,7 +6,7 @@ Engine, client, gateway and SDKs are opened once and shared; every test gets its
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
 from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.support.engine import TINY, ScriptedEngine
+from tests.support.engine import TINY, Script, ScriptedEngine
 
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 
@@ -80,7 +80,7 @@ class Scenario:
 
 
 @contextlib.asynccontextmanager
-async def _open_servers() -> AsyncIterator[SharedServers]:
+async def open_servers() -> AsyncIterator[SharedServers]:
     async with (
         ScriptedEngine([]) as engine,
         InferenceClient(engine.url, CONFIG) as client,
@@ -93,47 +93,24 @@ async def _open_servers() -> AsyncIterator[SharedServers]:
         yield SharedServers(engine, client, gateway, quick_keepalive, openai_client, anthropic_client, http)
 
 
-class ScenarioRunner:
-    """Runs the scenarios of tests in one event loop."""
-
-    def __init__(self, runner: asyncio.Runner, servers: SharedServers) -> None:
-        self._runner, self._servers = runner, servers
-
-    def __call__(
-        self,
-        script: list[str] | Callable[[str], str],
-        check: Callable[[Scenario], Awaitable[None]],
-        *,
-        renderer=TINY,
-        quick_keepalive: bool = False,
-        limits: RolloutLimits | None = None,
-        **options: Any,
-    ) -> None:
-        """Run `check` with an engine that replays `script`."""
-
-        async def main() -> None:
-            servers = self._servers
-            servers.engine.reset(script, renderer)
-            policy, trace = TokenPolicy(servers.client, renderer, "tiny"), Trace(id="t1")
-            session = RolloutSession(
-                trace, policy, sampling=SamplingConfig(), limits=limits or RolloutLimits(), **options
-            )
-            gateway = servers.quick_keepalive if quick_keepalive else servers.gateway
-            endpoint = gateway.register(session)
-            try:
-                async with asyncio.timeout(60):
-                    await check(Scenario(servers, policy, trace, session, gateway, endpoint))
-            finally:
-                gateway.unregister(session)
-
-        self._runner.run(main())
-
-
-@contextlib.contextmanager
-def open_scenario_runner() -> Iterator[ScenarioRunner]:
-    """Open the shared servers and yield a runner."""
-    with asyncio.Runner() as runner:
-        stack = contextlib.AsyncExitStack()
-        servers = runner.run(stack.enter_async_context(_open_servers()))
-        yield ScenarioRunner(runner, servers)
-        runner.run(stack.aclose())
+@contextlib.asynccontextmanager
+async def open_session(
+    servers: SharedServers,
+    script: Script,
+    *,
+    renderer=TINY,
+    quick_keepalive: bool = False,
+    limits: RolloutLimits | None = None,
+    **options: Any,
+) -> AsyncIterator[Scenario]:
+    """Open a session whose engine replays `script`."""
+    servers.engine.reset(script, renderer)
+    policy, trace = TokenPolicy(servers.client, renderer, "tiny"), Trace(id="t1")
+    session = RolloutSession(trace, policy, sampling=SamplingConfig(), limits=limits or RolloutLimits(), **options)
+    gateway = servers.quick_keepalive if quick_keepalive else servers.gateway
+    endpoint = gateway.register(session)
+    try:
+        async with asyncio.timeout(60):
+            yield Scenario(servers, policy, trace, session, gateway, endpoint)
+    finally:
+        gateway.unregister(session)
