@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -13,6 +14,8 @@ from ramify.trace import Message, Trace
 from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
 from tests.support.sessions import make_session
+
+pytestmark = pytest.mark.promise  # exact tokens
 
 
 def check_no_repeated_siblings(trace: Trace) -> None:

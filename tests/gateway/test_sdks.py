@@ -9,6 +9,8 @@ from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
 from tests.support.scenario import Scenario
 
+pytestmark = pytest.mark.promise  # exact tokens
+
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "number"}}}
 CALL = (
     "<think>\nI should look.\n</think>\n\nOne moment."

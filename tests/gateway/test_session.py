@@ -13,6 +13,8 @@ from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 from tests.support.engine import TINY, ScriptedClient, check_tokens
 from tests.support.sessions import make_session, user_request
 
+pytestmark = pytest.mark.promise  # exact tokens
+
 SYSTEM, HELLO = Message("system", "Be brief."), Message("user", "hello")
 
 

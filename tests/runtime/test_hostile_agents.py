@@ -21,7 +21,7 @@ from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one_async
 from tests.runtime.conftest import run_with_runtime, skip_unless_available
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.promise]
 
 SCRIPT_AGENT = (Path(__file__).parent.parent / "harness" / "script_agent.py").read_text()
 NUM_SANDBOXES = 20 if os.environ.get("RAMIFY_FULL") else 2

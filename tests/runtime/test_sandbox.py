@@ -24,7 +24,7 @@ from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, 
 from ramify.runtime.seccomp import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
 from tests.runtime.conftest import make_ended_owner_name, open_runtime, run_with_runtime, skip_unless_available
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.promise]
 
 
 @pytest.fixture(autouse=True)
