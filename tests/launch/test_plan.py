@@ -27,7 +27,7 @@ from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
 
-pytestmark = pytest.mark.usefixtures("check_plugins_in_process")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 
 GIB = 1 << 30
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
