@@ -1,9 +1,11 @@
 """A teacher that dies or stops answering: the run goes on, and no rollout is trained without its scores."""
 
+import json
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.support.runs import TIMEOUT, command, read_values, run_command, wait_for_process
+from tests.support.runs import TIMEOUT, command, read_values, run_command
 from tests.support.traces import refuse_top_logprobs
 
 pytestmark = pytest.mark.run
@@ -73,3 +75,17 @@ def test_run_survives_a_teacher_that_is_killed_and_stopped(tmp_path):
         for batch in Ledger.open_readonly(store).batches():
             for forest in rebuild_forests(batch, store.read_traces, refuse_top_logprobs):
                 assert forest.targets.ref_kl.all() and np.isfinite(forest.targets.ref_logprob).all()
+
+
+def wait_for_process(command: subprocess.Popen, run: Path, name: str, *, step: int) -> int:
+    """Wait until a process of a run is ready and `step` steps are trained, and return its pid."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        assert command.poll() is None and time.monotonic() < deadline, f"the run ended before step {step}"
+        time.sleep(0.02)
+        try:
+            process = json.loads((run / "run.json").read_text())["processes"][name]
+            if process["state"] == "ready" and json.loads((run / "status.json").read_text())["status"]["step"] >= step:
+                return process["pid"]
+        except (OSError, ValueError, KeyError):  # not written yet
+            continue

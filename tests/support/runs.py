@@ -7,7 +7,6 @@ processes that were replaced.
 import contextlib
 import fcntl
 import io
-import json
 import os
 import signal
 import subprocess
@@ -91,20 +90,6 @@ def read_values(run: Path, name: str) -> list[float]:
     from ramify.launch.run_queries import read_metrics
 
     return [point.value for point in read_metrics(run, name)]
-
-
-def wait_for_process(command: subprocess.Popen, run: Path, name: str, *, step: int, timeout: float = TIMEOUT) -> int:
-    """Wait until a process of a run is ready and `step` steps are trained, and return its pid."""
-    deadline = time.monotonic() + timeout
-    while True:
-        assert command.poll() is None and time.monotonic() < deadline, f"the run ended before step {step}"
-        time.sleep(0.02)
-        try:
-            process = json.loads((run / "run.json").read_text())["processes"][name]
-            if process["state"] == "ready" and json.loads((run / "status.json").read_text())["status"]["step"] >= step:
-                return process["pid"]
-        except (OSError, ValueError, KeyError):  # not written yet
-            continue
 
 
 def run_with_faults(home: Path, roles: Sequence[str], *flags: str, timeout: float = TIMEOUT) -> None:

@@ -1,0 +1,54 @@
+"""Examples that learn: LoRA adapters, self-play by `rae`, and the harness rlm, whose calls of llm are branches."""
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.support.runs import read_values, run_command
+
+pytestmark = [pytest.mark.run, pytest.mark.timeout(1800), pytest.mark.full("minutes of two cores")]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LORA = ["--trainer.lora.enabled", "true", "--trainer.lora.rank", "8", "--trainer.lora.alpha", "16"]
+NO_BASELINE = """
+import ramify as rf
+
+
+class Reinforce(rf.Algorithm):
+    def advantages(self, rewards, traces):
+        return rewards
+"""
+
+
+def run_example(home: Path, file: str, *flags: str) -> Path:
+    """Run an example to its end, and return the directory of the run."""
+    result = run_command("rl", "@", str(EXAMPLES / file), "--name", "run", *flags, cwd=home, timeout=600.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return home / "outputs" / "run"
+
+
+def test_adapters_learn_to_reverse_text(tmp_path):
+    run = run_example(tmp_path, "reverse_text/rl.toml", *LORA, "--trainer.optim.lr", "3e-3", "--max_steps", "25")
+    rewards = read_values(run, "reward/all/mean")
+    assert fmean(rewards[-5:]) >= fmean(rewards[:5]) + 0.2
+    evals = read_values(run, "eval/held-out/avg")
+    assert evals[-1] >= evals[0] + 0.2
+
+
+def test_rlm_trains_two_steps(tmp_path):
+    run = run_example(tmp_path, "wikispeedia/rl_rlm.toml", "--max_steps", "2")
+    assert len(read_values(run, "reward/all/mean")) == 2
+
+
+def test_rae_learns_and_no_baseline_is_slower(tmp_path):
+    (tmp_path / "reinforce.py").write_text(NO_BASELINE)
+    evals = {}
+    for id in ("rae", str(tmp_path / "reinforce.py")):
+        home = tmp_path / Path(id).stem
+        home.mkdir()
+        flags = ["--max_steps", "20", "--train.0.taskset.id", str(EXAMPLES / "reverse_text" / "duel.py")]
+        run = run_example(home, "reverse_text/duel.toml", *flags, "--train.0.algorithm.id", id)
+        evals[home.name] = read_values(run, "eval/held-out/avg")
+    assert evals["rae"][-1] >= evals["rae"][0] + 0.3
+    assert evals["reinforce"][-1] <= evals["rae"][-1] - 0.03
