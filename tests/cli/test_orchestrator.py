@@ -1,8 +1,8 @@
 """`ramify orchestrator`: it starts env servers for sources without an address, and they end with it."""
 
+import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from ramify.cli.app import main
+from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.trace.version import PolicyVersion
 from tests.support import environments
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
-from tests.support.processes import wait_until
+from tests.support.processes import wait_until, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -76,23 +77,12 @@ def started(home, *args):
         process.stdout.close()
 
 
-def all_exited(family) -> bool:
-    return not any(map(_is_alive, family))
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # exited between the two calls
-        return False
-
-
-SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launch has the supervisor's part")
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 75, marks=SLOW)],
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.full("tests/launch has the supervisor's part")),
+    ],
     ids=["killed", "terminated"],
 )
 def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, number, code):
@@ -108,7 +98,7 @@ def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, numb
         assert sum("ramify env-server @" in " ".join(one.cmdline()) for one in family) >= 2
         process.send_signal(number)
         assert process.wait(60) == code
-        wait_until(lambda: all_exited(family))
+        wait_until_ended(*family)
 
 
 LINES = """
@@ -130,12 +120,16 @@ def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path):
     assert (len(lines), set(lines)) == (4000, {"a" * 20, "b" * 20})
 
 
-def test_chat_only_endpoint_is_refused_for_training(home, chat):
-    file = (home / "run.toml").read_text()
-    (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')
-    command = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
-    result = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, "TokensRequired: train source plain" in result.stderr) == (2, True), result.stderr
+async def test_chat_only_endpoint_is_refused_for_training(home, chat, capsys):
+    source = {"name": "plain", "taskset": {"id": f"{environments.__file__}:Plain"}}
+    source["pool"] = {"type": "static", "workers": 1}
+    inference = {"engine": "external", "base_url": [chat]}
+    config = {"train": [source], "inference": inference, "model": {"name": "big"}, "output": home / "chat"}
+    async with EnvServer(EnvServerConfig.model_validate(config)) as server:
+        where = ["--train.0.address", server.address, "--train.0.pool", '{"type": "elastic"}', "-o", str(home)]
+        command = ["orchestrator", "@", str(home / "run.toml"), "--name", "refused", *where]
+        assert await asyncio.to_thread(main, command) == 2
+    assert "TokensRequired: train source plain" in capsys.readouterr().err
 
 
 def test_status_address_is_recorded_without_a_supervisor(home, capsys):
