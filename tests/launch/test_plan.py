@@ -22,7 +22,6 @@ from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
-from ramify.store.run_directory import open_run
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
@@ -353,11 +352,3 @@ def test_resuming_with_other_trained_weights_is_refused_before_anything_starts(t
     prepare_run_directory(lora, fresh=True)
     with pytest.raises(ConfigInvalid, match=r"lora\.rank: was 8, now 4"):
         prepare_run_directory(config(tmp_path, trainer={"lora": {"rank": 4}}))
-
-
-def test_run_of_a_version_that_did_not_store_the_trained_weights_is_resumed(tmp_path):
-    lora = config(tmp_path, name="", trainer={"lora": {"rank": 8}})
-    assert lora.path == config(tmp_path, name="").path
-    identity = {key: value for key, value in lora.identity.items() if key != "lora"}
-    open_run(lora.path, identity).close()
-    assert prepare_run_directory(lora) is None
