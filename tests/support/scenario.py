@@ -6,6 +6,7 @@ Engine, client, gateway and SDKs are opened once and shared; every test gets its
 import asyncio
 import contextlib
 import json
+import platform
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, Sampl
 from ramify.trace import Trace
 from tests.support.engine import TINY, Script, ScriptedEngine
 
+platform.processor()  # runs `uname` once; the SDKs send it with every request
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 
 
