@@ -34,7 +34,7 @@ def test_external_servers_are_set_in_a_file_or_by_flags(tmp_path):
         (["--inference.engine", "external", "--inference.base_url", "b:1"], "expected the root of a server"),
         (["--inference.engine", "external", "--inference.base_url", f"{URL}/v1"], "expected the root of a server"),
         (["--inference.engine", "external", "--inference.base_url", URL, f"{URL}/"], "listed twice"),
-        (["--inference.engine", "external", "--inference.queue", "3"], "inference.queue: unknown key"),
+        (["--inference.engine", "external", "--inference.queue", "3"], "inference.queue: unknown flag"),
     ],
 )
 def test_invalid_address_is_rejected(args, message):
