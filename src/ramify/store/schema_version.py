@@ -5,13 +5,14 @@ from pathlib import Path
 
 from ramify.errors import SchemaUnsupported
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # version 1, which was never released, had no table of commits
 
 
 def check_version(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise SchemaUnsupported if the file has a version, but another one than this version of Ramify writes."""
+    """Raise SchemaUnsupported if the file has tables of another version. A new file has neither tables nor version."""
     version = read_version(connection)
-    if version not in (0, SCHEMA_VERSION):
+    is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    if version != SCHEMA_VERSION and not is_new:
         raise SchemaUnsupported(
             f"{path} has tables of version {version}; this version of ramify reads version {SCHEMA_VERSION}: "
             "use the version of ramify that wrote the run"
