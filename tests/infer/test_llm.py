@@ -60,6 +60,14 @@ def test_a_sample_has_the_logprobs_of_the_policy_also_after_an_update(llm):
     llm.update_weights(load_policy("tiny", device="cpu").model)
 
 
+def test_a_forest_without_entries_is_refused(llm):
+    policy = load_policy("tiny", device="cpu")
+    [[sample]] = llm.generate(["river"], max_tokens=2)
+    for traces in ([], [rf.AnnotatedTrace(sample.trace, ())]):
+        with pytest.raises(ValueError, match="the forest has no entries"):
+            policy.compute_entries(rf.build_forest(traces))
+
+
 def test_what_cannot_be_sampled_is_refused_and_changes_nothing(llm):
     version = llm.version
     for prompts in ("river", MESSAGES, [1, 2, 3]):

@@ -101,8 +101,10 @@ class PolicyModel(nn.Module):
         """Return the entries of a forest that the policy gradient trains, for a loss that is written by hand.
 
         The forest is computed as one pack; `pack_forests` divides one that does not fit into memory. Raises
-        ModelUnsupported for a forest with images.
+        ModelUnsupported for a forest with images, and ValueError for a forest without entries.
         """
+        if not len(forest.targets):
+            raise ValueError("the forest has no entries: it needs traces with annotations that are not over `seq_len`")
         (pack,) = pack_forests([forest], sys.maxsize, self.layout)
         device = next(self.parameters()).device
         inputs = build_model_inputs(pack, layout=self.layout, device=device, sliding_windows=self.sliding_windows)
@@ -160,9 +162,9 @@ def load_policy(
 ) -> PolicyModel:
     """Load a model to train, in float32; `MasterWeights` casts it to its compute dtype.
 
-    `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is the policy gradient that calling the
-    policy computes; `device` is by default a GPU if there is one; `activation_checkpointing` saves memory and costs
-    time.
+    `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is what `forward` computes for entries of
+    the policy gradient; `device` is by default a GPU if there is one; `activation_checkpointing` saves memory and
+    costs time.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
     every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
