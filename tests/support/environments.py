@@ -1,6 +1,7 @@
 """A user environment whose rollouts can be blocked or broken by a file."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +25,21 @@ class Plain(rf.Taskset):
             yield rf.Task(prompt=f"say {number}", key=f"task-{number}")
 
     async def setup(self) -> None:
-        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "broken":
+        gate = self._read_gate()
+        if gate == "broken":
             raise ValueError("there is no such thing")
-        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "exit":
+        if gate == "exit":
             raise AgentExit(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
-        while self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() != "quit":
+        while self._read_gate() not in (None, "quit"):
             await asyncio.sleep(0.1)
 
+    def _read_gate(self) -> str | None:
+        """Return the content of the gate, which a test may remove at any time; None if there is no gate."""
+        with contextlib.suppress(FileNotFoundError):
+            return Path(self.config.gate).read_text() if self.config.gate else None
+
     async def finalize(self, trace: rf.Trace) -> None:
-        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "quit":
+        if self._read_gate() == "quit":
             trace.stop = "exit"
             trace.info["program"] = {"exit_code": 3, "stderr": "Traceback:\nno such tool\n"}
 
