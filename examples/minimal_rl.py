@@ -5,7 +5,7 @@ Each step of the loop in `main` is six statements. Edit any of them:
     1. sampling       the engine samples GROUP_SIZE replies to each prompt and computes the prompt once
     2. reward         the taskset scores each reply, from 0 to 1
     3. advantage      how much better a reply is than the mean of its group
-    4. forest         all replies merge on equal token prefixes, so each shared token is trained as one
+    4. forest         replies that begin with the same tokens are merged, so each shared token is computed once
     5. loss           a clipped, importance-weighted policy gradient, written out below
     6. optimizer step AdamW; the engine then samples with the new weights
 
@@ -25,17 +25,17 @@ NUM_STEPS = 8
 GROUPS_PER_STEP = 16  # tasks per step
 GROUP_SIZE = 8  # replies per task
 NUM_HELD_OUT = 128  # tasks that measure what was learned and are never trained on
-MAX_TOKENS = 48  # of a reply
+MAX_TOKENS = 48  # limit for one reply
 LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0
-CLIP_LOW, CLIP_HIGH = 0.2, 0.2  # how far a token's probability may move away from the sampler's
+CLIP_LOW, CLIP_HIGH = 0.2, 0.2  # the probability ratio of a token is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
 SEED = 0
 
 
 def main() -> tuple[float, float]:
     """Train the model; return the mean reward on the held-out tasks before and after."""
-    llm = rf.LLM(MODEL, dtype="float32")  # samples
-    policy = rf.load_policy(MODEL)  # a torch module with the same weights, which is trained
+    llm = rf.LLM(MODEL, dtype="float32")  # the inference engine, with its own copy of the weights
+    policy = rf.load_policy(MODEL)  # the torch.nn.Module to train
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     taskset = ReverseText()
     train_tasks = list(taskset.load())
@@ -49,7 +49,8 @@ def main() -> tuple[float, float]:
         tasks = train_tasks[first : first + GROUPS_PER_STEP]
         prompts = [build_prompt(task) for task in tasks]
 
-        # 1. Sampling: [tasks][GROUP_SIZE] samples, each with its text, token ids, logprobs and trace.
+        # 1. Sampling: [tasks][GROUP_SIZE] samples. The `trace` of a sample holds the tokens of prompt and reply, and
+        #    the logprobs with which the reply was sampled.
         groups = llm.generate(prompts, n=GROUP_SIZE, temperature=1.0, max_tokens=MAX_TOKENS, seed=SEED + step)
 
         # 2. Reward: [tasks, GROUP_SIZE].
@@ -57,10 +58,10 @@ def main() -> tuple[float, float]:
             [[taskset.similarity(task, sample.trace) for sample in group] for task, group in zip(tasks, groups)]
         )
 
-        # 3. Advantage: [tasks, GROUP_SIZE]. A group of equal rewards teaches nothing.
+        # 3. Advantage: [tasks, GROUP_SIZE]. It is 0 for a group of equal rewards, which teaches nothing.
         advantages = rewards - rewards.mean(dim=1, keepdim=True)
 
-        # 4. Forest: one tree of tokens, with an entry for each sampled token of each reply.
+        # 4. Forest: trees of tokens, merged on equal prefixes. Each sampled token of a reply is one entry of the loss.
         forest = rf.build_forest(
             [
                 annotate(sample.trace, advantage)
@@ -69,7 +70,7 @@ def main() -> tuple[float, float]:
             ]
         )
 
-        # 5. Loss: one forward pass over the forest.
+        # 5. Loss: one forward pass over the forest gives the logprob of every entry under the current weights.
         loss = compute_policy_gradient_loss(policy.compute_entries(forest))
 
         # 6. Optimizer step; from now on the engine samples with the new weights.
@@ -92,14 +93,14 @@ def build_prompt(task: rf.Task) -> list[dict[str, object]]:
 
 
 def annotate(trace: rf.Trace, advantage: float) -> rf.AnnotatedTrace:
-    """Give every sampled token of a trace the same advantage; an array instead of a number is one value per token."""
+    """Give every sampled token of a trace the same advantage; pass an array for one value per token."""
     annotations = tuple(rf.Annotation(trace.id, node, advantage=advantage) for node in trace.sampled_nodes)
     return rf.AnnotatedTrace(trace, annotations)
 
 
 def compute_policy_gradient_loss(entries: Entries) -> torch.Tensor:
-    """Return PPO's clipped objective as a loss: the mean over all sampled tokens, which `entries` has as columns."""
-    # π / π_sampler: the engine computes logprobs with other code, and you may take several optimizer steps per forest.
+    """Return PPO's clipped objective as a loss. The tensors of `entries` have one element per sampled token."""
+    # π / π_sampler. It is close to 1 here, because each forest gets one optimizer step; with more steps it moves away.
     ratio = (entries.logprob - entries.sampler_logprob).exp()
     clipped_ratio = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     # The minimum is pessimistic: no gradient flows once a token has moved far enough in the direction of its advantage.
@@ -108,7 +109,7 @@ def compute_policy_gradient_loss(entries: Entries) -> torch.Tensor:
 
 
 def take_optimizer_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, policy: torch.nn.Module) -> None:
-    """Update the weights by the gradient of the loss, which has at most the norm MAX_GRAD_NORM."""
+    """Update the weights by the gradient of the loss, clipped to the norm MAX_GRAD_NORM."""
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)

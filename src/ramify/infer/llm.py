@@ -6,6 +6,7 @@ in a thread of its own, so batching, the prefix cache and the logprobs are the s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
@@ -33,7 +34,7 @@ class Sample:
     """One reply that the engine sampled.
 
     - `text`: the reply, without the tokens that end it.
-    - `token_ids`, `logprobs`: the sampled tokens, and their logprobs at the temperature of the sampling.
+    - `token_ids`, `logprobs`: the sampled tokens, and their logprobs at the sampling temperature.
     - `finish_reason`: "stop" if the model ended the reply, "length" if `max_tokens` did.
     - `trace`: the prompt and the reply as a trace, to score and to train on.
     """
@@ -52,9 +53,9 @@ class LLM:
     `dtype` or `max_running_requests`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        path = fetch_model(model)
-        self._core = Engine.load(model, parse_section(EngineConfig, settings, key="inference")).core
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        path = fetch_model(str(model))
+        self._core = Engine.load(str(model), parse_section(EngineConfig, settings, key="inference")).core
         self._renderer = load_renderer(path)
 
     @property
@@ -63,7 +64,9 @@ class LLM:
         return self._core.version
 
     def generate(self, prompts: Sequence[Prompt], *, n: int = 1, **sampling: Any) -> list[list[Sample]]:
-        """Return `n` samples for each prompt; samples of one prompt, and prompts with a common beginning, share it.
+        """Return `n` samples for each prompt, as one list per prompt.
+
+        All samples run together. A prompt is computed once for its samples, and so is a prefix that prompts share.
 
         A prompt is a text, a list of token ids, or a list of messages in OpenAI's format, which the model's chat
         template renders. `sampling` are keys of a source's `sampling`: `temperature`, `top_p`, `top_k`, `min_p`,
@@ -103,7 +106,7 @@ class LLM:
         return _EncodedPrompt(rendered.token_ids.tolist(), rendered.spans, rendered)
 
     def _create_request(self, prompt: "_EncodedPrompt", sampling: SamplingConfig, position: str) -> EngineRequest:
-        """Return the request of one sample; `position` gives it its own seed."""
+        """Return the request of one sample; its seed is derived from `sampling.seed` and its `position`."""
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -136,7 +136,10 @@ def stage_weights(directory: Path, module: Any) -> StagedWeights:
 
 
 def get_tensors_for(module: Any, source: Any) -> dict[str, Tensor]:
-    """Return the tensors of the model `source` that make up a version of `module`. Raises WeightsRefused."""
+    """Return the tensors of the model `source`, to copy into `module`.
+
+    Raises WeightsRefused unless both have the same names and shapes.
+    """
     tensors, targets = get_untied_tensors(source), get_untied_tensors(module)
     shapes, expected = ({name: list(item.shape) for name, item in table.items()} for table in (tensors, targets))
     check_same_tensors(type(source).__name__, shapes, expected)
