@@ -23,7 +23,7 @@ async def wait_for_silence(
     """Wait until a process has not answered for its `hang_timeout`, and return the seconds since its last answer.
 
     `on_change` is called whenever the process becomes silent or answers again. `max_interval` limits the seconds
-    between requests, and the timeout of each.
+    between two requests, and the timeout of each.
     """
     address, hang_timeout = process.address, process.spec.hang_timeout
     assert hang_timeout is not None

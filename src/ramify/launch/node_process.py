@@ -69,7 +69,10 @@ class ExchangeReply:
 
 
 class NodeProcess:
-    """One process on this node. It is started after the first grant, and at most once."""
+    """One process on this node. It is started after the first grant, and at most once.
+
+    The disk space of output that the head has received is released in pieces of `release_bytes`.
+    """
 
     def __init__(
         self,

@@ -75,11 +75,13 @@ class SupervisorSettings:
     """Delays and timeouts of a supervisor, in seconds."""
 
     first_restart_delay: float = FIRST_DELAY
+    """Delay before the first restart of a process; each further one takes twice as long."""
     restart_window: float = RESTART_WINDOW
     """Identical crashes with more time between them are not a bug: hardware may fail in the same way once a day."""
     place_retry_delay: float = 30.0
     """Delay before another try to find a place for a process that the run can do without."""
     storage_timeout: float = STORAGE_TIMEOUT
+    """Time to write a status file while the run goes on."""
     last_report_timeout: float = 10.0
     """Time to read or write a status file when the run, or its orchestrator, ends."""
     max_probe_interval: float = 5.0

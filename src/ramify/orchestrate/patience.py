@@ -26,17 +26,14 @@ EQUAL_REWARDS_ADVICE = (
 DROP_REASONS_ADVICE = "no group was dropped for equal rewards: remove the causes that the dropped groups name"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PatienceSettings:
-    """How much fruitless work a run does before it warns or ends.
-
-    Fields:
-        warning_groups: groups without a training signal, after which the run warns.
-        max_fruitless_attempts: attempts of broken environment code or agents that may fail until the first succeeds.
-    """
+    """How much fruitless work a run does before it warns or ends."""
 
     warning_groups: int = 32
+    """Groups without a training signal after which the run warns."""
     max_fruitless_attempts: int = 64
+    """Failed attempts of a source after which the run ends, if no attempt of it has succeeded."""
 
 
 DEFAULT_PATIENCE = PatienceSettings()

@@ -49,8 +49,9 @@ class ChildProcess:
     ) -> None:
         """Prepare a command; `env` is added to the environment of this process.
 
-        A detached watcher is no child of this process: a framework that kills the children of this process then leaves
-        the watcher time to clean up.
+        A detached watcher is not a child of this process: a framework that kills the children of this process then
+        leaves the watcher time to clean up. `watcher_command` starts the watcher, and `start_timeout` is the number of
+        seconds until the watcher must have reported that the command runs.
         """
         self.command, self.env, self.stop_timeout = tuple(command), dict(env or {}), stop_timeout
         self._is_detached, self._start_timeout = is_detached, start_timeout

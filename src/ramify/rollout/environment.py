@@ -117,8 +117,8 @@ class Environment:
         """Everything its rollouts depend on besides the model and the task: digests of code files, and configuration.
 
         It is plain data without defaults, so that a key added by a later version does not change the identity. The
-        defaults of a user's plugin are part of its code. Keys of the
-        runtime that say where its programs run, but not what they can do, are left out.
+        defaults of a user's plugin are part of its code. Keys of the runtime that say where its programs run, but not
+        what they can do, are left out.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}

@@ -29,7 +29,7 @@ def build_forest(
 ) -> Forest:
     """Lay out `annotated_traces` depth first, merged on equal token prefixes unless `merge` is false.
 
-    Without merging, the result is that of `concat_forests` of the forests of the traces.
+    Without merging, the result equals `concat_forests` of one forest per trace.
     With `overlong` "drop", model calls that lie only on paths longer than `seq_len` are dropped (RL); with "cut", such
     paths are truncated (SFT). The forest's `dropped` reports both. Tokens after the last trained one of their path are
     not laid out.

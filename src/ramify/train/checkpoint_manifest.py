@@ -115,7 +115,8 @@ def compute_manifest_digest(directory: Path) -> str:
 def get_step_directory(directory: Path, step: int, token: FencingToken | None = None) -> Path:
     """Return the path of a step's checkpoint in the directory of all checkpoints.
 
-    `token` is that of the trainer that writes it; runs without a ledger have none in the name.
+    `token` is the fencing token of the trainer that writes it. In a run without a ledger it is None, and the name has
+    no token.
     """
     return directory / (f"step_{step:06}" if token is None else f"step_{step:06}-{token}")
 
