@@ -183,7 +183,7 @@ test-k8s: env  ## the manifest of `ramify k8s` against the schemas of Kubernetes
 
 coverage: env  ## the tests with coverage.py: a table per module in build/coverage/report.md, pages in build/coverage/html
 	rm -rf build/coverage && mkdir -p build/coverage
-	status=0; $(BIN)/coverage run -m pytest -q -n $(WORKERS) -m '' $(COVERAGE_TESTS) || status=$$?; \
+	status=0; $(BIN)/coverage run -m pytest -q -n $(WORKERS) $(COVERAGE_TESTS) || status=$$?; \
 	$(BIN)/coverage combine -q && $(BIN)/coverage html -q -d build/coverage/html && \
 	$(BIN)/coverage report --format=markdown >build/coverage/report.md && grep TOTAL build/coverage/report.md && exit $$status
 
