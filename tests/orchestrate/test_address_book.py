@@ -12,7 +12,6 @@ from ramify.orchestrate.address_book import (
     AddressBook,
     get_env_key,
     get_model_key,
-    read_addresses,
     write_addresses,
 )
 
@@ -50,12 +49,6 @@ async def test_malformed_book_fails_with_the_path_and_the_expected_form(tmp_path
         async with asyncio.timeout(10), AddressBook(tmp_path, poll_interval=0.01) as book:
             (tmp_path / ADDRESS_BOOK_FILE).write_text('{"inference": "http://a:1"}')
             await book.wait_failed()
-
-
-def test_book_that_cannot_be_read_is_a_failure_of_the_storage(tmp_path):
-    (tmp_path / ADDRESS_BOOK_FILE).mkdir()
-    with pytest.raises(StorageFailed, match=r"addresses\.json cannot be read"):
-        read_addresses(tmp_path)
 
 
 async def test_book_that_cannot_be_read_for_a_moment_keeps_its_addresses(tmp_path):

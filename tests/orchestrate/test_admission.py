@@ -80,16 +80,6 @@ def test_only_groups_in_the_window_overtake_a_slow_group():
     assert admission.next_batch() == (4, 5)
 
 
-def test_dropped_group_does_not_block_a_batch():
-    admission = issue_groups(AdmissionLimits(2, slots=6, window=1), 6)
-    for group in (1, 2):
-        admission.mark_scored(group)
-    admission.drop_group(0)
-    assert admission.next_batch() == (1, 2)
-    admission.drop_group(1)
-    assert admission.next_batch() is None
-
-
 def test_last_batch_is_smaller_when_tasks_run_out():
     admission = issue_groups(AdmissionLimits(3, slots=6, window=2), 4)
     admission.exhausted = True

@@ -191,11 +191,3 @@ def test_staleness_bound_is_tight():
         if run.overtaken and max_staleness == world.bound:
             return
     raise AssertionError(f"the maximum staleness was {max_staleness}, and 2 is allowed")
-
-
-def test_slow_groups_are_trained_as_often_as_they_are_issued():
-    world = World(4, 4, 14, 60, 1, 0.2, 0.0, 0.0, 0.0, 1, 0.0, 0.3, None, seed=3)
-    run = Simulation(world)
-    run.run()
-    assert run.overtaken
-    assert run.issued == len(run.trained) == 4 * 14

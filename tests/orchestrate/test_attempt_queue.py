@@ -11,17 +11,6 @@ def filled() -> AttemptQueue:
     return queue
 
 
-def test_attempts_are_popped_in_the_order_of_issue():
-    queue = filled()
-    assert [queue.pop(9) for _ in range(5)] == [
-        QueuedAttempt(0, 0),
-        QueuedAttempt(0, 1),
-        QueuedAttempt(1, 0),
-        QueuedAttempt(1, 1),
-        None,
-    ]
-
-
 def test_retries_are_popped_first():
     queue = filled()
     queue.push(7, 3, is_retry=True)

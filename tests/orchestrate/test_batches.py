@@ -1,6 +1,5 @@
 """Batches are stored in the ledger and rebuilt identically from the stored traces, for any number of ranks."""
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -130,8 +129,8 @@ def test_malformed_annotations_raise_batch_corrupt():
         decode_batch(replace(BATCH, group_numbers=(4,)))
 
 
-def test_batch_round_trips_through_ledger_and_store(tmp_path):
-    async def write(store):
+async def test_batch_round_trips_through_ledger_and_store(tmp_path):
+    with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)
         for group, traces in groups():
             number = len(ledger.groups())
@@ -144,9 +143,6 @@ def test_batch_round_trips_through_ledger_and_store(tmp_path):
             for i, (group, traces) in enumerate(groups())
         ]
         await ledger.record_batch(encode_batch(0, scored_groups, SEQ_LEN))
-
-    with RunStore.open(tmp_path) as store:
-        asyncio.run(write(store))
     with RunStore.open(tmp_path) as store:
         (stored,) = Ledger.open(store).batches()
         traces = {rollout_id: store.read_traces(rollout_id) for rollout_id in STORED}

@@ -19,11 +19,6 @@ def read(*args: str) -> RunConfig:
     return parse(RunConfig, expand_arguments([TRAIN, *args]), prog="ramify rl")
 
 
-def test_a_run_is_local_by_default():
-    assert not read().cluster.is_distributed
-    assert not read("--cluster", "local", "--launch.trainer_gpus", "4").cluster.is_distributed
-
-
 def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):
     assert read("--cluster", "ray").cluster.launcher == "ray"
     file = tmp_path / "run.toml"

@@ -10,7 +10,7 @@ import pytest
 from ramify.config import dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate import AdmissionLimits, RunConfig
-from ramify.orchestrate.plugins import build_source_mix, load_plugins
+from ramify.orchestrate.plugins import load_plugins
 from ramify.store.run_directory import compare_identities
 
 RUN = """
@@ -230,15 +230,6 @@ def test_all_invalid_plugin_tables_are_reported(read):
         load_plugins(config)
     assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in caught.value.message
     assert "orchestrator.filters.0.id: unknown filter 'gibbering'; did you mean 'gibberish'?" in caught.value.message
-
-
-def test_plugins_and_source_mix_are_built(read):
-    config = read()
-    plugins = load_plugins(config)
-    assert type(plugins.algorithms["reverse"]).__name__ == "Grpo"
-    assert [filter_.config.id for filter_ in plugins.filters] == ["gibberish", "repetition", "zero_advantage"]
-    choice = build_source_mix(config, {"reverse": 3}).next_task()
-    assert choice is not None and (choice.source, choice.epoch) == ("reverse", 0)
 
 
 @pytest.mark.process

@@ -54,13 +54,6 @@ def build(case: str, **more):
     return plugin.build_plugin("filter", {"id": id, **CASES[case][0], **more})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_filter_fires_on_its_case_and_not_on_the_neighbour(case):
-    for (trace, advantage), fires in zip(CASES[case][1:], (True, False)):
-        annotations = tuple(Annotation(trace.id, node, advantage=advantage) for node in trace.sampled_nodes)
-        assert build(case).fires(FilterInput(trace, annotations, VOCAB_SIZE)) is fires
-
-
 @pytest.mark.parametrize("mode", ["monitor", "enforce"])
 @pytest.mark.parametrize("case", CASES)
 def test_only_enforced_filters_remove_annotations(case, mode):

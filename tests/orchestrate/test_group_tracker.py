@@ -27,11 +27,18 @@ def test_policy_failure_is_a_result():
 
 
 @pytest.mark.parametrize(
-    "trace", [make_trace("t", 1.0, failure="ProviderError"), make_trace("t", None)], ids=["failure", "reward"]
+    "traces",
+    [
+        [make_trace("t", 1.0, failure="ProviderError")],
+        [make_trace("t", None)],
+        [make_trace("a", 1.0, agent="a"), make_trace("b", None, agent="b")],
+        [],
+    ],
+    ids=["failure", "reward", "one agent of two", "no traces"],
 )
-def test_system_failure_is_retried_and_then_dropped(trace):
+def test_system_failure_is_retried_and_then_dropped(traces):
     group = GroupTracker(0, 3, max_tries=3)
-    assert [group.record_episode(1, [trace]) for _ in range(3)] == [
+    assert [group.record_episode(1, traces) for _ in range(3)] == [
         AttemptOutcome.RETRY,
         AttemptOutcome.RETRY,
         AttemptOutcome.DROPPED,
@@ -77,18 +84,6 @@ def test_group_reward_may_be_missing():
     trace.rewards["ranked"] = None
     assert GroupTracker(0, 1, group_rewards=frozenset({"ranked"})).record_episode(0, [trace]) is AttemptOutcome.KEPT
     assert GroupTracker(0, 1).record_episode(0, [trace]) is AttemptOutcome.RETRY
-
-
-def test_episode_is_retried_if_one_agent_failed():
-    group = GroupTracker(0, 1)
-    assert (
-        group.record_episode(0, [make_trace("a", 1.0, agent="a"), make_trace("b", None, agent="b")])
-        is AttemptOutcome.RETRY
-    )
-
-
-def test_episode_without_traces_is_retried():
-    assert GroupTracker(0, 1).record_episode(0, []) is AttemptOutcome.RETRY
 
 
 def test_restored_group_has_pending_attempts():

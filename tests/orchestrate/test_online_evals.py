@@ -75,7 +75,7 @@ class FakeEnvServer:
         return GroupScores([{"together": (float(len(traces)), 1.0)} for _ in traces], [[] for _ in traces])
 
 
-def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
+async def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
     failures: list[tuple[str, str]] = []
     values: dict[str, float] = {}
     server: Any = FakeEnvServer()
@@ -100,7 +100,7 @@ def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
             on_failure=lambda origin, failure: failures.append((origin, failure.name)),
             on_progress=lambda: None,
         )
-        asyncio.run(evaluator.run(4, ["it"]))
+        await evaluator.run(4, ["it"])
         rows = {row.id: (row.reward, row.failure) for row in store.rollouts(source="eval/it")}
     assert (values["eval/it/avg"], values["eval/it/missing"]) == (3.0, 1.0)
     assert failures == [("eval/it", "WorkerDied")] * 2

@@ -10,9 +10,6 @@ from ramify.client import InferenceClient
 from ramify.errors import ModelUnsupported, RamifyError
 from ramify.orchestrate.algorithms.opd import Opd, OpdConfig
 from ramify.orchestrate.reference_scores import (
-    NodeScore,
-    decode_scores,
-    encode_scores,
     plan_requests,
     score_annotations,
 )
@@ -97,13 +94,6 @@ def test_requests_that_share_a_scored_prefix_are_sent_one_after_the_other():
             shared = int(np.logical_and.accumulate([a == b for a, b in zip(path, other.token_ids.tolist())]).sum())
             if other is not request and other.start < shared and request.start >= shared:
                 assert other.wave < request.wave
-
-
-def test_scores_survive_their_encoding():
-    scores = {("a", 3): NodeScore(np.array([-0.5, -1.25], np.float32)), ("b", 1): NodeScore(np.array([], np.float32))}
-    decoded = decode_scores(encode_scores(scores))
-    assert decoded.keys() == scores.keys()
-    assert all(np.array_equal(decoded[key].logprobs, scores[key].logprobs) for key in scores)
 
 
 @pytest.mark.parametrize("top_k", [1, VOCAB])

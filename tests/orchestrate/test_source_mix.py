@@ -54,15 +54,6 @@ def test_unbounded_source_is_taken_in_order():
     assert [curriculum.next_task() for _ in range(3)] == [(0, 0), (1, 0), (2, 0)]
 
 
-@given(st.integers(0, 40))
-def test_shuffle_resumes_at_its_position(before):
-    first, resumed = shuffle(7), shuffle(7)
-    for _ in range(before):
-        first.next_task()
-    resumed.restore(round_trip(first.take_changes()))
-    assert [first.next_task() for _ in range(20)] == [resumed.next_task() for _ in range(20)]
-
-
 @given(st.integers(0, 20))
 def test_started_epoch_keeps_its_order_when_the_seed_changes(before):
     first, resumed, picks = shuffle(7, "0"), shuffle(7, "1"), []
