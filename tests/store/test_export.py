@@ -1,6 +1,5 @@
 """A run is exported as JSONL or Parquet, one record per trace."""
 
-import asyncio
 import json
 
 import pyarrow.parquet as pq
@@ -12,10 +11,10 @@ from tests.support.traces import make_rollout
 
 
 @pytest.fixture
-def store(tmp_path):
+async def store(tmp_path):
     with RunStore.open(tmp_path / "run") as store:
         for number in (2, 0, 1):
-            asyncio.run(store.add_rollout(*make_rollout(number, reward=None if number == 1 else 0.5)))
+            await store.add_rollout(*make_rollout(number, reward=None if number == 1 else 0.5))
         yield store
 
 

@@ -1,6 +1,5 @@
 """A full disk raises StorageFull, keeps every acknowledged rollout, and the run can be resumed."""
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -21,11 +20,11 @@ def noise(number: int) -> str:
     return "".join(random.Random(number).choices(LETTERS, k=40_000))
 
 
-def fill(store: RunStore, limit: int = 1000) -> int:
+async def fill(store: RunStore, limit: int = 1000) -> int:
     """Add rollouts until the disk is full; return how many were acknowledged."""
     for number in range(limit):
         try:
-            asyncio.run(store.add_rollout(*make_rollout(number, text=noise(number))))
+            await store.add_rollout(*make_rollout(number, text=noise(number)))
         except StorageFull as error:
             assert str(store.path) in error.message
             return number
@@ -33,38 +32,38 @@ def fill(store: RunStore, limit: int = 1000) -> int:
 
 
 @pytest.mark.megabytes(1)
-def test_a_full_disk_raises_storage_full_until_there_is_room(small_disk):
+async def test_a_full_disk_raises_storage_full_until_there_is_room(small_disk):
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(300_000))
     with RunStore.open(small_disk / "run") as store:
-        count = fill(store)
+        count = await fill(store)
         assert count >= 3
         with pytest.raises(StorageFull):
-            asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count) * 30)))
+            await store.add_rollout(*make_rollout(count, text=noise(count) * 30))
         assert read_replies(store) == {f"r{number}": noise(number) for number in range(count)}
         ballast.unlink()
-        asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count))))
+        await store.add_rollout(*make_rollout(count, text=noise(count)))
     with RunStore.open(small_disk / "run") as store:
         assert read_replies(store) == {f"r{number}": noise(number) for number in range(count + 1)}
 
 
 LIMITED = """
-import pathlib, resource, signal, sys
+import asyncio, pathlib, resource, signal, sys
 from ramify.store import RunStore
 from tests.store.test_full_disk import fill
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with RunStore.open(pathlib.Path(sys.argv[1])) as store:
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
-    print(fill(store))
+    print(asyncio.run(fill(store)))
 """
 
 
-def test_a_file_size_limit_raises_storage_full_and_the_next_process_resumes(tmp_path):
+async def test_a_file_size_limit_raises_storage_full_and_the_next_process_resumes(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     count = int(done.stdout)
     assert count >= 3
     with RunStore.open(tmp_path) as store:
         assert read_replies(store) == {f"r{number}": noise(number) for number in range(count)}
-        asyncio.run(store.add_rollout(*make_rollout(count, text=noise(count))))
+        await store.add_rollout(*make_rollout(count, text=noise(count)))
         assert len(store.rollouts()) == count + 1

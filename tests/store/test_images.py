@@ -1,6 +1,5 @@
 """The images of a run are files in `media/`: traces refer to them by hash, and no text holds their base64."""
 
-import asyncio
 import base64
 import json
 
@@ -27,10 +26,10 @@ def image_rollout(number: int, *images: Media):
 
 
 @pytest.fixture
-def store(tmp_path):
+async def store(tmp_path):
     with RunStore.open(tmp_path / "run") as store:
-        asyncio.run(store.add_rollout(*image_rollout(0, *IMAGES)))
-        asyncio.run(store.add_rollout(*image_rollout(1, IMAGES[1])))
+        await store.add_rollout(*image_rollout(0, *IMAGES))
+        await store.add_rollout(*image_rollout(1, IMAGES[1]))
         yield store
 
 
@@ -43,14 +42,14 @@ def test_each_image_is_stored_once_and_traces_hold_hashes(store):
     assert [ref.media for ref in trace.nodes[0].media] == [0, 1]
 
 
-def test_an_image_is_stored_before_the_trace_that_refers_to_it(tmp_path, monkeypatch):
+async def test_an_image_is_stored_before_the_trace_that_refers_to_it(tmp_path, monkeypatch):
     def fail(self, items):
         raise OSError(28, "No space left on device")
 
     with RunStore.open(tmp_path / "run") as store:
         monkeypatch.setattr(ImageStore, "write", fail)
         with pytest.raises(Exception, match="no room"):
-            asyncio.run(store.add_rollout(*image_rollout(0, *IMAGES)))
+            await store.add_rollout(*image_rollout(0, *IMAGES))
         assert store.rollouts() == []
 
 

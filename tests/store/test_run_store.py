@@ -18,16 +18,13 @@ from ramify.store.run_store import LOCK_NAME
 from tests.support.traces import make_rollout, read_replies
 
 
-def add(store: RunStore, *numbers: int, **options) -> None:
-    async def add_all() -> None:
-        await asyncio.gather(*(store.add_rollout(*make_rollout(number, **options)) for number in numbers))
-
-    asyncio.run(add_all())
+async def add(store: RunStore, *numbers: int, **options) -> None:
+    await asyncio.gather(*(store.add_rollout(*make_rollout(number, **options)) for number in numbers))
 
 
-def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
+async def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
     with RunStore.open(tmp_path) as store:
-        add(store, 0, 1, 2)
+        await add(store, 0, 1, 2)
     with RunStore.open(tmp_path, write=False) as store:
         assert [(row.task, row.repetition) for row in store.rollouts()] == [("task-0", 0), ("task-0", 1), ("task-1", 0)]
         assert store.rollouts(task="task-1") == [make_rollout(2)[0]]
@@ -37,21 +34,21 @@ def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
         assert trace.reward == 0.5
 
 
-def test_a_rollout_with_the_same_id_replaces_the_first(tmp_path):
+async def test_a_rollout_with_the_same_id_replaces_the_first(tmp_path):
     with RunStore.open(tmp_path) as store:
-        add(store, 0, text="first", failure="ProviderError", reward=None)
-        add(store, 0, text="second")
+        await add(store, 0, text="first", failure="ProviderError", reward=None)
+        await add(store, 0, text="second")
         assert read_replies(store) == {"r0": "second"}
         assert store.rollouts()[0].failure is None
 
 
-def test_concurrent_rollouts_share_a_commit(tmp_path, monkeypatch):
+async def test_concurrent_rollouts_share_a_commit(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
     with RunStore.open(tmp_path) as store:
         before = len(synced)
-        add(store, *range(60))
+        await add(store, *range(60))
         assert len(store.rollouts()) == 60
         assert len(synced) - before < 30
 
@@ -72,47 +69,44 @@ def test_fact_that_the_disk_does_not_store_in_time_is_withdrawn(tmp_path, monkey
         assert store.get_fact("key") is None
 
 
-def test_a_full_segment_is_followed_by_a_new_one(tmp_path, monkeypatch):
+async def test_a_full_segment_is_followed_by_a_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr(segment_log, "MAX_SEGMENT_BYTES", 2000)
     with RunStore.open(tmp_path) as store:
-        add(store, *range(20))
-        add(store, *range(20, 25))
+        await add(store, *range(20))
+        await add(store, *range(20, 25))
     files = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert len(files) > 3
     assert all((tmp_path / "traces" / name).stat().st_size <= 2000 for name in files)
     with RunStore.open(tmp_path) as store:
-        add(store, 25)
+        await add(store, 25)
         assert read_replies(store) == {f"r{number}": f"reply {number}" for number in range(26)}
 
 
-def test_a_rollout_that_cannot_be_encoded_fails_alone(tmp_path):
+async def test_a_rollout_that_cannot_be_encoded_fails_alone(tmp_path):
     record, (trace,) = make_rollout(0)
     trace.info["notes"] = []
     trace.info["notes"].append(object())
     with RunStore.open(tmp_path) as store:
         with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
-            asyncio.run(store.add_rollout(record, [trace]))
-        add(store, 1)
+            await store.add_rollout(record, [trace])
+        await add(store, 1)
         assert read_replies(store) == {"r1": "reply 1"}
 
 
-def test_a_record_that_violates_a_constraint_fails_alone(tmp_path):
+async def test_a_record_that_violates_a_constraint_fails_alone(tmp_path):
     _, traces = make_rollout(0)
     bad = RolloutRecord(None, "task", summary={})  # type: ignore[arg-type]
 
-    async def both() -> list:
-        return await asyncio.gather(
+    with RunStore.open(tmp_path) as store:
+        error, result = await asyncio.gather(
             store.add_rollout(bad, traces), store.add_rollout(*make_rollout(1)), return_exceptions=True
         )
-
-    with RunStore.open(tmp_path) as store:
-        error, result = asyncio.run(both())
         assert "NOT NULL" in str(error)
         assert result is None
         assert read_replies(store) == {"r1": "reply 1"}
 
 
-def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypatch):
+async def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypatch):
     connect, times = run_store._connect, iter(range(9))
 
     def fail_after_first(path):
@@ -124,10 +118,10 @@ def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypat
     with RunStore.open(tmp_path) as store:
         for number in range(2):  # queued before the thread failed, and after
             with pytest.raises(StorageFailed, match="unable to open"):
-                asyncio.run(asyncio.wait_for(store.add_rollout(*make_rollout(number)), 10))
+                await asyncio.wait_for(store.add_rollout(*make_rollout(number)), 10)
 
 
-def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, monkeypatch):
+async def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, monkeypatch):
     def raise_io_error(*_):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -139,8 +133,8 @@ def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, mon
             patch.setattr(os, "statvfs", raise_io_error)
             patch.setattr(segment_log.SegmentLog, "append", raise_no_space)
             with pytest.raises(StorageFull, match="free space unknown"):
-                asyncio.run(asyncio.wait_for(store.add_rollout(*make_rollout(0)), 10))
-        add(store, 1)
+                await asyncio.wait_for(store.add_rollout(*make_rollout(0)), 10)
+        await add(store, 1)
         assert read_replies(store) == {"r1": "reply 1"}
 
 
@@ -163,13 +157,13 @@ def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     RunStore.open(tmp_path).close()
 
 
-def test_readers_share_a_run(tmp_path):
+async def test_readers_share_a_run(tmp_path):
     with RunStore.open(tmp_path) as store:
-        add(store, 0)
+        await add(store, 0)
     with RunStore.open(tmp_path, write=False) as one, RunStore.open(tmp_path, write=False) as two:
         assert read_replies(one) == read_replies(two) == {"r0": "reply 0"}
         with pytest.raises(ConfigInvalid, match="read-only"):
-            add(one, 1)
+            await add(one, 1)
 
 
 def test_opening_a_missing_run_for_reading_creates_nothing(tmp_path):
@@ -178,9 +172,9 @@ def test_opening_a_missing_run_for_reading_creates_nothing(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_changed_byte_raises_trace_corrupt(tmp_path):
+async def test_a_changed_byte_raises_trace_corrupt(tmp_path):
     with RunStore.open(tmp_path) as store:
-        add(store, 0)
+        await add(store, 0)
     path = tmp_path / "traces" / "000000.seg"
     data = bytearray(path.read_bytes())
     data[20] ^= 1
@@ -189,9 +183,9 @@ def test_a_changed_byte_raises_trace_corrupt(tmp_path):
         store.read_traces("r0")
 
 
-def test_a_segment_shorter_than_committed_is_refused(tmp_path):
+async def test_a_segment_shorter_than_committed_is_refused(tmp_path):
     with RunStore.open(tmp_path) as store:
-        add(store, 0)
+        await add(store, 0)
     os.truncate(tmp_path / "traces" / "000000.seg", 10)
     with pytest.raises(TraceCorrupt, match="has 10 bytes"):
         RunStore.open(tmp_path)
@@ -213,7 +207,7 @@ def test_another_identity_is_refused_with_the_differences(tmp_path):
     open_run(tmp_path / "run", IDENTITY).close()
 
 
-def test_a_writer_waits_for_readers_until_its_timeout(tmp_path):
+async def test_a_writer_waits_for_readers_until_its_timeout(tmp_path):
     open_run(tmp_path, {}).close()
     reader = RunStore.open(tmp_path, write=False)
     with pytest.raises(RunBusy):
@@ -221,7 +215,7 @@ def test_a_writer_waits_for_readers_until_its_timeout(tmp_path):
     done = threading.Timer(0.3, reader.close)
     done.start()
     with open_run(tmp_path, {}, lock_timeout=20.0) as store:
-        add(store, 1)
+        await add(store, 1)
     done.join()
 
 
@@ -236,11 +230,11 @@ def test_a_run_is_released_if_its_identity_cannot_be_stored(tmp_path, monkeypatc
     open_run(tmp_path, {"model": "tiny"}).close()
 
 
-def test_fresh_moves_the_old_run_aside(tmp_path):
+async def test_fresh_moves_the_old_run_aside(tmp_path):
     for _ in range(3):
         with open_run(tmp_path / "run", IDENTITY, fresh=True) as store:
             assert store.rollouts() == []
-            add(store, 0)
+            await add(store, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1", "run.old-2"]
     with RunStore.open(tmp_path / "run.old-1", write=False) as store:
         assert read_replies(store) == {"r0": "reply 0"}
@@ -265,13 +259,13 @@ def test_a_path_that_is_too_long_raises_storage_failed(tmp_path, write):
         RunStore.open(tmp_path / ("x" * 300), write=write)
 
 
-def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written(tmp_path):
+async def test_a_reader_without_the_lock_sees_the_last_commit_of_a_run_that_is_written(tmp_path):
     with RunStore.open(tmp_path) as writer:
         assert find_writer(tmp_path / LOCK_NAME) == os.getpid()
-        asyncio.run(writer.add_rollout(*make_rollout(0)))
+        await writer.add_rollout(*make_rollout(0))
         with RunStore.open(tmp_path, write=False, lock=False) as reader:
             assert list(read_replies(reader)) == ["r0"]
-            asyncio.run(writer.add_rollout(*make_rollout(1)))
+            await writer.add_rollout(*make_rollout(1))
             assert list(read_replies(reader)) == ["r0"]  # all that is read together is of one commit
             with pytest.raises(ConfigInvalid, match="read-only"):
                 reader.set_fact("a", 1)
