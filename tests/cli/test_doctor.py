@@ -114,10 +114,6 @@ def test_report_without_a_terminal_names_every_check(bare, capsys, monkeypatch):
     assert "needed for: " in output
 
 
-def test_unknown_argument_is_exit_2(ramify):
-    assert ramify("doctor", "--jsn").returncode == 2
-
-
 # -- extras -----------------------------------------------------------------------------------------------------------
 
 

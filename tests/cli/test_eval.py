@@ -151,7 +151,7 @@ def test_exit_1_if_every_rollout_failed(engine, capsys):
         ([ECHO, "--taskset.size", "0"], "has no tasks"),
         ([ECHO, "-m", "nowhere/model"], "nowhere/model"),
         ([ECHO, "--num_task", "3"], "did you mean --num_tasks?"),
-        ([], "taskset: required"),
+        ([], "taskset: required, but not given\n'ramify eval --help' shows the arguments"),
     ],
     ids=["taskset", "taskset key", "load", "no tasks", "model", "key", "nothing"],
 )

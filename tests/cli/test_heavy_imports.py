@@ -12,13 +12,3 @@ def test_collector_continues_also_after_a_failed_import():
         assert not gc.isenabled()
         raise ImportError("no module")
     assert gc.isenabled()
-
-
-def test_collector_stays_disabled_for_those_who_disabled_it():
-    gc.disable()
-    try:
-        with pause_garbage_collection():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

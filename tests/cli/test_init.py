@@ -1,6 +1,5 @@
 """`ramify init`: the generated package works, and existing files are not overwritten."""
 
-import asyncio
 import subprocess
 import sys
 import tomllib
@@ -32,12 +31,12 @@ def test_generated_package_works_unchanged(ramify, tmp_path):
     assert "1 passed" in tested.stdout
 
 
-def test_rewards_of_tiny_differ_within_a_task(tmp_path):
+async def test_rewards_of_tiny_differ_within_a_task(tmp_path):
     """A group of equal rewards gives no training signal, so a run would never make a step."""
     assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
     taskset = {"id": f"{tmp_path}/new/letter_count.py"}
     with open_local_model(resolve_model_path("tiny")) as player:
-        groups = asyncio.run(player.run_rollouts(taskset, 4, 6, seed=0))
+        groups = await player.run_rollouts(taskset, 4, 6, seed=0)
     rewards = [[trace.reward for trace in group] for group in groups]
     assert sum(len(set(group)) > 1 for group in rewards) >= 3, rewards
 

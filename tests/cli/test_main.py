@@ -54,12 +54,6 @@ def test_help_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
-def test_command_without_arguments_refers_to_its_help(ramify):
-    result = ramify("eval")
-    assert result.returncode == 2
-    assert "taskset: required, but not given\n'ramify eval --help' shows the arguments" in result.stderr
-
-
 def test_unknown_command_or_option_is_refused(ramify):
     result = ramify("docter")
     assert result.returncode == 2
@@ -69,11 +63,6 @@ def test_unknown_command_or_option_is_refused(ramify):
     result = ramify("--nonsense")
     assert result.returncode == 2
     assert "--nonsense" in result.stderr
-
-
-def test_command_receives_arguments_and_returns_the_exit_code(command):
-    command("return len(args)")
-    assert app.main(["scratch", "a", "b", "c"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,6 @@ def test_unknown_flag_suggests_the_nearest(command, message, capsys):
 # -- models and tasksets -----------------------------------------------------------------------------------------------
 
 
-def test_misspelt_model_suggests_the_packaged_one(capsys):
-    assert main(["eval", "reverse-text", "-m", "tinny"]) == 2
-    assert "did you mean 'tiny'?" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "file"), [("my_env", "my_env.py"), ("my-env", "my_env.py"), ("my_env", "my_env/my_env.py")]
 )
@@ -113,15 +108,6 @@ def test_taskset_without_suffix_suggests_the_file(name, file, capsys):
 
 
 # -- runs in use -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.process
-def test_busy_run_names_the_writing_process(tmp_path):
-    with (
-        holder("from ramify.store import RunStore", "RunStore.open(Path('run'))") as pid,
-        pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b"),
-    ):
-        RunStore.open(Path("run"))
 
 
 @pytest.mark.process

@@ -89,14 +89,6 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert store.get_fact(FINISHED_KEY) is None
 
 
-def test_a_run_that_was_rolled_back_passes_the_audit(run, capsys):
-    assert main(["rollback", str(run), "2"]) == 0
-    capsys.readouterr()
-    assert main(["why", str(run), "--audit"]) == 0, capsys.readouterr().out
-    assert main(["why", str(run)]) == 0
-    assert "is rolled back to step 2: 2 steps committed" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("step", "code", "reason"),
     [

@@ -73,11 +73,6 @@ def test_first_page_is_shown_with_a_hint(show):
     assert "--page" not in output
 
 
-def test_limit_0_shows_all_rollouts(show):
-    ids, _ = show("--limit", "0")
-    assert len(ids) == len(set(ids)) == COUNT + 1
-
-
 def test_worst_and_best_order(show):
     rewards = {f"{number}.0": row(number).reward for number in range(COUNT)} | {"held-out.0": 1.0}
     counted = sorted((reward, id) for id, reward in rewards.items() if reward is not None)
