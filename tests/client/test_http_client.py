@@ -92,23 +92,6 @@ async def test_a_response_is_parsed_and_its_connection_reused(parts):
     assert server.connections == 1
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        b"HTTP/1.1 200 OK\r\n\r\nbody",
-        b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nbody",
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 4\r\n\r\nbody",
-    ],
-    ids=["no length", "HTTP/1.0", "connection: close"],
-)
-async def test_a_connection_closed_after_the_response_is_opened_again(response):
-    server = Server(response, close=True)
-    async with serving(server) as client:
-        for _ in range(2):
-            assert await send_request(client, "GET", "/health") == b"body"
-    assert server.connections == 2
-
-
 async def test_a_get_on_a_connection_closed_just_now_is_sent_again():
     """The kernel has seen the close, the event loop has not."""
 
@@ -117,19 +100,6 @@ async def test_a_get_on_a_connection_closed_just_now_is_sent_again():
         await send_request(client, "GET", "/health")
         server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
         assert await send_request(client, "GET", "/health") == b"body"
-    assert server.connections == 2
-
-
-async def test_a_connection_closed_while_idle_is_not_used():
-    server = Server(COMPLETE)
-    async with serving(server) as client:
-        await send_request(client, "POST", "/sample", {})
-        server.writer.close()
-        await server.writer.wait_closed()
-        idle = client._session.connector._conns.values()
-        while any(protocol.is_connected() for connections in idle for protocol, *_ in connections):
-            await asyncio.sleep(0.001)
-        assert await send_request(client, "POST", "/sample", {}) == b"body"
     assert server.connections == 2
 
 
