@@ -35,22 +35,21 @@ def load(url: str, **keys) -> Environment:
 
 async def rollout(env: Environment, gateway: Gateway, replies: list[str], number: int = 0) -> rf.Trace:
     task = next(env.iter_tasks())
-    episode = await run_attempt(env, task, policy=scripted_policy(replies), gateway=gateway, id=f"r{number}")
+    async with asyncio.timeout(90):
+        episode = await run_attempt(env, task, policy=scripted_policy(replies), gateway=gateway, id=f"r{number}")
     return episode.traces[0]
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 90))
+@pytest.fixture
+async def gateway():
+    async with Gateway() as gateway:
+        yield gateway
 
 
 @pytest.mark.process
-def test_observations_are_messages_and_replies_are_actions():
-    async def play():
-        async with serving(StandInServer()) as url, Gateway() as gateway:
-            env = load(url, instructions="Count.")
-            return await rollout(env, gateway, ["one", "two"])
-
-    trace = run(play())
+async def test_observations_are_messages_and_replies_are_actions(gateway):
+    async with serving(StandInServer()) as url:
+        trace = await rollout(load(url, instructions="Count."), gateway, ["one", "two"])
     assert [(node.message.role, node.message.text) for node in trace.nodes] == [
         *(("system", "Count."), ("user", "step 0"), ("assistant", "one")),
         *(("user", "step 1"), ("assistant", "two")),
@@ -58,70 +57,52 @@ def test_observations_are_messages_and_replies_are_actions():
     assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 3.0, 2.0)
 
 
-def test_tools_of_an_mcp_environment_are_offered_and_called():
-    async def play():
-        async with serving(StandInServer(tools=("echo",), length=9)) as url, Gateway() as gateway:
-            call = '<tool_call>{"name": "echo", "arguments": {"message": "hi"}}</tool_call>'
-            bad_call = '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'
-            return await rollout(load(url), gateway, [call, call + bad_call, "It said hi."])
-
-    trace = run(play())
+async def test_tools_of_an_mcp_environment_are_offered_and_called(gateway):
+    call = '<tool_call>{"name": "echo", "arguments": {"message": "hi"}}</tool_call>'
+    bad_call = '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'
+    async with serving(StandInServer(tools=("echo",), length=9)) as url:
+        trace = await rollout(load(url), gateway, [call, call + bad_call, "It said hi."])
     roles = [node.message.role for node in trace.nodes]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert '"message": "hi"' in trace.nodes[2].message.text
     assert (trace.stop, trace.reward, trace.metrics["steps"]) == ("done", 6.0, 3.0)
 
 
-def test_calls_after_the_end_of_an_episode_are_not_sent():
-    async def play():
-        async with serving(StandInServer(tools=("echo",), length=1)) as url, Gateway() as gateway:
-            return await rollout(load(url), gateway, [2 * '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'])
-
-    trace = run(play())
+async def test_calls_after_the_end_of_an_episode_are_not_sent(gateway):
+    async with serving(StandInServer(tools=("echo",), length=1)) as url:
+        calls = 2 * '<tool_call>{"name": "echo", "arguments": {}}</tool_call>'
+        trace = await rollout(load(url), gateway, [calls])
     assert (error_names(trace), trace.stop, trace.reward) == ([], "done", 1.0)
 
 
-def test_more_rollouts_than_sessions_wait():
+async def test_more_rollouts_than_sessions_wait(gateway):
     server = StandInServer(max_sessions=8)
-
-    async def play():
-        async with serving(server) as url, Gateway() as gateway:
-            env = load(url)
-            return await asyncio.gather(*(rollout(env, gateway, ["one", "two"], n) for n in range(32)))
-
-    traces = run(play())
+    async with serving(server) as url:
+        env = load(url)
+        traces = await asyncio.gather(*(rollout(env, gateway, ["one", "two"], n) for n in range(32)))
     assert [error_names(trace) for trace in traces] == [[]] * 32
     assert [trace.reward for trace in traces] == [3.0] * 32
     assert server.most_open <= 8 and any(trace.info["session_waits"] for trace in traces)
 
 
-def test_session_that_ends_is_a_named_failure():
-    async def play():
-        async with serving(StandInServer(ends_at_step=1)) as url, Gateway() as gateway:
-            return await rollout(load(url), gateway, ["one", "two"])
-
-    trace = run(play())
+async def test_session_that_ends_is_a_named_failure(gateway):
+    async with serving(StandInServer(ends_at_step=1)) as url:
+        trace = await rollout(load(url), gateway, ["one", "two"])
     assert error_names(trace) == ["EnvironmentFault"]
     assert "ended the session" in trace.errors[0].message
 
 
-def test_reply_that_is_no_action_is_answered_and_ends_the_rollout():
-    async def play():
-        async with serving(StandInServer()) as url, Gateway() as gateway:
-            env = load(url, action_field=None, max_invalid_actions=3)
-            return await rollout(env, gateway, ["hello", "[1]", '{"text": "x"}'])
-
-    trace = run(play())
+async def test_reply_that_is_no_action_is_answered_and_ends_the_rollout(gateway):
+    async with serving(StandInServer()) as url:
+        env = load(url, action_field=None, max_invalid_actions=3)
+        trace = await rollout(env, gateway, ["hello", "[1]", '{"text": "x"}'])
     assert (trace.stop, trace.reward, error_names(trace)) == ("invalid_action", 0.0, [])
     assert [node.message.text for node in trace.nodes if "not a valid action" in node.message.text]
 
 
-def test_unreachable_server_is_named():
-    async def play():
-        async with Gateway() as gateway:
-            return await rollout(load("http://127.0.0.1:9"), gateway, [])
-
-    assert "the OpenEnv server at http://127.0.0.1:9 cannot be reached" in run(play()).errors[0].message
+async def test_unreachable_server_is_named(gateway):
+    trace = await rollout(load("http://127.0.0.1:9"), gateway, [])
+    assert "the OpenEnv server at http://127.0.0.1:9 cannot be reached" in trace.errors[0].message
 
 
 def test_one_server_must_be_named():
@@ -130,26 +111,21 @@ def test_one_server_must_be_named():
 
 
 @pytest.mark.process
-def test_local_server_is_started_again_after_it_was_killed():
-    async def check():
-        server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=60)
-        try:
-            first = await server.get_base_url()
-            first_pid = server.pid
-            assert await server.get_base_url() == first
-            server.stop()
-            await server.get_base_url()
-            assert server.pid != first_pid
-        finally:
-            server.stop()
-
-    run(check())
+async def test_local_server_is_started_again_after_it_was_killed():
+    server = LocalServer([sys.executable, "-m", "http.server", "{port}"], startup_timeout=60)
+    try:
+        first = await server.get_base_url()
+        first_pid = server.pid
+        assert await server.get_base_url() == first
+        server.stop()
+        await server.get_base_url()
+        assert server.pid != first_pid
+    finally:
+        server.stop()
 
 
 @pytest.mark.process
-def test_server_that_exits_is_named():
-    async def check():
-        await LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=60).get_base_url()
-
+async def test_server_that_exits_is_named():
+    server = LocalServer([sys.executable, "-c", "raise SystemExit(3)"], startup_timeout=60)
     with pytest.raises(EnvironmentFault, match="exited with 3 while it started"):
-        run(check())
+        await server.get_base_url()

@@ -1,26 +1,16 @@
 """The adapter of verifiers, without the package. `make test-envs` runs it with the package."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 import ramify as rf
 from ramify.adapters.refusals import find_policy_refusal
-from ramify.adapters.verifiers import Verifiers, VerifiersConfig
 from ramify.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
 from ramify.adapters.verifiers.rewards import add_reward_hooks
 from ramify.adapters.verifiers.v1 import average_scores, get_only_agent
 from ramify.env import collect_hooks
 from ramify.errors import ConfigInvalid, ProviderError
-
-
-def test_missing_package_is_one_line_with_venv_and_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigInvalid) as error:
-        Verifiers(VerifiersConfig(env="wordle"))
-    assert error.value.message.startswith(f"{sys.prefix} lacks the package verifiers; ")
-    assert "\n" not in error.value.message
 
 
 def test_rewards_and_metrics_become_hooks_by_name():
