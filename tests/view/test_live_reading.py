@@ -8,7 +8,6 @@ import pytest
 from ramify.errors import RunBusy
 from ramify.store import RunStore
 from ramify.view.queries import RunQueries
-from ramify.view.run_state import open_last_commit
 from tests.support.sample_runs import write_rl_run
 
 DEADLINE = 30.0  # seconds
@@ -64,12 +63,3 @@ def test_a_run_is_read_while_it_is_written_killed_and_continued(tmp_path):
         for id in (f"w{number}" for number in range(written)):
             assert queries.get_excerpts("run", [id])[id].startswith("word")
     queries.close()
-
-
-def test_one_answer_is_of_one_commit(tmp_path):
-    path = write_rl_run(tmp_path / "run")
-    with RunStore.open(path) as writer, open_last_commit(path) as reader:
-        writer.set_fact("later", 1)
-        assert reader.get_fact("later") is None
-        with open_last_commit(path) as second:
-            assert second.get_fact("later") == 1

@@ -1,6 +1,5 @@
 """The queries of the page, on runs as an orchestrator and an eval write them."""
 
-import asyncio
 import json
 import os
 import threading
@@ -118,7 +117,7 @@ def test_a_row_has_the_rewards_and_metrics_of_the_taskset(queries):
     assert queries.get_row("run", "1.0")["metrics"] == {"exact": 1.0}
 
 
-def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
+async def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
     write_eval_run(tmp_path / "other")
     path = write_rl_run(tmp_path / "run")
     summarized, summarize = [], run_state.summarize_run
@@ -131,7 +130,7 @@ def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
     assert sorted(summarized) == ["other", "run"]
     with RunStore.open(path) as store:
         trace = make_trace("late", 0, [50, 2], 0.25)
-        asyncio.run(store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace]))
+        await store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace])
         assert {run["name"]: run["state"] for run in queries.list_runs()} == {"run": "unresponsive", "other": "ended"}
     [run] = [run for run in queries.list_runs() if run["name"] == "run"]
     assert (run["state"], run["rollouts"]) == ("finished", 13)
@@ -172,15 +171,15 @@ def test_messages_are_searched_by_words(queries, text, ids):
     assert list_ids(queries, rollout_filter=RolloutFilter(text=text)) == ids
 
 
-def test_the_index_follows_a_run_that_is_being_written(tmp_path):
+async def test_the_index_follows_a_run_that_is_being_written(tmp_path):
     path = write_rl_run(tmp_path / "run", num_groups=2)
     index = RolloutIndex(path)
     assert index.refresh(wait=DEADLINE) == 1.0
     with RunStore.open(path) as store:  # holds the lock, as a running orchestrator does
         trace = make_trace("late", 0, [50, 2], 0.25, text="a late rollout")
-        asyncio.run(store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace]))
+        await store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace])
         replaced = make_trace("0.0", 0, [50, 2], 0.125, text="a second try")
-        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "reverse", [replaced]), [replaced]))
+        await store.add_rollout(make_record("0.0", "0", 0, "reverse", [replaced]), [replaced])
         assert index.refresh(texts=True, wait=DEADLINE) == 1.0
     total, rows = index.select(RolloutFilter(), sort="newest", descending=True, offset=0, limit=2)
     assert (total, [row["id"] for row in rows]) == (7, ["0.0", "late"])
@@ -227,12 +226,12 @@ def test_a_long_message_is_read_in_parts_that_miss_no_character(tmp_path):
     assert queries.get_message("run", "0.0", 0, 1, len(text) + 5, 7)["stop"] == len(text)
 
 
-def test_long_reasoning_and_arguments_end_with_an_ellipsis(tmp_path):
+async def test_long_reasoning_and_arguments_end_with_an_ellipsis(tmp_path):
     trace = make_trace("0.0", 0, [50, 2], 1.0)
     call = ToolCall("c", "write", "a" * (MAX_MESSAGE_CHARS + 1))
     trace.add_node(1, Message("assistant", "", "r" * (MAX_MESSAGE_CHARS + 1), (call,)), [5])
     with RunStore.open(tmp_path / "run") as store:
-        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace]))
+        await store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace])
     node = RunQueries(tmp_path).get_rollout("run", "0.0")["traces"][0]["nodes"][2]
     assert node["reasoning"] == "r" * MAX_MESSAGE_CHARS + "…"
     assert node["calls"][0]["arguments"] == "a" * MAX_MESSAGE_CHARS + "…"
@@ -296,13 +295,13 @@ def test_the_reward_changes_where_attempts_part(queries):
     assert (extreme["node"], extreme["token"], extreme["value"]) == (1, 1, -0.5)
 
 
-def test_the_reward_changes_follow_a_group_whose_attempts_come_in(tmp_path):
+async def test_the_reward_changes_follow_a_group_whose_attempts_come_in(tmp_path):
     path = write_eval_run(tmp_path / "run")
     queries = RunQueries(tmp_path)
     before = queries.get_tokens("run", "task-1.0", 0, [1])[0]["values"]["reward_change"]
     with RunStore.open(path) as store:
         trace = make_trace("late", 0, [60, 2], 1.0)
-        asyncio.run(store.add_rollout(make_record("task-1.2", "task-1", 2, "", [trace]), [trace]))
+        await store.add_rollout(make_record("task-1.2", "task-1", 2, "", [trace]), [trace])
     after = queries.get_tokens("run", "task-1.0", 0, [1])[0]["values"]["reward_change"]
     assert before == [None, 0.0, 0.0]
     assert after == [None, -0.125, 0.0]  # from the mean of 0.5, 0.75 and 1.0 to that of the first two
@@ -371,13 +370,13 @@ def test_an_exported_rollout_says_where_it_was_trained(queries):
     assert json.loads(queries.export_rollout("eval", "task-0.0", "json"))["group"] is None
 
 
-def test_nothing_that_a_model_wrote_changes_the_markdown(tmp_path):
+async def test_nothing_that_a_model_wrote_changes_the_markdown(tmp_path):
     trace = make_trace("0.0", 0, [50, 2], 1.0, text="`" * 300_000)
     call = ToolCall("c", "x`\n# A heading\n![](http://evil.example/)", "{}")
     trace.add_node(1, Message("assistant", "", tool_calls=(call,)), [5])
     trace.agent = "a\n# b"
     with RunStore.open(tmp_path / "run") as store:
-        asyncio.run(store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace]))
+        await store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace])
     lines = RunQueries(tmp_path).export_rollout("run", "0.0", "md").splitlines()
     assert "Call of `x # A heading ![](http://evil.example/)`:" in lines
     assert [line for line in lines if line.startswith("#")] == [

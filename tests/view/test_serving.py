@@ -27,12 +27,6 @@ def list_threads():
     return [thread for thread in threading.enumerate() if thread.name == "view"]
 
 
-def test_the_page_is_served_while_the_block_runs(tmp_path):
-    with serve_in_thread(tmp_path) as address:
-        assert b"Ramify" in urlopen(address, timeout=DEADLINE).read()
-    assert list_threads() == []
-
-
 def test_a_block_is_not_failed_by_a_server_that_has_ended(tmp_path, monkeypatch):
     async def end_at_once(folder, stop, on_address):
         on_address("http://127.0.0.1:1")
