@@ -108,8 +108,14 @@ def test_repacked_shares_hold_the_entries_of_the_batch(flat):
 
 
 @pytest.mark.process
-def test_packing_splitting_and_encoding_need_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import ramify.train.remote_batch_source, ramify.train.sft.plan"
+def test_packing_splitting_encoding_and_configuration_need_no_torch():
+    code = """
+import sys
+sys.modules["torch"] = None
+import ramify.train as train, ramify.train.remote_batch_source, ramify.train.sft.plan
+train.TrainerConfig(loss={"id": "gspo"})
+train.load_loss("ppo")
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
