@@ -4,7 +4,6 @@ import pytest
 
 from ramify.cli import main
 from ramify.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch import cluster_placement
 from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.orchestrate.config import RunConfig
 from tests.support.ray import StubRay
@@ -32,34 +31,6 @@ def test_cores_that_are_not_configured_are_lowered_before_a_run_is_refused(cores
     for num_cores, cluster in ((4, {}), (cores, {"trainer": {"cores": cores}})):
         with pytest.raises(ClusterTooSmall, match="no room for"):
             place(num_cores, **cluster)
-
-
-@pytest.mark.parametrize(
-    ("num_evals", "trainer_cores", "cores", "max_tries"), [(30, None, 33, 10), (1, 200, None, 2), (40, 60, 3, 10)]
-)
-def test_lowering_the_cores_takes_few_tries_and_lowers_them_no_further_than_needed(
-    monkeypatch, num_evals, trainer_cores, cores, max_tries
-):
-    num_tries, place_processes = 0, cluster_placement.place_processes
-
-    def count_and_place(*args):
-        nonlocal num_tries
-        num_tries += 1
-        return place_processes(*args)
-
-    monkeypatch.setattr(cluster_placement, "place_processes", count_and_place)
-    trainer = {} if trainer_cores is None else {"cores": trainer_cores}
-    evals = [{**TRAIN, "name": f"eval-{number}"} for number in range(num_evals)]
-    cluster = {"launcher": "ray", "node": {"cores": 192, "memory_gib": 512}, "trainer": trainer}
-    config = RunConfig.model_validate({"train": [TRAIN], "eval": evals, "cluster": cluster})
-    nodes = list_planned_nodes(config)
-    if cores is None:
-        with pytest.raises(ClusterTooSmall, match="each needs 200 cores"):
-            place_run(config, nodes)
-    else:
-        demands = {demand.name: demand.cores for demand in place_run(config, nodes).demands}
-        assert demands["inference/0"] == cores
-    assert num_tries <= max_tries
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ramify.display import LiveDisplay, LogDisplay
 from ramify.errors import ProviderError
-from ramify.launch.dashboard import RunContent, RunState, format_status_line, render_dashboard, render_sparkline
+from ramify.launch.dashboard import RunContent, RunState, format_status_line, render_dashboard
 from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running
 from ramify.launch.status_client import StatusClient
@@ -96,13 +96,6 @@ def test_live_display_draws_on_a_terminal():
         display.print_line("trainer was killed by SIGKILL")
     assert "step 7/20" in file.getvalue()
     assert "SIGKILL" in file.getvalue()
-
-
-def test_sparkline_width():
-    assert render_sparkline([]) == ""
-    assert render_sparkline([0.5]) == "▁"
-    assert render_sparkline([0.0, 1.0]) == "▁█"
-    assert len(render_sparkline(list(range(500)))) == 40
 
 
 def test_status_client_connects_only_to_its_own_run(tmp_path):

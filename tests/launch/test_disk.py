@@ -19,9 +19,6 @@ def test_checkpoint_size_is_estimated_from_the_model(tmp_path):
         estimate_disk(config(tmp_path, trainer=table))
         for table in ({}, {"lora": {"enabled": True}}, {"optim": {"type": "muon"}})
     )
-    assert full is not None
-    assert lora is not None
-    assert muon is not None
     assert CHECKPOINT_MIB - 1 < full.checkpoint / 2**20 < CHECKPOINT_MIB + 1
     assert lora.checkpoint < muon.checkpoint < full.checkpoint
     assert full.find_warning() is None
@@ -47,12 +44,8 @@ def test_disk_with_room_for_a_checkpoint_only_is_refused(small_disk):
 def test_published_weights_have_the_dtype_of_the_trainer(tmp_path):
     tables = [{"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "dtype": "float32"}]
     cpu, gpu, wide = (estimate_disk(config(tmp_path, trainer=table)) for table in tables)
-    assert cpu is not None
-    assert gpu is not None
-    assert wide is not None
     assert cpu.weights == 2 * gpu.weights == wide.weights
     once = estimate_disk(config(tmp_path, trainer={"device": "cpu"}, max_steps=1))  # version 0 and version 1
-    assert once is not None
     assert once.weights == cpu.weights // 2
 
 

@@ -102,8 +102,14 @@ async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_n
     assert (tmp_path / "trainer.token").read_text() == "1.0"
 
 
-@pytest.mark.parametrize(("duration", "replacement_delay"), [(1.0, None), (60.0, 1.4)])
-async def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tmp_path, duration, replacement_delay):
+@pytest.mark.parametrize(
+    ("duration", "replacement_delay", "epoch", "tokens"),
+    [(1.0, None, 1, ["1.5", "1.7", ""]), (60.0, 1.4, 1, ["1.5", "1.7", ""]), (60.0, 1.4, 2, ["2.0", "2.0", ""])],
+    ids=["own lease", "earlier lease", "another head"],
+)
+async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_for_leases(
+    tmp_path, duration, replacement_delay, epoch, tokens
+):
     """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.
 
     The lease is that of the earlier configuration, if it is known.
@@ -120,25 +126,11 @@ async def test_restarted_supervisor_continues_the_tokens_and_waits_for_leases(tm
     seen = []
     specs.append(build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER))
     started_at = time.monotonic()
-    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier)
+    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier, epoch=epoch)
     assert time.monotonic() - started_at > 1.4
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
     assert (seen[0][1].state, seen[0][1].token) == (ProcessState.SILENT, "1.6")
-    assert [status.token for status in seen[-1]] == ["1.5", "1.7", ""]
-
-
-async def test_new_head_waits_for_the_leases_of_the_old_one_and_begins_its_own_tokens(tmp_path):
-    lines, seen = [], []
-    specs = [
-        build_spec(tmp_path, "env", RUNS_FOREVER, placement=Placement()),
-        build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER),
-    ]
-    earlier = {"env": EarlierProcess(FencingToken(1), may_run=True, replacement_delay=1.4)}
-    started_at = time.monotonic()
-    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier, epoch=2)
-    assert time.monotonic() - started_at > 1.4
-    assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
-    assert [status.token for status in seen[-1]] == ["2.0", ""]
+    assert [status.token for status in seen[-1]] == tokens
 
 
 def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
@@ -156,12 +148,6 @@ def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
         "trainer": EarlierProcess(FencingToken(0, 1), may_run=False),
     }
     assert read_earlier_processes(tmp_path / "new") == {}
-
-
-def test_record_of_an_earlier_version_has_no_replacement_delay(tmp_path):
-    row = {"name": "env", "state": "ready", "pid": 1, "restarts": 0, "seconds": 0.0, "token": "2"}
-    (tmp_path / "run.json").write_text(json.dumps({"processes": {"env": row}}))
-    assert read_earlier_processes(tmp_path) == {"env": EarlierProcess(FencingToken(0, 2), may_run=True)}
 
 
 async def test_process_is_configured_when_those_that_it_starts_after_have_a_place(tmp_path):

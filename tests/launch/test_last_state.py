@@ -1,15 +1,13 @@
 """What a starting orchestrator waits for, as the supervisor reads it from `status.json`."""
 
-import json
 import threading
-import time
 
 import pytest
 
 from ramify.async_calls import SingleThreadCaller
 from ramify.launch import last_state
 from ramify.launch.last_state import read_startup_wait
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
+from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
 
 WAIT = {"who": "orchestrator", "waits_for": "models.teacher at http://h:1", "since_s": 5.0, "deadline_s": 600.0}
 
@@ -27,16 +25,6 @@ async def test_wait_is_described_once_it_has_lasted(tmp_path, state, wait, text)
     assert await read_startup_wait(tmp_path, earlier=None) == ""
     write_snapshot(tmp_path, {"state": state}, [wait])
     assert await read_startup_wait(tmp_path, earlier=None) == text
-
-
-async def test_wait_of_an_earlier_start_is_not_described_whatever_its_clock_was(tmp_path):
-    write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
-    file = tmp_path / SNAPSHOT_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), "host": "lost-host", "time": time.time() + 3600}))
-    earlier = read_snapshot(tmp_path)
-    assert await read_startup_wait(tmp_path, earlier) == ""
-    write_snapshot(tmp_path, {"state": "starting"}, [WAIT])
-    assert "models.teacher" in await read_startup_wait(tmp_path, earlier)
 
 
 async def test_storage_that_hangs_neither_blocks_the_supervisor_nor_collects_threads(tmp_path, monkeypatch):

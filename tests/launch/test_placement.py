@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import ClusterTooSmall
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.placement import ProcessDemand, list_by_node, place_processes
+from ramify.launch.placement import ProcessDemand, place_processes
 
 GIB = 1 << 30
 
@@ -72,12 +72,6 @@ def test_many_processes_without_a_place_are_summarized(shapes, left):
     assert str(error.value).endswith(f"  cluster.engines: no room for {names}; each needs 4 cores; {left}")
 
 
-def test_a_refused_gang_takes_no_room_from_the_others():
-    with pytest.raises(ClusterTooSmall) as error:
-        place_processes([trainer(3), engine(0), engine(1)], build_nodes((4, 0), (8, 2)))
-    assert "cluster.engines" not in str(error.value)
-
-
 def test_memory_counts_where_it_is_known():
     node = ClusterNode("n0", "10.0.0.1", 8, 2, memory=8 * GIB, gpu_memory=16 * GIB)
     with pytest.raises(ClusterTooSmall, match=r"each needs 1 GPU, 4 cores, 24\.0 GiB of GPU memory"):
@@ -92,14 +86,6 @@ def test_optional_processes_are_left_out_if_they_do_not_fit():
     demands = [engine(0), *(engine(number, is_optional=True) for number in range(1, 9)), trainer(2)]
     placed = place_processes(demands, build_nodes((64, 4)))
     assert list(placed) == ["inference/0", "inference/1", "trainer"]
-
-
-def test_the_processes_of_each_node_are_listed():
-    nodes = build_nodes((4, 0), (8, 2))
-    assert list_by_node({"trainer": ("n1", "n1"), "inference/0": ("n0",)}, nodes) == {
-        "n0": ["inference/0"],
-        "n1": ["trainer rank 0", "trainer rank 1"],
-    }
 
 
 sizes = st.integers(0, 8)

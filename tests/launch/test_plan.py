@@ -163,13 +163,6 @@ def test_external_services_are_not_started(tmp_path):
     assert "env/train/reverse: tcp://127.0.0.1:5001" in text
 
 
-def test_endpoint_of_a_source_replaces_the_inference(tmp_path):
-    evals = [{**EVAL, "endpoint": {"base_url": "http://127.0.0.1:9", "model": "other"}}]
-    plan = build_plan(config(tmp_path, eval=evals), gpus=[])
-    env = plan.config_files[tmp_path / "run" / "configs" / "env-eval-reverse-text.toml"]
-    assert (env.inference.base_url, env.model.name) == (["http://127.0.0.1:9"], "other")
-
-
 def test_fixed_ports_are_used_or_refused(tmp_path, free_port):
     base = free_port
     plan = build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
@@ -247,15 +240,6 @@ def test_trainer_has_one_process_per_gpu(tmp_path):
     trainer = plan.process_specs[-1]
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == "1,2"
     assert "--nproc-per-node" in trainer.command
-
-
-def test_several_ranks_are_refused_for_a_vision_model(tmp_path):
-    launch, gpus = {"gpu_placement": "split", "trainer_gpus": 2}, [gpu(number) for number in range(3)]
-    vision = {"model": {"name": "tiny-vision"}}
-    for dry_run in (False, True):
-        with pytest.raises(ConfigInvalid, match=r"launch.trainer_gpus: .*tiny-vision.* one rank.*got 2; set it to 1"):
-            build_plan(config(tmp_path, launch=launch, **vision), dry_run=dry_run, gpus=gpus)
-    build_plan(config(tmp_path, launch={"gpu_placement": "split"}, **vision), gpus=gpus)
 
 
 def test_several_ranks_are_refused_for_a_vision_model_that_was_just_downloaded(tmp_path, monkeypatch):

@@ -27,8 +27,3 @@ def test_addresses_of_running_services_are_listed(tmp_path):
     starting = build_status("env/train/a/0", "tcp://10.0.0.2:5", ProcessState.STARTING)
     addresses.update([ended, engines[1], starting])
     assert json.loads(book.read_text()) == {"inference": ["http://10.0.0.1:80"], "env/train/a": ["tcp://10.0.0.2:5"]}
-
-
-def test_run_without_services_has_no_address_book(tmp_path):
-    ServiceAddresses(tmp_path, []).update([build_status("inference", "http://127.0.0.1:80/health")])
-    assert not (tmp_path / "addresses.json").exists()

@@ -13,7 +13,7 @@ from ramify.launch.execution import execute_plan
 from ramify.launch.head import prepare_head
 from ramify.launch.plan import build_plan
 from ramify.launch.published_weights import get_served_directory, hold_weights_directory, save_final_weights
-from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
+from ramify.launch.shared_directory import link_shared_directory
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.trace.version import PolicyVersion
@@ -43,14 +43,6 @@ def test_trainer_writes_to_the_shared_directory_under_the_name_of_the_run(tmp_pa
     assert trainer.storage_path == tmp_path / "shared" / "run"
     assert trainer.weights_directory == tmp_path / "shared/run/weights" == plan.config.weights_directory
     assert trainer.path == tmp_path / "head" / "run"
-
-
-def test_without_a_shared_directory_all_is_below_the_run(tmp_path):
-    config = RunConfig(name="run", output=tmp_path, train=[TRAIN])
-    assert (config.shared_path, config.weights_directory) == (None, tmp_path / "run/weights")
-    trainer = TrainerProcessConfig(name="run", output=tmp_path)
-    assert trainer.storage_path == tmp_path / "run"
-    assert get_served_directory(config) == tmp_path / "run/weights/served"
 
 
 def test_restarted_engine_loads_the_newest_shared_weights(tmp_path):
@@ -96,24 +88,6 @@ def test_run_directory_links_to_the_shared_one(tmp_path):
     link_shared_directory(run, shared)  # a repeated command
     link_shared_directory(run, tmp_path / "moved")  # the shared storage got another path
     assert (run / "weights").readlink() == tmp_path / "moved" / "weights"
-
-
-def test_results_in_the_run_directory_are_not_hidden_by_a_link(tmp_path):
-    (tmp_path / "run/checkpoints/step_000001-0").mkdir(parents=True)
-    with pytest.raises(ConfigInvalid, match=r"run/checkpoints is not in the run's shared directory .* move its"):
-        link_shared_directory(tmp_path / "run", tmp_path / "shared")
-
-
-def test_fresh_run_keeps_the_old_one_with_its_shared_files(tmp_path):
-    run, shared = tmp_path / "run", tmp_path / "shared"
-    link_shared_directory(run, shared)
-    (run / "checkpoints" / "step_000001-0").mkdir()
-    move_shared_aside(run, shared)
-    link_shared_directory(run, shared)
-    assert list((run / "checkpoints").iterdir()) == []
-    assert [path.name for path in (tmp_path / "run.old-1" / "checkpoints").iterdir()] == ["step_000001-0"]
-    move_shared_aside(run, shared)  # nothing was written meanwhile
-    assert [path.name for path in shared.glob("*.old-*")] == ["checkpoints.old-1"]
 
 
 @pytest.mark.process

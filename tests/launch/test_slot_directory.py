@@ -23,14 +23,6 @@ def temp_root(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_directory_is_removed_by_its_owner(temp_root):
-    directory = SlotDirectory()
-    (directory.path / "configs").mkdir()
-    assert list(temp_root.iterdir()) == [directory.path]
-    directory.remove()
-    assert list(temp_root.iterdir()) == []
-
-
 @pytest.mark.process
 def test_directory_of_a_killed_owner_is_removed_with_the_next_slot(temp_root):
     command = [sys.executable, "-c", OWNER, str(temp_root)]

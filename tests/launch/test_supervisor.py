@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import psutil
@@ -61,17 +60,6 @@ def waits_for(path: str) -> str:
 
 
 # -- the end of a run ----------------------------------------------------------------------------------------------
-
-
-async def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
-    leader = waits_for("inference.pids") + DONE
-    specs = [
-        build_spec(tmp_path, "inference", RUNS_FOREVER),
-        build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
-    ]
-    assert await supervise(specs) is RunOutcome.FINISHED
-    assert len(read_pids(tmp_path, "inference")) == 1
-    assert list_running(tmp_path) == []
 
 
 async def test_crashed_process_is_restarted_and_reported(tmp_path):
@@ -130,13 +118,6 @@ async def test_failure_that_a_restart_cannot_fix_ends_the_run(tmp_path, role, li
     with pytest.raises(error, match=message):
         await supervise(specs)
     assert len(read_pids(tmp_path, "it")) == 1
-
-
-async def test_missing_command_is_reported(tmp_path):
-    absent = build_spec(tmp_path, "trainer", "")
-    object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
-    with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
-        await supervise([absent, build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)], restarts=0)
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
@@ -274,31 +255,6 @@ sys.exit(9 if starts == 1 else 0)
     ]
     assert await supervise(specs) is RunOutcome.FINISHED
     assert len(read_pids(tmp_path, "trainer")) == 2
-
-
-async def test_process_states_are_reported(tmp_path):
-    seen = []
-    specs = [build_spec(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
-    await supervise(specs, on_change=seen.append)
-    states = [process.state for (process,) in seen]
-    assert states[0] is ProcessState.STARTING
-    assert states[-1] is ProcessState.ENDED
-    assert seen[0][0].pid == read_pids(tmp_path, "orchestrator")[0]
-
-
-async def test_seconds_count_from_the_last_change_of_state(tmp_path, free_port):
-    changed_at = {}
-
-    def on_change(statuses):
-        changed_at.setdefault(statuses[0].state, time.monotonic() - statuses[0].seconds)
-        if statuses[0].state is ProcessState.STARTING:
-            time.sleep(0.5)
-        elif statuses[0].state is ProcessState.READY:
-            (tmp_path / "done").touch()
-
-    await supervise([answering_leader(tmp_path, free_port)], on_change=on_change)
-    assert changed_at[ProcessState.READY] >= changed_at[ProcessState.STARTING] + 0.5
-    assert changed_at[ProcessState.ENDED] >= changed_at[ProcessState.READY]
 
 
 async def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
