@@ -184,14 +184,6 @@ def test_a_suggested_plan_has_as_many_gpus_as_it_needs(capsys):
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")
-def test_a_dry_run_plans_for_the_gpus_of_the_node_that_the_config_describes(capsys):
-    flags = ["--cluster.node.gpus", "2", "--cluster.node.gpu_memory_gib", "24"]
-    assert main(["rl", "envs.py:Sound", "-m", "tiny", *flags, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert list_visible_gpus() or re.search(r"trainer: \d thread.*, GPU 1 \(not on this machine\)", out)
-
-
-@pytest.mark.usefixtures("check_plugins_in_process")
 def test_lengths_beyond_the_sequence_or_the_model_are_noted(capsys):
     flags = ["--seq_len", "3000", "--train.0.sampling.max_tokens", "4000", "--eval.0.sampling.max_tokens", "99"]
     assert main(["rl", "envs.py:Sound", "-m", "tiny", *flags, "--eval.0.seq_len", "64", "--dry-run"]) == 0

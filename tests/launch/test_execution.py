@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ramify.display import Display
-from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
+from ramify.errors import EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
 from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
@@ -110,13 +110,6 @@ def test_failure_that_ended_a_run_is_recorded(tmp_path):
     with RunStore.open(tmp_path / "run", write=False) as store:
         (event,) = RunLog(store).events("failed")
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
-
-
-def test_different_run_with_the_same_name_is_refused(tmp_path):
-    execute_plan(build_test_plan(tmp_path), display=Display())
-    with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
-        other = [{"taskset": {"id": "reverse-text", "max_chars": 5}}]
-        execute_plan(build_test_plan(tmp_path, train=other), display=Display())
 
 
 def test_changed_environment_is_refused_before_any_process_starts(tmp_path):

@@ -145,12 +145,6 @@ def test_served_weights_of_an_earlier_head_that_cannot_be_removed_do_not_stop_a_
     assert line.startswith(f"files were not removed: StorageFailed: {second.weights_directory}: the storage did not")
 
 
-def test_final_weights_are_saved_within_a_deadline(tmp_path, hang):
-    hang(published_weights, "find_newest_weights")
-    with pytest.raises(StorageFailed, match=f"weights: {NO_ANSWER}"):
-        save_final_weights(make_config(tmp_path, "a"))
-
-
 def test_final_weights_are_copied_within_a_deadline_and_not_later(tmp_path, hang, monkeypatch):
     monkeypatch.setattr(weights_directory, "SHM_ROOT", tmp_path / "shm")
     (tmp_path / "shm").mkdir()

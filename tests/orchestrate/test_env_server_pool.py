@@ -217,13 +217,6 @@ async def test_an_attempt_that_the_last_server_refuses_waits_for_one_that_is_res
         assert await attempt == "a"
 
 
-async def test_only_attempts_are_counted():
-    async with StubEnvServer("a") as a, make_pool(a.address) as pool:
-        await pool.tasks(0, 10, timeout=10.0)
-        await run_one(pool, "x")
-        assert pool.describe() == [{"address": a.address, "state": "up", "in_flight": 0, "done": 1, "lost": 0}]
-
-
 def test_address_is_one_or_several_different_ones():
     source = TrainSourceConfig(taskset={"id": "it"}, address="tcp://a:1")
     assert source.addresses == ["tcp://a:1"] and TrainSourceConfig(taskset={"id": "it"}).addresses == []
