@@ -8,7 +8,7 @@ from ramify.errors import BudgetExceeded, ContextOverflow, RamifyError
 from ramify.gateway import RolloutSession
 from ramify.trace import Trace
 from tests.support.engine import check_tokens
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import make_session, user_request
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 8
 

@@ -11,8 +11,7 @@ from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, Reques
 from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
 from tests.support.engine import ScriptedEngine, check_tokens
-from tests.support.scenario import Scenario
-from tests.support.sessions import user_request
+from tests.support.scenario import Scenario, user_request
 
 PIXEL = base64.b64encode(b"a picture").decode()
 

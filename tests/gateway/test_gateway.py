@@ -12,7 +12,7 @@ from ramify.errors import PortTaken
 from ramify.gateway import Gateway, RolloutLimits, RolloutSession
 from ramify.trace import Trace
 from tests.support.engine import check_tokens
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import make_session, user_request
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PATHS = ["/chat/completions", "/responses", "/messages", "/messages/count_tokens", "/responses/input_tokens"]

@@ -12,7 +12,7 @@ from ramify.gateway.policy import PolicyRequest
 from ramify.render import ParsedReply, RenderedPrompt
 from ramify.trace import Message
 from tests.support.engine import TINY, ScriptedClient
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import make_session, user_request
 
 MIN_ITERATIONS = 20
 

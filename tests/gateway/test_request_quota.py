@@ -19,8 +19,7 @@ from ramify.gateway import RolloutLimits, RolloutSession, SamplingConfig
 from ramify.gateway.conversation_trie import TrieNode
 from ramify.gateway.request_quota import MAX_RENDERED_CHARS, QuotaSettings, RequestQuota
 from ramify.trace import Trace
-from tests.support.scenario import Scenario
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import Scenario, make_session, user_request
 
 MIB = 2**20
 PART = b'{"messages": [{"role": "user", "content": "' + b"x" * (MIB // 4)

@@ -13,7 +13,7 @@ from ramify.gateway import ModelRequest
 from ramify.trace import Message, Trace
 from tests.support.engine import check_tokens
 from tests.support.renderers import renderer
-from tests.support.sessions import make_session
+from tests.support.scenario import make_session
 
 pytestmark = pytest.mark.promise  # exact tokens
 

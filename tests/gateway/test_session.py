@@ -11,7 +11,7 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, Pro
 from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 from tests.support.engine import TINY, ScriptedClient, check_tokens
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import make_session, user_request
 
 pytestmark = pytest.mark.promise  # exact tokens
 

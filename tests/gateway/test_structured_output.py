@@ -26,7 +26,7 @@ from ramify.trace import Trace
 from tests.support.engine import TINY, check_tokens
 from tests.support.models import build_core
 from tests.support.native_server import run_server
-from tests.support.sessions import make_session, user_request
+from tests.support.scenario import make_session, user_request
 
 SCHEMA = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""Tests of a gateway with a real client, policy and session, and a scripted engine.
+"""Sessions of a gateway: with real servers and a scripted engine, or alone with a scripted client.
 
 Engine, client, gateway and SDKs are opened once and shared; every test gets its own session and trace.
 """
@@ -17,9 +17,9 @@ import openai
 
 from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
-from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
-from ramify.trace import Trace
-from tests.support.engine import TINY, Script, ScriptedEngine
+from ramify.gateway import Gateway, ModelRequest, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
+from ramify.trace import Message, Trace
+from tests.support.engine import TINY, Script, ScriptedClient, ScriptedEngine
 
 platform.processor()  # runs `uname` once; the SDKs send it with every request
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
@@ -116,3 +116,20 @@ async def open_session(
             yield Scenario(servers, policy, trace, session, gateway, endpoint)
     finally:
         gateway.unregister(session)
+
+
+def make_session(
+    script: Script, *, renderer=TINY, limits: dict[str, int] | None = None, **options: Any
+) -> tuple[RolloutSession, ScriptedClient]:
+    """Return a session without servers, and its client, which replays `script`."""
+    token_client = ScriptedClient(script, renderer)
+    sampling = options.pop("sampling", SamplingConfig())
+    policy = TokenPolicy(token_client, renderer, "tiny", max_model_len=options.pop("max_model_len", None))
+    session = RolloutSession(
+        Trace(id="t1"), policy, sampling=sampling, limits=RolloutLimits(**(limits or {})), **options
+    )
+    return session, token_client
+
+
+def user_request(text: str, **fields: Any) -> ModelRequest:
+    return ModelRequest((Message("user", text),), **fields)
