@@ -293,9 +293,9 @@ class CheckpointRefused(RamifyError, blame="system", retryable=False):
 
 
 class SchemaUnsupported(RamifyError, blame="system", retryable=False):
-    """A trace or the tables of a run were written with a newer schema than this version reads.
+    """A trace or the tables of a run were written with another schema than this version reads.
 
-    Upgrade Ramify on the reading side.
+    Use the version of Ramify that wrote them.
     """
 
 
