@@ -125,7 +125,7 @@ async def watch_patience(run: RunContext) -> None:
 
 
 async def warn_without_signal(run: RunContext) -> None:
-    """Record NoTrainableGroups as a failure each time that WARNING_GROUPS groups in a row cannot be trained on."""
+    """Record NoTrainableGroups as a failure each time that `warning_groups` groups in a row cannot be trained on."""
     patience = run.core.patience
     while not run.core.admission.is_finished:
         await patience.warning_due.wait()
