@@ -3,7 +3,6 @@
 import contextlib
 import random
 import shutil
-import signal
 import sqlite3
 import subprocess
 import time
@@ -16,7 +15,7 @@ from ramify.fencing.token import FencingToken
 from ramify.launch.head import read_local_state
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from tests.support.processes import is_running
+from tests.support.processes import is_running, kill_tree
 from tests.support.runs import command, run_command, write_config
 
 pytestmark = [
@@ -40,20 +39,13 @@ def start_head(home: Path, name: str):
         try:
             yield process
         finally:
-            kill_tree(process)
+            kill_head(process)
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def kill_head(process: subprocess.Popen) -> None:
     """Kill a head as a power failure does: all processes of the machine at once."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        victims = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGSTOP)  # first, so that no process notices the death of another
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
-    process.wait()
+    kill_tree(process.pid)
+    process.wait(timeout=60)
 
 
 def wait_for(condition, home: Path, name: str) -> None:
@@ -100,7 +92,7 @@ def test_command_repeated_elsewhere_continues_a_lost_run(tmp_path, moment):
         wait_for(conditions[moment], home, "a")
         if moment == "at a random moment":
             time.sleep(random.random())
-        kill_tree(process)
+        kill_head(process)
     committed = {version for version in read_commits(home / "a/run") if count_entries(home, 0) > version + 1}
     (home / "a").rename(home / "lost")
     with start_head(home, "b") as process:

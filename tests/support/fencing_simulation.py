@@ -25,7 +25,6 @@ TERMS = LeaseTerms(duration=10.0, max_drift=0.01, slack=3.0)
 KILL_DELAY = 2.0  # seconds in which a watcher kills a process tree; with the clocks' drift less than the slack
 HORIZON = 240.0
 NUM_RANKS = 2
-KEPT_CHECKPOINTS = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from ramify.model.load import load_model
 from ramify.model.logprob_check import split_attn_implementation
 from ramify.model.precision import disable_tf32_convolutions
 from ramify.model.weights import get_untied_tensors, publish_weights
-from ramify.trace import Media
 from ramify.trace.version import PolicyVersion
 
 torch.set_num_threads(1)  # tests run in parallel, and small matrices gain nothing from a second thread
@@ -304,8 +303,3 @@ def build_image_inputs(family: str):
         return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": token_types}
 
     return build
-
-
-def to_media(data: bytes) -> Media:
-    """Return the media entry of an image's bytes."""
-    return Media.from_bytes(data, "image/png")

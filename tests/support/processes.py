@@ -1,15 +1,14 @@
-"""Free ports, waits with a deadline, and processes that end, stop or remain."""
+"""Free ports, waits with a deadline, and processes that end or remain."""
 
 import asyncio
 import contextlib
 import inspect
-import os
 import random
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +85,6 @@ def list_descendants(pid: int) -> list[psutil.Process]:
 
 def wait_until_ended(*processes: int | psutil.Process) -> None:
     wait_until(lambda: not any(map(is_running, processes)), f"the end of {processes}")
-
-
-@contextlib.contextmanager
-def stopped_process(pid: int) -> Iterator[None]:
-    """Stop a process with SIGSTOP, wait until it stands still, and continue it at the end."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} to stop")
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def kill_tree(pid: int) -> None:

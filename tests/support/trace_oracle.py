@@ -5,7 +5,6 @@ Nothing here uses runs, columns or any search of the graph, so an error there ca
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -145,8 +144,3 @@ def assert_branch(branch: Branch) -> None:
     assert branch.sampled_mask.tolist() == mask
     np.testing.assert_array_equal(branch.logprobs, np.array(logprobs, np.float32))
     assert branch.messages == [node.message for node in path(branch.trace, branch.leaf)]
-
-
-def split_points(rng: random.Random, n: int, most: int) -> list[int]:
-    """Sorted places to cut a list of `n` things, repeats allowed."""
-    return sorted(rng.randint(0, n) for _ in range(rng.randint(0, most)))
