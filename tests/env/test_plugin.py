@@ -5,10 +5,9 @@ import textwrap
 
 import pytest
 
-from ramify.env import RubricJudge, Taskset
-from ramify.env.plugin import PLUGIN_KINDS, build_plugin, find_plugin_class, resolve_plugin
+from ramify.env import Taskset
+from ramify.env.plugin import build_plugin, find_plugin_class
 from ramify.errors import ConfigInvalid
-from ramify.runtime import LocalRuntime
 
 ENVIRONMENT = """
     from __future__ import annotations
@@ -36,30 +35,6 @@ def build_error(*args, **kwargs) -> str:
     with pytest.raises(ConfigInvalid) as caught:
         build_plugin(*args, **kwargs)
     return caught.value.message
-
-
-def test_builtin_names():
-    assert find_plugin_class("runtime", "local") is LocalRuntime
-    assert find_plugin_class("judge", "rubric") is RubricJudge
-    assert set(PLUGIN_KINDS["taskset"].builtin_paths) == {
-        *(
-            "reverse-text",
-            "alphabet-sort",
-            "wikispeedia",
-            "wordle",
-            "arithmetic",
-            "color-codeword",
-            "dataset",
-            "general-agent",
-            "harbor",
-            "swe",
-            "repair",
-            "openenv",
-            "textarena",
-            "reasoning-gym",
-            "verifiers",
-        )
-    }
 
 
 @pytest.mark.parametrize("form", ["{}", "{}:Game"])
@@ -160,12 +135,6 @@ def test_unknown_keys_and_invalid_values_are_reported_together(file):
     assert message.startswith("2 problems in the configuration:")
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in message
     assert "train.0.taskset.seeds.1: expected a valid integer, got 'x'" in message
-
-
-def test_resolve_plugin_validates_without_creating_the_plugin(file):
-    cls, config = resolve_plugin("taskset", {"id": str(file), "split": "eval"})
-    assert cls.__name__ == "Game"
-    assert config.split == "eval"  # type: ignore[attr-defined]
 
 
 def test_missing_modules_and_other_classes_are_refused(file):

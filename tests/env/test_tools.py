@@ -10,9 +10,8 @@ from pydantic import BaseModel
 
 from ramify.env import Tool, ToolSet, tool
 from ramify.errors import ConfigInvalid, SandboxError
-from ramify.trace import Media, MediaPart, TextPart, ToolCall
+from ramify.trace import ToolCall
 from tests.env.helpers import make_context, run
-from tests.support.images import make_media
 
 
 class Place(BaseModel):
@@ -99,14 +98,6 @@ def test_exception_becomes_text():
     assert call(divide, {"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
 
 
-def test_exit_in_a_tool_becomes_text():
-    def python(code: str) -> str:
-        exec(code, {})
-        return "done"
-
-    assert call(python, {"code": "exit(3)"}) == "error: RuntimeError: SystemExit: 3"
-
-
 def test_cancellation_inside_a_tool_becomes_text():
     async def search() -> str:
         lookup = asyncio.ensure_future(asyncio.sleep(60))
@@ -155,26 +146,6 @@ def test_results_become_text():
     assert call(give, {"what": "none"}) == ""
     assert call(give, {"what": "number"}) == "3"
     assert json.loads(call(give, {"what": "table"})) == {"ä": [1, {"city": "Rome", "zip": None}]}
-
-
-async def test_image_is_added_to_the_media_of_the_trace():
-    image = make_media(8, 8)
-
-    def look():
-        return ["here:", image]
-
-    context = make_context()
-    assert await Tool.wrap(look).call(context, {}) == (TextPart("here:"), MediaPart(image.hash))
-    assert context.trace.graph.media == [image]
-
-
-async def test_bad_image_is_an_error_that_the_model_reads():
-    def look():
-        return Media.from_bytes(b"<svg></svg>", "image/svg+xml")
-
-    context = make_context()
-    assert "ImageInvalid: content[0]: image: expected a complete png" in await Tool.wrap(look).call(context, {})
-    assert context.trace.graph.media == []
 
 
 def test_any_python_parameter_name_is_allowed():

@@ -154,10 +154,6 @@ def test_accepted_change_keeps_rollouts_and_is_recorded(environment, evaluate):
     assert (second.num_run, rewards(second)) == (0, rewards(result))
 
 
-def test_report_omits_revisions_without_a_change(environment, evaluate):
-    assert "revision" not in text_of(evaluate(environment()))
-
-
 def test_changed_taskset_key_can_be_accepted_but_not_another_model(evaluate, engine):
     from tests.evals.environments import __file__ as file
 

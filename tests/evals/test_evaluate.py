@@ -1,6 +1,5 @@
 """`rf.evaluate` in a script and in a running event loop, with a class, an instance or an id."""
 
-import asyncio
 import contextlib
 import io
 
@@ -32,14 +31,11 @@ def settings(engine, tmp_path):
     }
 
 
-def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
-    async def cell():
-        plain = rf.evaluate(Echo, **settings)
-        return plain, await rf.evaluate(Echo, **settings)
-
+async def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        first, second = asyncio.run(cell())
+        first = rf.evaluate(Echo, **settings)
+        second = await rf.evaluate(Echo, **settings)
     assert first.num_run == 4 and second.num_run == 0 and first.table() == second.table()
     assert "done=4/4" in printed.getvalue()
 

@@ -1,6 +1,5 @@
 """What an eval checks before its first rollout."""
 
-import asyncio
 import threading
 
 import pytest
@@ -15,7 +14,7 @@ from tests.evals.test_task_digest import make_task
 
 @pytest.mark.process
 @pytest.mark.timeout(60)
-def test_images_of_a_task_are_read_within_a_deadline(tmp_path, monkeypatch):
+async def test_images_of_a_task_are_read_within_a_deadline(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(policy, "IMAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(media, "read_image_file", lambda path: answers.wait())
@@ -25,6 +24,6 @@ def test_images_of_a_task_are_read_within_a_deadline(tmp_path, monkeypatch):
     )
     try:
         with pytest.raises(StorageFailed, match=r"the images of task square: the storage did not answer within 0.1 s"):
-            asyncio.run(check)
+            await check
     finally:
         answers.set()

@@ -124,14 +124,6 @@ def test_failing_reward_fails_only_its_rollout(configured, fault, message):
     assert [row.failure for row in result.rows if row.task != "task-1"] == [None] * 6
 
 
-def test_unserializable_info_is_named_with_key_and_type(configured):
-    result = rf.evaluate(configured(taskset={"fault": "info"}))
-    broken = [row for row in result.rows if row.task == "task-1"]
-    assert [row.failure for row in broken] == ["ValueRefused"] * 2
-    assert all("info.notes[0]" in row.summary["message"] and "set" in row.summary["message"] for row in broken)
-    assert len(result.rows) == 8
-
-
 def test_group_rewards_include_repetitions_of_an_earlier_start(configured):
     result = rf.evaluate(configured("Compared"))
     assert [row.reward for row in result.rows if row.task == "task-0"] == [right(0), right(0) + 0.5]

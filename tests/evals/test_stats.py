@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.evals.stats import (
-    choose_ks,
     clustered_mean,
     estimate_pass_rates,
     pass_at_k,
@@ -96,13 +95,6 @@ def test_one_task_has_no_interval_and_no_task_has_no_mean():
 def test_ten_passes_of_ten_do_not_prove_that_all_pass():
     low, high = clustered_mean([[1.0]] * 10, 0.0, 1.0).interval()
     assert (low, high) == (pytest.approx(0.661, abs=0.01), 1.0)
-
-
-def test_choose_ks():
-    assert choose_ks(1) == [1]
-    assert choose_ks(6) == [1, 2, 4, 6]
-    assert choose_ks(8) == [1, 2, 4, 8]
-    assert choose_ks(0) == []
 
 
 def test_mean_and_error_of_huge_values():

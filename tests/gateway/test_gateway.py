@@ -197,13 +197,6 @@ async def test_a_lone_surrogate_becomes_a_question_mark(open_scenario):
         assert scenario.trace.nodes[0].message.text == "? and \U0001f600"
 
 
-async def test_a_policy_without_image_support_refuses_images(open_scenario):
-    async with open_scenario([]) as scenario:
-        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-        answer = await scenario.post("/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
-        assert answer.status_code == 400 and answer.json()["error"]["type"] == "ImageInvalid"
-
-
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
 async def test_a_waiting_stream_sends_keepalives_and_then_its_error(open_scenario, path):
     async with open_scenario([], quick_keepalive=True, call_timeout=0.5) as scenario:

@@ -113,13 +113,9 @@ async def test_images_of_every_dialect_become_one_trainable_trace(open_scenario,
 async def test_all_dialects_give_equal_tokens_for_images(open_scenario, vision):
     prompts = []
     for converse in (converse_with_chat, converse_with_responses, converse_with_messages):
-
-        async def check(scenario: Scenario, converse=converse) -> None:
+        async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
             await converse(scenario, [[RED, GREEN], [BLUE]])
             prompts.append([prompt for prompt, _, _ in scenario.engine.samples])
-
-        async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
-            await check(scenario)
     assert prompts[0] == prompts[1] == prompts[2]
 
 

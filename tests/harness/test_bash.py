@@ -20,10 +20,10 @@ def runtime(request) -> dict[str, str]:
     return {"id": request.param}
 
 
-def run_tools(runtime: dict[str, str], *calls: str, **harness: Any) -> list[str]:
+async def run_tools(runtime: dict[str, str], *calls: str, **harness: Any) -> list[str]:
     """Run tool calls one by one and return their results."""
     env = load_env(OneTask, harness={"id": "bash", **harness}, runtime=runtime)
-    trace = run_one(env, [*calls, "done"])
+    trace = await run_one(env, [*calls, "done"])
     assert trace.stop == "done", trace.errors
     return [text for role, text in list_messages(trace) if role == "tool"]
 
@@ -32,8 +32,8 @@ def bash(command: str, **arguments: Any) -> str:
     return tool_call("bash", command=command, **arguments)
 
 
-def test_commands_and_files_share_the_runtime_of_the_rollout(runtime):
-    results = run_tools(
+async def test_commands_and_files_share_the_runtime_of_the_rollout(runtime):
+    results = await run_tools(
         runtime,
         tool_call("write_file", path="src/hello.py", content="print('hello')\n"),
         bash("python3 src/hello.py && pwd"),
@@ -46,46 +46,48 @@ def test_commands_and_files_share_the_runtime_of_the_rollout(runtime):
     assert results[2:] == ["edited src/hello.py", "[exit code 0]", "bye\n"]
 
 
-def test_output_has_both_streams_in_order_and_the_exit_code(runtime):
-    (result,) = run_tools(runtime, bash("echo one; echo two >&2; echo three; exit 3"))
+async def test_output_has_both_streams_in_order_and_the_exit_code(runtime):
+    (result,) = await run_tools(runtime, bash("echo one; echo two >&2; echo three; exit 3"))
     assert result == "one\ntwo\nthree\n[exit code 3]"
 
 
-def test_commands_run_in_bash_and_in_a_new_shell_each(runtime):
-    results = run_tools(runtime, bash("cd /; x=1; [[ -n $BASH_VERSION ]] && echo bash"), bash('echo "x=$x"; pwd'))
+async def test_commands_run_in_bash_and_in_a_new_shell_each(runtime):
+    results = await run_tools(runtime, bash("cd /; x=1; [[ -n $BASH_VERSION ]] && echo bash"), bash('echo "x=$x"; pwd'))
     assert results[0] == "bash\n"
     assert results[1].startswith("x=\n") and results[1] != "x=\n/\n"
 
 
 @pytest.mark.parametrize("arguments", [{"timeout": 2}, {}, {"timeout": 60}])
-def test_a_command_is_killed_at_the_smaller_of_its_timeout_and_the_configured_one(arguments):
-    (result,) = run_tools({"id": "local"}, bash("echo started; sleep 30", **arguments), command_timeout=2)
+async def test_a_command_is_killed_at_the_smaller_of_its_timeout_and_the_configured_one(arguments):
+    (result,) = await run_tools({"id": "local"}, bash("echo started; sleep 30", **arguments), command_timeout=2)
     assert result == "started\n[killed after 2 s]"
 
 
-def test_long_output_keeps_its_beginning_and_end(runtime):
-    (result,) = run_tools(runtime, bash("echo first; seq 100000; echo last"), max_output_chars=200)
+async def test_long_output_keeps_its_beginning_and_end(runtime):
+    (result,) = await run_tools(runtime, bash("echo first; seq 100000; echo last"), max_output_chars=200)
     assert result.startswith("first\n1\n") and result.endswith("\nlast\n")
     assert "characters left out" in result and len(result) < 300
 
 
-def test_long_file_is_read_in_parts_that_together_are_the_file(runtime):
+async def test_long_file_is_read_in_parts_that_together_are_the_file(runtime):
     content = "".join(f"line {number} of the file\n" for number in range(1, 41))
     write = tool_call("write_file", path="long.txt", content=content)
-    first, second = run_tools(
-        runtime,
-        write,
-        tool_call("read_file", path="long.txt"),
-        tool_call("read_file", path="long.txt", first_line=24),
-        max_output_chars=460,
+    first, second = (
+        await run_tools(
+            runtime,
+            write,
+            tool_call("read_file", path="long.txt"),
+            tool_call("read_file", path="long.txt", first_line=24),
+            max_output_chars=460,
+        )
     )[1:]
     *shown, note = first.splitlines()
     assert note == "[lines 24 to 40 left out; read on with first_line=24]"
     assert "\n".join(shown) + "\n" + second == content
 
 
-def test_mistakes_of_the_model_are_shown_to_it(runtime):
-    results = run_tools(
+async def test_mistakes_of_the_model_are_shown_to_it(runtime):
+    results = await run_tools(
         runtime,
         tool_call("write_file", path="a.txt", content="x x"),
         tool_call("edit_file", path="a.txt", old="x", new="y"),
@@ -105,7 +107,7 @@ def test_mistakes_of_the_model_are_shown_to_it(runtime):
     assert "[exit code 127]" in results[7]
 
 
-def test_an_agent_that_ends_its_box_ends_the_rollout_and_is_scored():
+async def test_an_agent_that_ends_its_box_ends_the_rollout_and_is_scored():
     skip_unless_available("sandbox")
 
     class Scored(OneTask):
@@ -114,23 +116,23 @@ def test_an_agent_that_ends_its_box_ends_the_rollout_and_is_scored():
             return 0.5
 
     env = load_env(Scored, harness={"id": "bash"}, runtime={"id": "sandbox"})
-    trace = run_one(env, [bash("kill -9 -1; kill -9 1"), bash("echo still here"), "done"])
+    trace = await run_one(env, [bash("kill -9 -1; kill -9 1"), bash("echo still here"), "done"])
     assert error_names(trace) in ([], ["AgentExit"])
     assert trace.reward == 0.5
 
 
 @pytest.mark.parametrize("prompt", [None, "", "Use the shell."])
-def test_system_prompt_precedes_that_of_the_task(prompt):
+async def test_system_prompt_precedes_that_of_the_task(prompt):
     harness = {"id": "bash"} | ({} if prompt is None else {"system_prompt": prompt})
-    (role, text), *_ = list_messages(run_one(load_env(OneTask, harness=harness), ["done"]))
+    (role, text), *_ = list_messages(await run_one(load_env(OneTask, harness=harness), ["done"]))
     expected = BASH_SYSTEM_PROMPT if prompt is None else prompt
     assert role == "system"
     assert text == (f"{expected}\n\n{TASK.system}" if expected else TASK.system)
 
 
-def test_system_prompt_joins_the_system_message_of_a_prompt_of_messages():
+async def test_system_prompt_joins_the_system_message_of_a_prompt_of_messages():
     prompt = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "go"})
-    trace = run_one(
+    trace = await run_one(
         load_env(OneTask, harness={"id": "bash", "system_prompt": "Work."}), ["done"], rf.Task(prompt=prompt)
     )
     assert list_messages(trace)[:2] == [("system", "Work.\n\nBe kind."), ("user", "go")]
@@ -143,8 +145,10 @@ class WithTools(OneTask):
         return a + b
 
 
-def test_tools_of_the_taskset_are_offered_too():
-    trace = run_one(load_env(WithTools, harness={"id": "bash"}), [tool_call("add", a=1, b=2) + bash("echo 4"), "done"])
+async def test_tools_of_the_taskset_are_offered_too():
+    trace = await run_one(
+        load_env(WithTools, harness={"id": "bash"}), [tool_call("add", a=1, b=2) + bash("echo 4"), "done"]
+    )
     assert [text for role, text in list_messages(trace) if role == "tool"] == ["3", "4\n"]
 
 

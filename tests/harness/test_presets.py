@@ -1,6 +1,5 @@
 """The presets of the program harness, with a stand-in for each program; `make test-agents` runs the real ones."""
 
-import asyncio
 import json
 import os
 import tomllib
@@ -9,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ramify.env import plugin
 from ramify.gateway import Gateway
-from tests.rollout.helpers import OneTask, load_env, run_one_async
+from tests.rollout.helpers import OneTask, load_env, run_one
 
 pytestmark = pytest.mark.process
 
@@ -29,26 +27,22 @@ print(json.dumps({"argv": sys.argv[1:], "stdin": sys.stdin.read(), "env": dict(o
 """
 
 
-def run_preset(name: str, folder: Path, **harness: Any) -> tuple[dict[str, Any], str]:
+async def run_preset(name: str, folder: Path, **harness: Any) -> tuple[dict[str, Any], str]:
     """Run a preset with its stand-in; return what the program saw, and the URL of the gateway."""
     program = folder / PROGRAMS[name]
     program.write_text(STAND_IN)
     program.chmod(0o755)
-
-    async def run() -> tuple[dict[str, Any], str]:
-        table = {"id": name, "max_output_chars": 100_000, **harness}
-        env = load_env(OneTask, harness=table, runtime={"env": {"PATH": f"{folder}:{os.environ['PATH']}"}})
-        async with Gateway() as gateway:
-            trace = await run_one_async(env, [], gateway=gateway)
-            assert not trace.errors, trace.errors
-            return json.loads(trace.info["program"]["stdout"]), gateway.address
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    table = {"id": name, "max_output_chars": 100_000, **harness}
+    env = load_env(OneTask, harness=table, runtime={"env": {"PATH": f"{folder}:{os.environ['PATH']}"}})
+    async with Gateway() as gateway:
+        trace = await run_one(env, [], gateway=gateway)
+        assert not trace.errors, trace.errors
+        return json.loads(trace.info["program"]["stdout"]), gateway.address
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_gets_the_prompt_and_the_address_of_the_gateway(name, tmp_path):
-    seen, address = run_preset(name, tmp_path)
+async def test_the_program_gets_the_prompt_and_the_address_of_the_gateway(name, tmp_path):
+    seen, address = await run_preset(name, tmp_path)
     assert [seen["stdin"], *seen["argv"]].count("Be brief.\n\ngo") == 1
     assert seen["env"]["OPENAI_BASE_URL"] == f"{address}/v1"
     assert seen["env"]["ANTHROPIC_BASE_URL"] == address
@@ -59,12 +53,7 @@ def test_the_program_gets_the_prompt_and_the_address_of_the_gateway(name, tmp_pa
         assert "131072" in json.dumps(config)
 
 
-def test_env_and_files_of_the_config_are_added_to_those_of_the_preset(tmp_path):
-    seen, _ = run_preset("codex", tmp_path, env={"MORE": "yes"}, files={"~/.codex/AGENTS.md": "Use tabs."})
+async def test_env_and_files_of_the_config_are_added_to_those_of_the_preset(tmp_path):
+    seen, _ = await run_preset("codex", tmp_path, env={"MORE": "yes"}, files={"~/.codex/AGENTS.md": "Use tabs."})
     assert seen["env"]["MORE"] == "yes"
     assert sorted(seen["files"]) == [".codex/AGENTS.md", ".codex/config.toml"]
-
-
-def test_every_preset_has_an_id():
-    for name in PROGRAMS:
-        assert plugin.resolve_plugin("harness", {"id": name})[1].id == name  # pyright: ignore

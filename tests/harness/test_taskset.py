@@ -1,13 +1,11 @@
 """The harness taskset: a taskset that runs its agent itself."""
 
-import asyncio
-
 import pytest
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.gateway import Gateway
-from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one_async
+from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one
 from tests.rollout.test_train_calls import complete
 
 
@@ -24,22 +22,19 @@ class TwoCalls(OneTask):
         return float(state.first == state.second)
 
 
-def rollout(taskset: type[rf.Taskset], script: list[str], **source) -> rf.Trace:
-    async def run() -> rf.Trace:
-        async with Gateway() as gateway:
-            return await run_one_async(load_env(taskset, **source), script, gateway=gateway)
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+async def rollout(taskset: type[rf.Taskset], script: list[str], **source) -> rf.Trace:
+    async with Gateway() as gateway:
+        return await run_one(load_env(taskset, **source), script, gateway=gateway)
 
 
-def test_hook_runs_the_agent_and_its_calls_are_the_trace():
-    trace = rollout(TwoCalls, ["one", "one"])
+async def test_hook_runs_the_agent_and_its_calls_are_the_trace():
+    trace = await rollout(TwoCalls, ["one", "one"])
     assert [text for role, text in list_messages(trace) if role == "assistant"] == ["one", "one"]
     assert (trace.stop, trace.reward, trace.harness["id"]) == ("twice", 1.0, "taskset")
     assert all(node.is_trainable for node in trace.nodes if node.call is not None)
 
 
-def test_limit_ends_the_agent_and_is_its_stop_reason():
+async def test_limit_ends_the_agent_and_is_its_stop_reason():
     class Patient(OneTask):
         async def run_agent(self, task, endpoint) -> str:
             for number in range(2):
@@ -49,15 +44,15 @@ def test_limit_ends_the_agent_and_is_its_stop_reason():
                     return "refused"
             return "done"
 
-    assert rollout(Patient, ["one", "two"], max_turns=1).stop == "max_turns"
+    assert (await rollout(Patient, ["one", "two"], max_turns=1)).stop == "max_turns"
 
 
-def test_result_that_is_no_text_is_an_environment_fault():
+async def test_result_that_is_no_text_is_an_environment_fault():
     class Silent(OneTask):
         async def run_agent(self) -> None:
             return None
 
-    assert error_names(rollout(Silent, [])) == ["EnvironmentFault"]
+    assert error_names(await rollout(Silent, [])) == ["EnvironmentFault"]
 
 
 def test_unusable_hooks_are_refused_when_the_taskset_is_loaded():

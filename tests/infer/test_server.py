@@ -62,14 +62,6 @@ def stream_events(http, path, **fields):
     return [msgspec.json.decode(line) for line in lines]
 
 
-def test_completion_has_text_and_usage(http):
-    response = complete(http, max_tokens=12)
-    (choice,) = response["choices"]
-    assert choice["finish_reason"] == "length"
-    assert response["usage"]["prompt_tokens"] == 5
-    assert response["usage"]["completion_tokens"] == 12
-
-
 def test_model_card_names_the_operators(http, server):
     """If they are not compiled, it names those that are used: of Triton, or of torch with the reason."""
     (card,) = http.get("/v1/models").json()["data"]

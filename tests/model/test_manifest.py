@@ -30,15 +30,6 @@ def test_complete_directory_is_verified(tmp_path):
     assert read_tensor_shapes(model) == {"embed": [4, 2], "head": [2, 4]}
 
 
-def test_changed_byte_is_rejected(tmp_path):
-    directory = write_version(tmp_path / "new", TENSORS)
-    data = bytearray((directory / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (directory / "model.safetensors").write_bytes(data)
-    with pytest.raises(WeightsRefused, match="checksum"):
-        verify_weights(directory)
-
-
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

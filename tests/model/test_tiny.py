@@ -1,6 +1,5 @@
 """The packaged model: an ordinary directory, which writes the formats of the tasksets and has little skill."""
 
-import asyncio
 import json
 
 import pytest
@@ -122,19 +121,7 @@ def test_conversation_keeps_earlier_tokens(turns, use_tools):
         assert prompt.token_ids.tolist() == RENDERER.render(messages, tools).token_ids.tolist()
 
 
-def test_tool_call_round_trips():
-    call = ToolCall("1", "click_link", '{"article": "Étoile \\"du\\" nord", "n": [1, null]}')
-    prompt = RENDERER.render([Message("user", "go")], TOOLS)
-    rendered = RENDERER.render(
-        [Message("user", "go"), Message("assistant", "", tool_calls=(call,))], TOOLS, add_generation_prompt=False
-    )
-    parsed = RENDERER.parse(rendered.token_ids[len(prompt.token_ids) :][:-1], prompt)
-    (parsed_call,) = parsed.message.tool_calls
-    assert (parsed_call.name, json.loads(parsed_call.arguments)) == (call.name, json.loads(call.arguments))
-    assert not parsed.problems
-
-
-def test_sampled_replies_are_well_formed():
+async def test_sampled_replies_are_well_formed():
     from ramify.client import ClientSampling
     from ramify.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
     from tools.tiny.corpus import build_reversal_prompt
@@ -143,18 +130,18 @@ def test_sampled_replies_are_well_formed():
     config = ReversalTextsConfig(split="eval", num_tasks=16, seed=1)
     prompts = [RENDERER.render(build_reversal_prompt(text).messages) for text in generate_texts(config)]
     with open_local_model(TINY) as model:
-        parsed = asyncio.run(model.sample_replies(prompts, ClientSampling(max_tokens=32)))
+        parsed = await model.sample_replies(prompts, ClientSampling(max_tokens=32))
     replies = [reply.message.text for reply in parsed]
     assert sum(map(is_well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2
 
 
-def test_rollout_calls_tools_over_several_turns():
+async def test_rollout_calls_tools_over_several_turns():
     from tools.tiny.local_model import open_local_model
     from tools.tiny.metrics import WIKISPEEDIA
 
     with open_local_model(TINY) as model:
-        groups = asyncio.run(model.run_rollouts(WIKISPEEDIA, 2, 2, seed=0))
+        groups = await model.run_rollouts(WIKISPEEDIA, 2, 2, seed=0)
     assert [len(group) for group in groups] == [2] * 2
     traces = [trace for group in groups for trace in group]
     assert all(trace.reward is not None for trace in traces)

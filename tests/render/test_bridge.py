@@ -178,15 +178,6 @@ def test_a_prompt_can_be_continued_from_any_of_its_messages(model):
         assert [span.message for span in following.spans] == messages[number:]
 
 
-def test_sampling_again_needs_only_the_generation_prompt():
-    render = renderer("llama-3.1")
-    prompt = render.render([USER], TOOLS)
-    (span,) = prompt.spans
-    again = render.bridge(TokenHistory.build([USER], TOOLS, prompt.token_ids[: span.stop]), [])
-    assert again.token_ids.tolist() == prompt.token_ids.tolist()
-    assert again.new_token_ids.tolist() == prompt.generation_prompt_ids.tolist()
-
-
 def test_a_lone_surrogate_is_rendered_as_a_question_mark():
     prompt = renderer("chatml").render([Message("user", "a\ud83db é")])
     assert decode("chatml", prompt.token_ids) == "<|im_start|>user\na?b é<|im_end|>\n<|im_start|>assistant\n"

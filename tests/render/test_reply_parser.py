@@ -16,7 +16,7 @@ from ramify.render.tool_parsers.base import MAX_PROBLEMS
 from ramify.trace import Message
 from tests.support.conversations import replies
 from tests.support.reference_renderer import get_oracle
-from tests.support.renderers import BY_NAME, MODELS, TOOLS, Model, directory, renderer, token_id
+from tests.support.renderers import MODELS, TOOLS, Model, directory, renderer, token_id
 
 EXAMPLES = min(400, max(10, settings.default.max_examples // 5)) if settings.default else 10
 QUESTION = [Message("user", "Well?")]
@@ -312,7 +312,3 @@ def test_the_tool_format_can_be_configured():
     render = load_renderer(directory("chatml"), TemplateRendererConfig(tool_format="hermes"))
     ids = get_oracle("chatml").ids('<tool_call>{"name": "run", "arguments": {}}</tool_call><|im_end|>')
     assert render.parse(np.array(ids), render.render(QUESTION)).message.tool_calls[0].name == "run"
-
-
-def test_every_model_with_tools_is_listed_with_its_format():
-    assert {model.format for model in BY_NAME.values()} == set(TOOL_PARSERS)

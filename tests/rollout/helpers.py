@@ -46,16 +46,13 @@ async def run_one_async(env: Environment, script, task: rf.Task = TASK, **option
     return trace
 
 
-def run_one(env: Environment, script, task: rf.Task = TASK, **options: Any) -> Trace:
-    """Run one attempt in a new event loop and return its trace."""
-
-    async def run_and_close() -> Trace:
+async def run_one(env: Environment, script, task: rf.Task = TASK, **options: Any) -> Trace:
+    """Run one attempt, close its environment, and return the trace."""
+    async with asyncio.timeout(60):
         try:
             return await run_one_async(env, script, task, **options)
         finally:
             await env.close()  # stops the runtime that was prepared for another attempt
-
-    return asyncio.run(asyncio.wait_for(run_and_close(), 60))
 
 
 def list_messages(trace: Trace) -> list[tuple[str, str]]:

@@ -30,18 +30,14 @@ class Twins(OneTask):
         return "over"
 
 
-def play(taskset: type[rf.Taskset]) -> tuple[rf.Trace, ...]:
-    async def run() -> tuple[rf.Trace, ...]:
-        async with Gateway() as gateway:
-            policy = scripted_policy(["a", "b", "c", "d"])
-            episode = await run_attempt(load_env(taskset), TASK, policy=policy, gateway=gateway, id="r1")
-            return episode.traces
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+async def play(taskset: type[rf.Taskset]) -> tuple[rf.Trace, ...]:
+    async with asyncio.timeout(60), Gateway() as gateway:
+        policy = scripted_policy(["a", "b", "c", "d"])
+        return (await run_attempt(load_env(taskset), TASK, policy=policy, gateway=gateway, id="r1")).traces
 
 
-def test_each_agent_has_a_trace_and_a_reward_of_its_own():
-    first, second = play(Duel)
+async def test_each_agent_has_a_trace_and_a_reward_of_its_own():
+    first, second = await play(Duel)
     assert (first.id, first.agent, second.agent) == ("r1", "first", "second")
     assert first.episode == second.episode == "r1" and second.id != first.id
     assert [(trace.stop, trace.reward) for trace in (first, second)] == [("over", 0.0), ("over", 1.0)]
@@ -51,6 +47,6 @@ def test_each_agent_has_a_trace_and_a_reward_of_its_own():
     assert not trace.info.get("untrained")
 
 
-def test_two_agents_of_one_name_are_refused():
-    (trace,) = play(Twins)
+async def test_two_agents_of_one_name_are_refused():
+    (trace,) = await play(Twins)
     assert error_names(trace) == ["EnvironmentFault"]

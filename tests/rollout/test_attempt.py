@@ -18,7 +18,6 @@ from tests.rollout.helpers import (
     TASK,
     OneTask,
     error_names,
-    list_messages,
     load_env,
     run_one,
     run_one_async,
@@ -37,9 +36,9 @@ class Scored(OneTask):
         return len(trace.last_reply)
 
 
-def test_trace_header_describes_the_attempt():
+async def test_trace_header_describes_the_attempt():
     env = load_env(Scored, name="scored", sampling={"temperature": 0.5, "max_tokens": 32})
-    trace = run_one(env, ["42"], group="g7", attempt=3)
+    trace = await run_one(env, ["42"], group="g7", attempt=3)
     assert (trace.id, trace.episode, trace.group, trace.attempt, trace.env) == ("r1", "r1", "g7", 3, "scored")
     assert trace.task == TASK.to_wire()
     assert trace.harness == {"id": "chat"}
@@ -51,7 +50,7 @@ def test_trace_header_describes_the_attempt():
     assert decode_trace(encode_trace(trace)).reward == 0.5
 
 
-def test_phases_are_reported_in_order_and_timed():
+async def test_phases_are_reported_in_order_and_timed():
     class Slow(Scored):
         async def setup(self) -> None:
             await asyncio.sleep(0.02)
@@ -60,7 +59,7 @@ def test_phases_are_reported_in_order_and_timed():
             await asyncio.sleep(0.01)
 
     phases = []
-    trace = run_one(
+    trace = await run_one(
         load_env(Slow),
         ["42"],
         on_progress=lambda phase, trace: phases.append((phase, len(trace.sampled_nodes))),
@@ -80,7 +79,7 @@ def test_phases_are_reported_in_order_and_timed():
     assert trace.timing.scoring > 0
 
 
-def test_concurrent_attempts_start_in_separate_loop_iterations():
+async def test_concurrent_attempts_start_in_separate_loop_iterations():
     env, start_iterations, iterations = load_env(Scored), [], 0
 
     async def count_iterations() -> None:
@@ -93,18 +92,15 @@ def test_concurrent_attempts_start_in_separate_loop_iterations():
         if phase == "boot":
             start_iterations.append(iterations)
 
-    async def run_all() -> None:
-        counter_task = asyncio.create_task(count_iterations())
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(run_one_async(env, ["42"], on_progress=on_progress) for _ in range(8)))
-        counter_task.cancel()
-
-    asyncio.run(run_all())
+    counter_task = asyncio.create_task(count_iterations())
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(run_one_async(env, ["42"], on_progress=on_progress) for _ in range(8)))
+    counter_task.cancel()
     assert len(start_iterations) == 8
     assert len(set(start_iterations[1:])) == 7
 
 
-def test_state_rng_and_runtime_belong_to_the_attempt():
+async def test_state_rng_and_runtime_belong_to_the_attempt():
     class Stateful(OneTask):
         async def setup(self, state, runtime, rng) -> None:
             state.number = rng.random()
@@ -116,55 +112,55 @@ def test_state_rng_and_runtime_belong_to_the_attempt():
             return state.number
 
     env = load_env(Stateful)
-    first, again = run_one(env, ["a"], seed=1), run_one(env, ["a"], seed=1)
-    others = run_one(env, ["a"], seed=2), run_one(env, ["a"], seed=1, attempt=1)
+    first, again = await run_one(env, ["a"], seed=1), await run_one(env, ["a"], seed=1)
+    others = await run_one(env, ["a"], seed=2), await run_one(env, ["a"], seed=1, attempt=1)
     assert first.reward == again.reward
     assert first.reward not in [other.reward for other in others]
 
 
-def test_sampling_seed_depends_on_seed_and_attempt_only():
-    def seeds(**options):
-        trace = run_one(load_env(OneTask), ["a"], **options)
+async def test_sampling_seed_depends_on_seed_and_attempt_only():
+    async def seeds(**options):
+        trace = await run_one(load_env(OneTask), ["a"], **options)
         return [trace.nodes[node].call.sampling_params["seed"] for node in trace.sampled_nodes]
 
-    assert seeds(seed=5) == seeds(seed=5)
-    assert seeds(seed=5) != seeds(seed=5, attempt=1)
-    assert seeds(seed=5) != seeds(seed=6)
+    assert await seeds(seed=5) == await seeds(seed=5)
+    assert await seeds(seed=5) != await seeds(seed=5, attempt=1)
+    assert await seeds(seed=5) != await seeds(seed=6)
 
 
 # -- failures of the policy are scored --------------------------------------------------------------------------------
 
 
-def test_exhausted_budget_is_blamed_on_the_policy_and_scored():
-    trace = run_one(load_env(Scored, max_input_tokens=5), ["42"])
+async def test_exhausted_budget_is_blamed_on_the_policy_and_scored():
+    trace = await run_one(load_env(Scored, max_input_tokens=5), ["42"])
     assert error_names(trace) == [BudgetExceeded.name]
     assert trace.stop == "BudgetExceeded"
     assert trace.rewards == {"right": (0.0, 0.5)}
 
 
-def test_agent_that_times_out_is_scored():
+async def test_agent_that_times_out_is_scored():
     class Waiting(Scored):
         @rf.tool
         async def wait(self) -> None:
             """Wait."""
             await asyncio.sleep(60)
 
-    trace = run_one(load_env(Waiting, harness={"timeout": 0.2}), [tool_call("wait")])
+    trace = await run_one(load_env(Waiting, harness={"timeout": 0.2}), [tool_call("wait")])
     assert error_names(trace) == ["RolloutDeadline"]
     assert trace.rewards == {"right": (0.0, 0.5)}
-    trace = run_one(load_env(Waiting), [tool_call("wait")], rf.Task(prompt="go", timeout=0.2))
+    trace = await run_one(load_env(Waiting), [tool_call("wait")], rf.Task(prompt="go", timeout=0.2))
     assert error_names(trace) == ["RolloutDeadline"]
 
 
 # -- system failures are not scored -----------------------------------------------------------------------------------
 
 
-def test_setup_that_raises_ends_the_attempt_without_rewards():
+async def test_setup_that_raises_ends_the_attempt_without_rewards():
     class Broken(Scored):
         def setup(self) -> None:
             raise KeyError("corpus")
 
-    trace = run_one(load_env(Broken), [])
+    trace = await run_one(load_env(Broken), [])
     assert error_names(trace) == ["EnvironmentFault"]
     assert "setup" in trace.errors[0].message
     assert "corpus" in trace.errors[0].message
@@ -174,29 +170,29 @@ def test_setup_that_raises_ends_the_attempt_without_rewards():
     assert not trace.sampled_nodes
 
 
-def test_setup_that_hangs_times_out():
+async def test_setup_that_hangs_times_out():
     class Hanging(Scored):
         async def setup(self) -> None:
             await asyncio.sleep(60)
 
-    trace = run_one(load_env(Hanging, timeouts={"setup": 0.05}), [])
+    trace = await run_one(load_env(Hanging, timeouts={"setup": 0.05}), [])
     assert error_names(trace) == ["DeadlineExceeded"]
     assert "setup" in trace.errors[0].message
 
 
-def test_reward_that_hangs_times_out_and_stays_none():
+async def test_reward_that_hangs_times_out_and_stays_none():
     class Hanging(Scored):
         @rf.reward
         async def never(self) -> float:
             await asyncio.sleep(60)
             return 1.0
 
-    trace = run_one(load_env(Hanging, timeouts={"scoring": 2.0}), ["42"])
+    trace = await run_one(load_env(Hanging, timeouts={"scoring": 2.0}), ["42"])
     assert error_names(trace) == ["DeadlineExceeded"]
     assert trace.rewards == {"right": (1.0, 0.5), "never": None}
 
 
-def test_a_task_may_allow_more_time_for_its_rewards():
+async def test_a_task_may_allow_more_time_for_its_rewards():
     class Slow(Scored):
         @rf.reward
         async def slow(self) -> float:
@@ -204,16 +200,16 @@ def test_a_task_may_allow_more_time_for_its_rewards():
             return 1.0
 
     task = rf.Task(prompt="?", answer="42", scoring_timeout=20)
-    trace = run_one(load_env(Slow, timeouts={"scoring": 0.01}), ["42"], task=task)
+    trace = await run_one(load_env(Slow, timeouts={"scoring": 0.01}), ["42"], task=task)
     assert (error_names(trace), trace.rewards["slow"]) == ([], (1.0, 1.0))
 
 
-def test_model_call_is_retried_and_then_fails_with_its_error():
+async def test_model_call_is_retried_and_then_fails_with_its_error():
     error = ProviderError("lost")
-    trace = run_one(load_env(Scored, model_retries=1), [error, "42"])
+    trace = await run_one(load_env(Scored, model_retries=1), [error, "42"])
     assert trace.reward == 0.5
     assert not trace.errors
-    trace = run_one(load_env(Scored, model_retries=1), [error, error, "42"])
+    trace = await run_one(load_env(Scored, model_retries=1), [error, error, "42"])
     assert error_names(trace) == ["ProviderError"]
     assert trace.reward is None
 
@@ -228,15 +224,15 @@ class FlakyRuntime(LocalRuntime):
         await super().start(task)
 
 
-def test_runtime_call_is_retried():
+async def test_runtime_call_is_retried():
     runtime = {"id": f"{__name__}:FlakyRuntime"}
     FlakyRuntime.failures = 2
-    assert run_one(load_env(Scored, runtime=runtime), ["42"]).reward == 0.5
+    assert (await run_one(load_env(Scored, runtime=runtime), ["42"])).reward == 0.5
     FlakyRuntime.failures = 9
-    assert error_names(run_one(load_env(Scored, runtime=runtime), ["42"])) == ["SandboxError"]
+    assert error_names(await run_one(load_env(Scored, runtime=runtime), ["42"])) == ["SandboxError"]
 
 
-def test_user_that_raises_is_an_environment_fault():
+async def test_user_that_raises_is_an_environment_fault():
     class Rude(rf.User):
         def respond(self):
             raise RuntimeError("no")
@@ -245,7 +241,7 @@ def test_user_that_raises_is_an_environment_fault():
         def user(self):
             return Rude()
 
-    trace = run_one(load_env(Talking), ["42"])
+    trace = await run_one(load_env(Talking), ["42"])
     assert error_names(trace) == ["EnvironmentFault"]
     assert trace.reward is None
 
@@ -253,13 +249,13 @@ def test_user_that_raises_is_an_environment_fault():
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def test_reward_that_raises_does_not_affect_others():
+async def test_reward_that_raises_does_not_affect_others():
     class Raising(Scored):
         @rf.reward
         def broken(self) -> float:
             raise ZeroDivisionError("by zero")
 
-    trace = run_one(load_env(Raising), ["42"])
+    trace = await run_one(load_env(Raising), ["42"])
     assert error_names(trace) == ["EnvironmentFault"]
     assert "broken" in trace.errors[0].message
     assert "ZeroDivisionError" in trace.errors[0].message
@@ -267,7 +263,7 @@ def test_reward_that_raises_does_not_affect_others():
     assert trace.metrics == {"letters": 2.0}
 
 
-def test_reward_that_exits_or_is_cancelled_inside_is_an_environment_fault():
+async def test_reward_that_exits_or_is_cancelled_inside_is_an_environment_fault():
     class ExitingRewards(Scored):
         @rf.reward
         def exits(self) -> float:
@@ -284,54 +280,54 @@ def test_reward_that_exits_or_is_cancelled_inside_is_an_environment_fault():
             await lookup
             return 1.0
 
-    trace = run_one(load_env(ExitingRewards), ["42"])
+    trace = await run_one(load_env(ExitingRewards), ["42"])
     assert error_names(trace) == ["EnvironmentFault"] * 3
     assert trace.rewards == {"right": (1.0, 0.5), "exits": None, "leaves": None, "cancels": None}
 
 
-def test_cancellation_inside_a_phase_is_an_environment_fault():
+async def test_cancellation_inside_a_phase_is_an_environment_fault():
     class Cancelling(Scored):
         async def setup(self) -> None:
             lookup = asyncio.ensure_future(asyncio.sleep(60))
             lookup.cancel()
             await lookup
 
-    trace = run_one(load_env(Cancelling), [])
+    trace = await run_one(load_env(Cancelling), [])
     assert error_names(trace) == ["EnvironmentFault"] and "setup: CancelledError" in trace.errors[0].message
 
 
 @pytest.mark.parametrize("value", ["good", float("nan"), None, [1.0]])
-def test_reward_that_is_not_a_number_is_refused(value):
+async def test_reward_that_is_not_a_number_is_refused(value):
     class InvalidReward(OneTask):
         @rf.reward
         def odd(self):
             return value
 
-    trace = run_one(load_env(InvalidReward), ["42"])
+    trace = await run_one(load_env(InvalidReward), ["42"])
     assert error_names(trace) == ["ValueRefused"]
     assert "rewards.odd" in trace.errors[0].message
     assert trace.reward is None
 
 
-def test_unserializable_info_is_refused_with_key_and_type():
+async def test_unserializable_info_is_refused_with_key_and_type():
     class Storing(Scored):
         def finalize(self, trace) -> None:
             trace.info["where"] = object()
 
-    trace = run_one(load_env(Storing), ["42"])
+    trace = await run_one(load_env(Storing), ["42"])
     assert error_names(trace) == ["ValueRefused"]
     assert "info.where" in trace.errors[0].message
     assert "object" in trace.errors[0].message
 
 
-def test_unserializable_item_added_to_a_list_in_info_is_dropped():
+async def test_unserializable_item_added_to_a_list_in_info_is_dropped():
     class Storing(Scored):
         def finalize(self, trace) -> None:
             trace.info["seen"] = []
             trace.info["seen"].append({1, 2})
             trace.info["kept"] = "yes"
 
-    trace = run_one(load_env(Storing), ["42"])
+    trace = await run_one(load_env(Storing), ["42"])
     assert error_names(trace) == ["ValueRefused"]
     assert "info.seen[0]" in trace.errors[0].message
     assert "set" in trace.errors[0].message
@@ -357,39 +353,33 @@ tool_called = asyncio.Event()
 
 
 @pytest.mark.process
-def test_cancelled_attempt_cleans_up():
-    async def check() -> None:
-        tool_called.clear()
-        spawned.clear()
-        async with Gateway() as gateway:
-            attempt_task = asyncio.create_task(run_one_async(load_env(Sleeping), [tool_call("sleep")], gateway=gateway))
-            async with asyncio.timeout(60):
-                await tool_called.wait()
-            assert gateway._sessions
-            attempt_task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await attempt_task
-            assert not gateway._sessions
-        pid, workdir = spawned
-        assert not os.path.exists(workdir)  # noqa: PTH110
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    asyncio.run(asyncio.wait_for(check(), 60))
+async def test_cancelled_attempt_cleans_up():
+    tool_called.clear()
+    spawned.clear()
+    async with asyncio.timeout(60), Gateway() as gateway:
+        attempt_task = asyncio.create_task(run_one_async(load_env(Sleeping), [tool_call("sleep")], gateway=gateway))
+        await tool_called.wait()
+        assert gateway._sessions
+        attempt_task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt_task
+        assert not gateway._sessions
+    pid, workdir = spawned
+    assert not os.path.exists(workdir)  # noqa: PTH110
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
-def test_repeatedly_cancelled_attempt_still_stops_its_runtime(monkeypatch):
-    stopped = []
+async def test_repeatedly_cancelled_attempt_still_stops_its_runtime(monkeypatch):
+    stopped, closing, may_stop = [], asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        closing, may_stop = asyncio.Event(), asyncio.Event()
+    async def stop(self) -> None:
+        closing.set()
+        await may_stop.wait()
+        stopped.append(self)
 
-        async def stop(self) -> None:
-            closing.set()
-            await may_stop.wait()
-            stopped.append(self)
-
-        monkeypatch.setattr(LocalRuntime, "stop", stop)
+    monkeypatch.setattr(LocalRuntime, "stop", stop)
+    async with asyncio.timeout(20):
         attempt_task = asyncio.create_task(run_one_async(load_env(Scored), ["42"]))
         await closing.wait()
         for _ in range(3):
@@ -398,21 +388,19 @@ def test_repeatedly_cancelled_attempt_still_stops_its_runtime(monkeypatch):
             assert not attempt_task.done()
         may_stop.set()
         await asyncio.wait([attempt_task])
-        assert attempt_task.cancelled() and len(stopped) == 1
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    assert attempt_task.cancelled() and len(stopped) == 1
 
 
-def test_failure_to_stop_the_runtime_does_not_change_the_result(monkeypatch):
+async def test_failure_to_stop_the_runtime_does_not_change_the_result(monkeypatch):
     async def stop(self) -> None:
         raise ValueError("no way out")
 
     monkeypatch.setattr(LocalRuntime, "stop", stop)
-    trace = run_one(load_env(Scored), ["42"])
+    trace = await run_one(load_env(Scored), ["42"])
     assert trace.reward == 0.5 and trace.info["cleanup"] == "ValueError: no way out"
 
 
-def test_keep_preserves_the_work_directory(tmp_path):
+async def test_keep_preserves_the_work_directory(tmp_path):
     kept = []
 
     class KeepsWorkdir(OneTask):
@@ -420,7 +408,7 @@ def test_keep_preserves_the_work_directory(tmp_path):
             kept.append(runtime.workdir)
 
     env = load_env(KeepsWorkdir, runtime={"keep_workdir": True, "workdir_root": str(tmp_path)})
-    trace = run_one(env, ["a"])
+    trace = await run_one(env, ["a"])
     assert kept[0].is_dir()
     assert trace.info["kept_workdirs"] == [str(kept[0])]
 
@@ -438,21 +426,9 @@ class Calling(OneTask):
         return answer.json()["choices"][0]["message"]["content"]
 
 
-def test_tool_may_call_the_policy_through_the_endpoint():
-    async def check() -> None:
-        async with Gateway() as gateway:
-            script = [tool_call("ask", question="why"), "because", "so it is"]
-            trace = await run_one_async(load_env(Calling), script, gateway=gateway)
-        assert ("tool", "because") in list_messages(trace)
-        assert len(trace.branches) == 2
-        assert len(trace.sampled_nodes) == 3
-
-    asyncio.run(asyncio.wait_for(check(), 60))
-
-
-def test_endpoint_without_a_gateway_is_refused():
+async def test_endpoint_without_a_gateway_is_refused():
     with pytest.raises(ConfigInvalid, match="endpoint"):
-        run_one(load_env(Calling), [])
+        await run_one(load_env(Calling), [])
     assert not load_env(Scored).requires_endpoint
 
 
@@ -468,26 +444,23 @@ class ToolsOnlyHarness(Harness):
         return "done"
 
 
-def test_incompatible_harness_is_refused_with_the_reason():
+async def test_incompatible_harness_is_refused_with_the_reason():
     harness = {"id": f"{__name__}:ToolsOnlyHarness"}
     with pytest.raises(ConfigInvalid, match="needs tools"):
         load_env(Scored, harness=harness)
-    assert run_one(load_env(Sleeping, harness=harness), []).stop == "done"
+    assert (await run_one(load_env(Sleeping, harness=harness), [])).stop == "done"
 
 
-def test_task_that_the_runtime_does_not_support_is_refused():
+async def test_task_that_the_runtime_does_not_support_is_refused():
     with pytest.raises(ConfigInvalid, match="image"):
-        run_one(load_env(Scored), [], rf.Task(prompt="go", image="python:3.12"))
+        await run_one(load_env(Scored), [], rf.Task(prompt="go", image="python:3.12"))
 
 
-def test_training_requires_tokens_and_default_sampling():
-    async def chat() -> None:
-        await run_attempt(load_env(Scored), TASK, policy=ChatPolicy("http://nowhere/v1", "m"), id="r", train=True)
-
+async def test_training_requires_tokens_and_default_sampling():
     with pytest.raises(TokensRequired):
-        asyncio.run(chat())
+        await run_attempt(load_env(Scored), TASK, policy=ChatPolicy("http://nowhere/v1", "m"), id="r", train=True)
     with pytest.raises(ConfigInvalid, match="top_p"):
-        run_one(load_env(Scored, sampling={"top_p": 0.9}), [], train=True)
+        await run_one(load_env(Scored, sampling={"top_p": 0.9}), [], train=True)
     assert scripted_policy([]).trainable
 
 

@@ -44,11 +44,11 @@ class BoxTaskset(OneTask):
         ("poisons the box", []),
     ],
 )
-def test_rewards_see_only_the_outputs(runtime, command, files):
+async def test_rewards_see_only_the_outputs(runtime, command, files):
     skip_unless_available(runtime)
     env = load_env(BoxTaskset, runtime={"id": runtime})
     task = rf.Task(prompt="go", outputs=("answer.txt", "pkg"))
-    trace = run_one(env, [tool_call("shell", command=COMMANDS[command]), "done"], task)
+    trace = await run_one(env, [tool_call("shell", command=COMMANDS[command]), "done"], task)
     assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
     seen = [entry for entry in trace.info["seen"] if entry.startswith("./")]
     assert seen == files
@@ -59,9 +59,9 @@ def test_rewards_see_only_the_outputs(runtime, command, files):
     )
 
 
-def test_without_outputs_rewards_see_the_agents_runtime():
+async def test_without_outputs_rewards_see_the_agents_runtime():
     env = load_env(BoxTaskset)
-    trace = run_one(env, [tool_call("shell", command="echo x > other.txt"), "done"], rf.Task(prompt="go"))
+    trace = await run_one(env, [tool_call("shell", command="echo x > other.txt"), "done"], rf.Task(prompt="go"))
     assert "./other.txt" in trace.info["seen"]
 
 
@@ -80,21 +80,21 @@ def test_outputs_outside_of_the_work_directory_are_refused(path):
     ],
     ids=["a deep directory", "many empty files"],
 )
-def test_outputs_that_cannot_be_copied_are_missing_and_scored(runtime, command, monkeypatch):
+async def test_outputs_that_cannot_be_copied_are_missing_and_scored(runtime, command, monkeypatch):
     skip_unless_available(runtime)
     monkeypatch.setattr("ramify.runtime.box_files.MAX_FILES", 4)
     env = load_env(BoxTaskset, runtime={"id": runtime})
     task = rf.Task(prompt="go", outputs=("pkg",))
-    trace = run_one(env, [tool_call("shell", command=command), "done"], task)
+    trace = await run_one(env, [tool_call("shell", command=command), "done"], task)
     assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
     assert trace.info["outputs"]["pkg"].startswith("ValueError: ")
     assert [entry for entry in trace.info["seen"] if entry.startswith("./")] == []
 
 
-def test_failure_to_move_the_outputs_is_named(monkeypatch):
+async def test_failure_to_move_the_outputs_is_named(monkeypatch):
     async def fail(*_):
         raise LookupError("no such thing")
 
     monkeypatch.setattr("ramify.rollout.attempt.collect_outputs", fail)
-    trace = run_one(load_env(BoxTaskset), ["done"], rf.Task(prompt="go", outputs=("pkg",)))
+    trace = await run_one(load_env(BoxTaskset), ["done"], rf.Task(prompt="go", outputs=("pkg",)))
     assert error_names(trace) == ["EnvironmentFault"] and trace.rewards["sees"] is None

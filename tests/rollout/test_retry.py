@@ -1,7 +1,5 @@
 """Which failures are retried, how often, and when group rewards are computed."""
 
-import asyncio
-
 import ramify as rf
 from ramify.env import RolloutContext
 from ramify.errors import ProviderError
@@ -10,11 +8,8 @@ from ramify.trace import Trace
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env, run_one, scripted_policy
 
 
-def run_rollout_sync(env, script, **options) -> Trace:
-    async def run_one() -> Trace:
-        return (await run_rollout(env, TASK, policy=scripted_policy(script), id="r1", **options)).traces[0]
-
-    return asyncio.run(asyncio.wait_for(run_one(), 20))
+async def run_with_retries(env, script, **options) -> Trace:
+    return (await run_rollout(env, TASK, policy=scripted_policy(script), id="r1", **options)).traces[0]
 
 
 class Failing(OneTask):
@@ -33,10 +28,10 @@ class Failing(OneTask):
         return 1.0
 
 
-def test_missing_reward_is_retried():
+async def test_missing_reward_is_retried():
     env = load_env(Failing)
     env.taskset.failures = 1
-    trace = run_rollout_sync(env, ["a", "b"])
+    trace = await run_with_retries(env, ["a", "b"])
     assert trace.reward == 1.0
     assert not trace.errors
     assert len(trace.sampled_nodes) == 1  # the trace of the second run, alone
@@ -45,29 +40,29 @@ def test_missing_reward_is_retried():
     assert "not yet" in trace.info["tries"][0]
 
 
-def test_last_try_is_the_result():
+async def test_last_try_is_the_result():
     env = load_env(Failing, max_tries=2)
     env.taskset.failures = 9
-    trace = run_rollout_sync(env, ["a", "b", "c"])
+    trace = await run_with_retries(env, ["a", "b", "c"])
     assert error_names(trace) == ["EnvironmentFault"]
     assert env.taskset.num_calls == 2
-    assert run_rollout_sync(env, ["a", "b"], max_tries=1).info == {}
+    assert (await run_with_retries(env, ["a", "b"], max_tries=1)).info == {}
 
 
-def test_system_failure_is_retried():
+async def test_system_failure_is_retried():
     error = ProviderError("lost")
-    assert run_rollout_sync(load_env(Failing, model_retries=0), [error, error, "a"]).reward == 1.0
+    assert (await run_with_retries(load_env(Failing, model_retries=0), [error, error, "a"])).reward == 1.0
 
 
-def test_policy_failure_is_not_retried():
+async def test_policy_failure_is_not_retried():
     env = load_env(Failing, max_input_tokens=2)
-    trace = run_rollout_sync(env, ["a", "b"])
+    trace = await run_with_retries(env, ["a", "b"])
     assert error_names(trace) == ["BudgetExceeded"]
     assert trace.reward == 1.0
     assert env.taskset.num_calls == 1
 
 
-def test_failure_that_is_not_retryable_is_not_retried():
+async def test_failure_that_is_not_retryable_is_not_retried():
     class Wordy(OneTask):
         runs = 0
 
@@ -76,7 +71,7 @@ def test_failure_that_is_not_retryable_is_not_retried():
             type(self).runs += 1
             return "very good"
 
-    trace = run_rollout_sync(load_env(Wordy), ["a"] * 3)
+    trace = await run_with_retries(load_env(Wordy), ["a"] * 3)
     assert error_names(trace) == ["ValueRefused"]
     assert Wordy.runs == 1
 
@@ -94,24 +89,24 @@ class GroupScored(OneTask):
         return [0.5 for _ in traces]
 
 
-def test_group_rewards_are_none_until_the_group_is_scored():
+async def test_group_rewards_are_none_until_the_group_is_scored():
     env = load_env(GroupScored)
-    traces = [run_rollout_sync(env, [text], group="g", attempt=number) for number, text in enumerate(["a", "bb"])]
+    traces = [await run_with_retries(env, [text], group="g", attempt=number) for number, text in enumerate(["a", "bb"])]
     assert [trace.reward for trace in traces] == [None, None]
     assert not any(trace.errors for trace in traces)
-    asyncio.run(score_group(env, TASK, traces))
+    await score_group(env, TASK, traces)
     assert [trace.reward for trace in traces] == [2.5, 0.5]
 
 
-def test_failed_group_reward_is_recorded_in_every_trace():
+async def test_failed_group_reward_is_recorded_in_every_trace():
     env = load_env(GroupScored)
-    trace = run_rollout_sync(env, ["a"])
-    asyncio.run(score_group(env, TASK, [trace]))
+    trace = await run_with_retries(env, ["a"])
+    await score_group(env, TASK, [trace])
     assert trace.rewards == {"shortest": (1.0, 2.0), "odd": None}
     assert error_names(trace) == ["EnvironmentFault"]
 
 
-def test_group_reward_must_return_one_number_per_trace():
+async def test_group_reward_must_return_one_number_per_trace():
     class Short(OneTask):
         @rf.group_reward
         def few(self, traces) -> list[float]:
@@ -122,20 +117,20 @@ def test_group_reward_must_return_one_number_per_trace():
             return [1.0, "x"]
 
     env = load_env(Short)
-    traces = [run_rollout_sync(env, ["a"]), run_rollout_sync(env, ["b"])]
-    asyncio.run(score_group(env, TASK, traces))
+    traces = [await run_with_retries(env, ["a"]), await run_with_retries(env, ["b"])]
+    await score_group(env, TASK, traces)
     for trace in traces:
         assert trace.rewards == {"few": None, "wrong": None}
         assert error_names(trace) == ["EnvironmentFault", "ValueRefused"]
         assert "1 scores for 2 traces" in trace.errors[0].message
 
 
-def test_trace_can_be_scored_again():
+async def test_trace_can_be_scored_again():
     class Graded(OneTask):
         @rf.reward
         def length(self, trace) -> float:
             return len(trace.last_reply)
 
-    trace = run_one(load_env(OneTask), ["four"])
-    asyncio.run(score_trace(load_env(Graded), RolloutContext(TASK, trace)))
+    trace = await run_one(load_env(OneTask), ["four"])
+    await score_trace(load_env(Graded), RolloutContext(TASK, trace))
     assert trace.rewards == {"length": (4.0, 1.0)}

@@ -21,26 +21,22 @@ class CommandTaskset(OneTask):
         return 1.0
 
 
-def test_commands_run_in_order_before_the_agent_and_setup_also_for_the_rewards():
+async def test_commands_run_in_order_before_the_agent_and_setup_also_for_the_rewards():
     task = rf.Task(prompt="go", setup=("echo setup >> order",), pre_run=("echo first >> order", "echo second >> order"))
-    trace = run_one(load_env(CommandTaskset), ["done"], task.model_copy(update={"outputs": ()}))
+    trace = await run_one(load_env(CommandTaskset), ["done"], task.model_copy(update={"outputs": ()}))
     assert error_names(trace) == []
     assert trace.info["agent"] == ["setup", "hook", "first", "second"]
     assert trace.info["rewards"] == ["setup"]
 
 
-def test_failed_command_ends_the_attempt_and_is_named():
+async def test_failed_command_ends_the_attempt_and_is_named():
     task = rf.Task(prompt="go", setup=("true", "echo no such package; exit 7"))
-    trace = run_one(load_env(CommandTaskset), ["done"], task)
+    trace = await run_one(load_env(CommandTaskset), ["done"], task)
     assert error_names(trace) == ["EnvironmentFault"]
     assert "task.setup[1] exited with 7" in trace.errors[0].message and "no such package" in trace.errors[0].message
 
 
-def test_command_that_does_not_end_is_stopped():
+async def test_command_that_does_not_end_is_stopped():
     env = load_env(CommandTaskset, timeouts={"setup": 0.5})
-    trace = run_one(env, ["done"], rf.Task(prompt="go", pre_run=("sleep 100",)))
+    trace = await run_one(env, ["done"], rf.Task(prompt="go", pre_run=("sleep 100",)))
     assert error_names(trace) in (["EnvironmentFault"], ["DeadlineExceeded"])
-
-
-def test_tasks_without_commands_keep_their_identity():
-    assert rf.Task(prompt="go").to_wire() == {"prompt": "go"}

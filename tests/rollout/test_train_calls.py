@@ -1,6 +1,5 @@
 """`harness.train`: side calls are recorded, shown with their reason, and not trained on."""
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from ramify.gateway import Gateway
 from ramify.harness import Harness
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.trace import Trace, decode_trace, encode_trace
-from tests.rollout.helpers import TASK, OneTask, load_env, run_one_async, tool_call
+from tests.rollout.helpers import TASK, OneTask, load_env, run_one, tool_call
 
 BASH = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
 AGENT = {"role": "system", "content": "You are an agent."}
@@ -65,12 +64,9 @@ class ScoredByModel(OneTask):
         return float(await complete(endpoint, [{"role": "user", "content": "Is it good?"}]) == "judged")
 
 
-def rollout(taskset: type[rf.Taskset], script: list[str], **source: Any) -> Trace:
-    async def main() -> Trace:
-        async with Gateway() as gateway:
-            return await run_one_async(load_env(taskset, **source), script, gateway=gateway)
-
-    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(main(), 60))))
+async def rollout(taskset: type[rf.Taskset], script: list[str], **source: Any) -> Trace:
+    async with Gateway() as gateway:
+        return decode_trace(encode_trace(await run_one(load_env(taskset, **source), script, gateway=gateway)))
 
 
 def trained_texts(trace: Trace) -> list[str]:
@@ -91,33 +87,30 @@ def render_tree(trace: Trace) -> str:
 WITH_TOOLS = ["hello", "title", "work", "searched", "summary", "went on", "judged"]
 
 
-def test_side_calls_of_an_agent_program_are_excluded():
-    trace = rollout(ScoredByModel, WITH_TOOLS, harness={"id": f"{__name__}:AgentProgram"})
+async def test_side_calls_of_an_agent_program_are_excluded_and_shown_with_their_reason():
+    trace = await rollout(ScoredByModel, WITH_TOOLS, harness={"id": f"{__name__}:AgentProgram"})
     assert trace.rewards == {"good": (1.0, 1.0)}
     assert trained_texts(trace) == ["work", "searched", "summary", "went on"]
     excluded = exclusion_reasons(trace)
     assert list(excluded) == ["hello", "title", "judged"]
     assert "offers no tools" in excluded["hello"]
     assert "hook" in excluded["judged"]
-
-
-def test_trace_view_lists_excluded_calls_with_their_reason():
-    text = render_tree(rollout(ScoredByModel, WITH_TOOLS, harness={"id": f"{__name__}:AgentProgram"}))
+    text = render_tree(trace)
     assert text.count("not trained: offers no tools, unlike other conversations of the agent") == 2
     assert text.count("not trained: made by a hook") == 1
     assert "3 of 7 calls are not trained" in text
 
 
-def test_train_all_includes_all_calls():
-    trace = rollout(ScoredByModel, WITH_TOOLS, harness={"id": f"{__name__}:AgentProgram", "train": "all"})
+async def test_train_all_includes_all_calls():
+    trace = await rollout(ScoredByModel, WITH_TOOLS, harness={"id": f"{__name__}:AgentProgram", "train": "all"})
     assert trained_texts(trace) == WITH_TOOLS
     assert "untrained" not in trace.info
     assert "left out" not in render_tree(trace)
 
 
-def test_main_calls_without_tools_are_found_by_prompt_and_system_prompt():
+async def test_main_calls_without_tools_are_found_by_prompt_and_system_prompt():
     script = ["hello", "title", "work", "summary", "went on", "judged"]
-    trace = rollout(ScoredByModel, script, harness={"id": f"{__name__}:AgentWithoutTools"})
+    trace = await rollout(ScoredByModel, script, harness={"id": f"{__name__}:AgentWithoutTools"})
     assert trained_texts(trace) == ["work", "summary", "went on"]
     assert "neither the task's prompt" in exclusion_reasons(trace)["title"]
 
@@ -130,9 +123,9 @@ class WithThinkTool(OneTask):
 
 
 @pytest.mark.parametrize("train", ["main", "all"])
-def test_calls_of_a_tool_are_not_part_of_the_chat_loop(train: str):
+async def test_calls_of_a_tool_are_not_part_of_the_chat_loop(train: str):
     script = [tool_call("think", question="why"), "because", "so it is"]
-    trace = rollout(WithThinkTool, script, harness={"id": "chat", "train": train})
+    trace = await rollout(WithThinkTool, script, harness={"id": "chat", "train": train})
     assert trained_texts(trace) == (["", "so it is"] if train == "main" else ["", "because", "so it is"])
     assert list(exclusion_reasons(trace)) == (["because"] if train == "main" else [])
 

@@ -21,15 +21,15 @@ class Stepwise(OneTask):
         return [1.0, None, 0.25]
 
 
-def test_turn_rewards_are_stored_and_summed():
-    trace = run_one(load_env(Stepwise), REPLIES)
+async def test_turn_rewards_are_stored_and_summed():
+    trace = await run_one(load_env(Stepwise), REPLIES)
     assert not trace.errors
     assert trace.rewards == {"right": (1.0, 1.0), "looked": (1.25, 0.5)}
     assert trace.info["turn_rewards"] == {"looked": [1.0, None, 0.25]}
     assert trace.reward == 1.625
 
 
-def test_a_turn_reward_must_have_a_value_for_each_turn():
+async def test_a_turn_reward_must_have_a_value_for_each_turn():
     class Short(Stepwise):
         def looked(self, trace):
             return [1.0]
@@ -39,6 +39,6 @@ def test_a_turn_reward_must_have_a_value_for_each_turn():
             return 1.0
 
     for taskset, found in ((Short, "got 1 values"), (Number, "got a float")):
-        trace = run_one(load_env(taskset), REPLIES)
+        trace = await run_one(load_env(taskset), REPLIES)
         assert (error_names(trace), trace.rewards["looked"]) == (["EnvironmentFault"], None)
         assert f"looked: expected a number or None for each of 3 turns, {found}" in trace.errors[0].message

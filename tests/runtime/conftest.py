@@ -45,24 +45,21 @@ RUNTIMES = {
 
 @contextlib.asynccontextmanager
 async def open_runtime(kind: str, task: Task | None = None, **settings):
-    """A started runtime, which is stopped at the end."""
+    """A started runtime for at most a minute, which is stopped at the end."""
     runtime_class, config_class = RUNTIMES[kind]
     runtime: Runtime = runtime_class(config_class(**settings))
-    try:
-        await runtime.start(task or Task())
-        yield runtime
-    finally:
-        await runtime.stop()
+    async with asyncio.timeout(60):
+        try:
+            await runtime.start(task or Task())
+            yield runtime
+        finally:
+            await runtime.stop()
 
 
-def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
+async def run_with_runtime(kind: str, test, task: Task | None = None, **settings):
     """Run `test(runtime)` with a started runtime."""
-
-    async def run():
-        async with open_runtime(kind, task, **settings) as runtime:
-            return await test(runtime)
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    async with open_runtime(kind, task, **settings) as runtime:
+        return await test(runtime)
 
 
 def make_ended_owner_name(number: int | str) -> str:

@@ -54,11 +54,11 @@ def make_engine(tmp_path, monkeypatch):
     return make
 
 
-def run_in_container(command, *, timeout: float = 20, **settings):
+async def run_in_container(command, *, timeout: float = 20, **settings):
     async def test(runtime):
         return await runtime.run(command, timeout=timeout)
 
-    return run_with_runtime("container", test, **settings)
+    return await run_with_runtime("container", test, **settings)
 
 
 def test_missing_engine_is_named(monkeypatch):
@@ -234,7 +234,7 @@ async def test_command_of_the_engine_ends_although_its_descendants_hold_its_outp
         os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
-def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
+async def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         script = """
@@ -247,13 +247,13 @@ for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254"):
         print(error)
 print(len([name for name in os.listdir("/proc") if name.isdigit()]))
 """
-        result = run_in_container(["python3", "-c", script, str(server.getsockname()[1])])
+        result = await run_in_container(["python3", "-c", script, str(server.getsockname()[1])])
         assert b"reached" not in result.stdout and int(result.text.split()[-1]) < 10
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_only_ordinary_sockets_can_be_opened(needs_engine):
+async def test_only_ordinary_sockets_can_be_opened(needs_engine):
     script = """
 import ctypes, os, socket
 for family in (1, 2, 10, 16, 17, 38, 40, 44):
@@ -265,18 +265,18 @@ for family in (1, 2, 10, 16, 17, 38, 40, 44):
 libc = ctypes.CDLL(None, use_errno=True)
 print("io_uring", libc.syscall(425, 8, ctypes.create_string_buffer(120)))
 """
-    assert run_in_container(["python3", "-c", script]).text.split() == ["1", "2", "10", "io_uring", "-1"]
+    assert (await run_in_container(["python3", "-c", script])).text.split() == ["1", "2", "10", "io_uring", "-1"]
 
 
-def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch):
+async def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch):
     for name in ("SECRET_API_KEY", "http_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "sk-the-secret")
-    result = run_in_container("cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+    result = await run_in_container("cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
     assert b"the-secret" not in result.stdout and b"PATH=" in result.stdout
 
 
-def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_engine(needs_engine):
-    async def test(runtime):
+async def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_engine(needs_engine):
+    async with open_runtime("container") as runtime:
         value = "a\nb 'c' \"$HOME\" `id` é"
         process = await runtime.spawn('printf %s "$VALUE"; sleep 1', env={"VALUE": value, "PATH": "/bin"})
         arguments = subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE, check=True).stdout.decode()
@@ -284,22 +284,18 @@ def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_engine(ne
         assert (await process.wait(10)).text == value
         assert (await runtime.run("true", env={"not a name": "x"}, timeout=10)).returncode == 126
 
-    run_with_runtime("container", test)
 
-
-def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
-    async def test(runtime):
+async def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
+    async with open_runtime("container") as runtime:
         for _ in range(3):
             result = await runtime.run("echo seen", stdin=b"x" * 100_000, timeout=20)
             assert (result.returncode, result.stdout) == (0, b"seen\n")
 
-    run_with_runtime("container", test)
 
-
-def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, monkeypatch):
+async def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    async def test(runtime):
+    async with open_runtime("container", limits={"max_processes": 64, "memory_mb": 256}) as runtime:
         script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
         result = await runtime.run(["python3", "-c", script], timeout=30)
         assert result.returncode != 0 and b"allocated" not in result.stdout
@@ -308,29 +304,23 @@ def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, monkeypa
             await runtime.run("true", timeout=10)
         except AgentExit:
             return  # a container that is too full to kill its programs is killed
-
-    run_with_runtime("container", test, limits={"max_processes": 64, "memory_mb": 256})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
-    async def test(runtime):
+async def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
+    async with open_runtime("container") as runtime:
         with pytest.raises(AgentExit, match="the container has ended"):
             for _ in range(3):
                 await runtime.run("kill -TERM 1; sleep 1", timeout=10)
 
-    run_with_runtime("container", test)
 
-
-def test_work_directory_of_the_image_and_its_user(needs_engine):
-    async def test(runtime):
+async def test_work_directory_of_the_image_and_its_user(needs_engine):
+    async with open_runtime("container", Task(workdir="/etc"), user="1000") as runtime:
         assert str(runtime.workdir) == "/etc"
         assert (await runtime.run("id -u; pwd", timeout=10)).text.split() == ["1000", "/etc"]
         assert (await runtime.read("passwd")).startswith(b"root:")
         with pytest.raises(PermissionError):
             await runtime.write("passwd", "x")
-
-    run_with_runtime("container", test, Task(workdir="/etc"), user="1000")
 
 
 async def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):

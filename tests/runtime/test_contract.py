@@ -13,8 +13,8 @@ from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime
 pytestmark = pytest.mark.process
 
 
-def test_command_runs_in_the_work_directory_with_input_and_output(kind):
-    async def test(runtime):
+async def test_command_runs_in_the_work_directory_with_input_and_output(kind):
+    async with open_runtime(kind) as runtime:
         await runtime.write("deep/name.txt", "ä")
         result = await runtime.run(["cat", "deep/name.txt", "-"], stdin=b"\x00\xff", timeout=10)
         assert (result.returncode, result.stdout, result.stderr) == (0, "ä".encode() + b"\x00\xff", b"")
@@ -24,11 +24,9 @@ def test_command_runs_in_the_work_directory_with_input_and_output(kind):
         assert await runtime.read("made") == b"\x00\xff"
         assert await runtime.read(runtime.workdir / "made") == b"\x00\xff"
 
-    run_with_runtime(kind, test)
 
-
-def test_command_that_cannot_run_returns_an_exit_code(kind):
-    async def test(runtime):
+async def test_command_that_cannot_run_returns_an_exit_code(kind):
+    async with open_runtime(kind) as runtime:
         assert (await runtime.run(["no-such-program"], timeout=10)).returncode == 127
         assert (await runtime.run(["cat"], cwd="no-such-place", timeout=10)).returncode == 127
         await runtime.write("data", "x")
@@ -38,34 +36,30 @@ def test_command_that_cannot_run_returns_an_exit_code(kind):
         for line in ("echo a\0b", "echo \ud800"):
             assert (await runtime.run(line, timeout=10)).returncode == 126
 
-    run_with_runtime(kind, test)
 
-
-def test_program_is_searched_in_the_path_of_its_environment(kind):
-    async def test(runtime):
+async def test_program_is_searched_in_the_path_of_its_environment(kind):
+    async with open_runtime(kind) as runtime:
         await runtime.write("bin/ls", "#!/bin/sh\necho mine\n")
         await runtime.run("chmod +x bin/ls", timeout=10)
         env = {"PATH": f"{runtime.workdir}/bin:/usr/bin:/bin"}
         assert (await runtime.run(["ls"], env=env, timeout=10)).stdout == b"mine\n"
         assert (await runtime.run(["cat", "bin/ls"], env=env, timeout=10)).returncode == 0
 
-    run_with_runtime(kind, test)
 
-
-def test_task_names_the_directory_in_which_programs_start(kind):
+async def test_task_names_the_directory_in_which_programs_start(kind):
     async def test(runtime):
         assert (await runtime.run("pwd", timeout=10)).text.strip() == str(runtime.workdir)
         assert runtime.workdir.name == "deep"
 
-    run_with_runtime(kind, test, Task(workdir="very/deep"))
+    await run_with_runtime(kind, test, Task(workdir="very/deep"))
     with pytest.raises(ConfigInvalid, match="outside"):
-        run_with_runtime(kind, test, Task(workdir="../other"))
+        await run_with_runtime(kind, test, Task(workdir="../other"))
 
 
-def test_environment_has_only_what_the_config_and_the_call_give(kind, monkeypatch):
+async def test_environment_has_only_what_the_config_and_the_call_give(kind, monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-1")
 
-    async def test(runtime):
+    async with open_runtime(kind, env={"FROM_CONFIG": "2"}) as runtime:
         result = await runtime.run(["env"], env={"MINE": "1"}, timeout=10)
         env = dict(line.split("=", 1) for line in result.text.splitlines())
         assert "SECRET_API_KEY" not in env
@@ -73,11 +67,9 @@ def test_environment_has_only_what_the_config_and_the_call_give(kind, monkeypatc
         probe = "test -d $HOME && test -w $HOME && test -w $TMPDIR && case $HOME in $PWD*) exit 1;; esac"
         assert (await runtime.run(probe, timeout=10)).returncode == 0
 
-    run_with_runtime(kind, test, env={"FROM_CONFIG": "2"})
 
-
-def test_timeout_kills_the_program_and_all_it_started(kind):
-    async def test(runtime):
+async def test_timeout_kills_the_program_and_all_it_started(kind):
+    async with open_runtime(kind) as runtime:
         tree = "setsid sh -c 'while :; do echo x >> beat; sleep 0.05; done' & sleep 1000"
         result = await runtime.run(f"echo begun; {tree}", timeout=1)
         assert result.timed_out and result.returncode == 124 and result.stdout == b"begun\n"
@@ -85,11 +77,9 @@ def test_timeout_kills_the_program_and_all_it_started(kind):
         await asyncio.sleep(0.3)
         assert len(await runtime.read("beat")) == beats
 
-    run_with_runtime(kind, test)
 
-
-def test_cancelling_a_run_kills_the_program(kind):
-    async def test(runtime):
+async def test_cancelling_a_run_kills_the_program(kind):
+    async with open_runtime(kind) as runtime:
         task = asyncio.create_task(runtime.run("while :; do echo x >> beat; sleep 0.05; done", timeout=100))
         while True:
             try:
@@ -104,11 +94,9 @@ def test_cancelling_a_run_kills_the_program(kind):
         await asyncio.sleep(0.3)
         assert len(await runtime.read("beat")) == beats
 
-    run_with_runtime(kind, test)
 
-
-def test_background_program_does_not_delay_the_result_and_is_reachable(kind):
-    async def test(runtime):
+async def test_background_program_does_not_delay_the_result_and_is_reachable(kind):
+    async with open_runtime(kind) as runtime:
         result = await runtime.run("mkfifo pipe; (cat pipe > got; touch done) & echo started", timeout=10)
         assert result.stdout == b"started\n"
         assert (
@@ -116,11 +104,9 @@ def test_background_program_does_not_delay_the_result_and_is_reachable(kind):
         ).returncode == 0
         assert await runtime.read("got") == b"hello\n"
 
-    run_with_runtime(kind, test)
 
-
-def test_interactive_program_answers_line_by_line(kind):
-    async def test(runtime):
+async def test_interactive_program_answers_line_by_line(kind):
+    async with open_runtime(kind) as runtime:
         program = await runtime.spawn("while read line; do echo got $line; done; echo end", interactive=True)
         for number in range(3):
             await program.write(f"{number}\n".encode())
@@ -132,19 +118,15 @@ def test_interactive_program_answers_line_by_line(kind):
         with pytest.raises(BrokenPipeError):
             await program.write(b"more\n")
 
-    run_with_runtime(kind, test)
 
-
-def test_output_is_bounded(kind):
-    async def test(runtime):
+async def test_output_is_bounded(kind):
+    async with open_runtime(kind, max_output_bytes=1000) as runtime:
         result = await runtime.run("head -c 3000000 /dev/zero | tr '\\0' x; echo end", timeout=30)
         assert len(result.stdout) < 1200 and result.stdout.endswith(b"xend\n")
 
-    run_with_runtime(kind, test, max_output_bytes=1000)
 
-
-def test_only_regular_files_beneath_the_root_are_read_and_written(kind):
-    async def test(runtime):
+async def test_only_regular_files_beneath_the_root_are_read_and_written(kind):
+    async with open_runtime(kind) as runtime:
         commands = [
             "ln -s /etc/passwd link",
             "ln -s /dev/zero zero",
@@ -166,11 +148,9 @@ def test_only_regular_files_beneath_the_root_are_read_and_written(kind):
                 with pytest.raises(FileNotFoundError):
                     await asyncio.wait_for(runtime.write(path, b"x"), 5)
 
-    run_with_runtime(kind, test)
 
-
-def test_large_file_is_refused(kind, tmp_path):
-    async def test(runtime):
+async def test_large_file_is_refused(kind, tmp_path):
+    async with open_runtime(kind, max_file_mb=1) as runtime:
         await runtime.run("head -c 2000000 /dev/zero > large; mkdir d; cp large d; echo x > small", timeout=10)
         assert await runtime.read("small") == b"x\n"
         with pytest.raises(ValueError, match="larger"):
@@ -178,17 +158,15 @@ def test_large_file_is_refused(kind, tmp_path):
         with pytest.raises(ValueError, match="more than"):
             await runtime.download("d", tmp_path)
 
-    run_with_runtime(kind, test, max_file_mb=1)
 
-
-def test_directories_are_copied_both_ways_without_links(kind, tmp_path):
+async def test_directories_are_copied_both_ways_without_links(kind, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "sub").mkdir(parents=True)
     (source / "sub" / "tool.sh").write_text("#!/bin/sh\necho ran\n")
     (source / "sub" / "tool.sh").chmod(0o755)
     (source / "empty").mkdir()
 
-    async def test(runtime):
+    async with open_runtime(kind) as runtime:
         await runtime.upload(source, "in")
         result = await runtime.run("in/sub/tool.sh && test -d in/empty && ls -A in", timeout=10)
         assert (result.returncode, result.text.split()) == (0, ["ran", "empty", "sub"])
@@ -198,16 +176,14 @@ def test_directories_are_copied_both_ways_without_links(kind, tmp_path):
         await runtime.download("in", target)
         with pytest.raises(FileNotFoundError):
             await runtime.download("nothing", target)
-
-    run_with_runtime(kind, test)
     files = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
     assert files == {"sub/tool.sh": "#!/bin/sh\necho ran\n", "sub/new": "new\n"}
     assert not any(path.is_symlink() for path in target.rglob("*"))
     assert os.access(target / "sub" / "tool.sh", os.X_OK)
 
 
-def test_single_file_is_copied_with_its_mode(kind, tmp_path):
-    async def test(runtime):
+async def test_single_file_is_copied_with_its_mode(kind, tmp_path):
+    async with open_runtime(kind, max_file_mb=1) as runtime:
         await runtime.run("printf '#!/bin/sh\\n' > tool; chmod 755 tool; echo x > data; chmod 644 data", timeout=10)
         await runtime.run("ln -s data link; mkfifo pipe; head -c 2000000 /dev/zero > large", timeout=10)
         await runtime.download("tool", tmp_path / "tool")
@@ -217,22 +193,18 @@ def test_single_file_is_copied_with_its_mode(kind, tmp_path):
                 await runtime.download(path, tmp_path / "other")
         with pytest.raises(ValueError, match="1048576 bytes"):
             await runtime.download("large", tmp_path / "other")
-
-    run_with_runtime(kind, test, max_file_mb=1)
     assert (tmp_path / "tool").read_text() == "#!/bin/sh\n" and (tmp_path / "data").read_text() == "x\n"
     assert os.access(tmp_path / "tool", os.X_OK) and not (tmp_path / "data").stat().st_mode & 0o111
 
 
-def test_kept_files_are_found(kind, tmp_path):
-    async def test(runtime):
+async def test_kept_files_are_found(kind, tmp_path):
+    async with open_runtime(kind, keep_workdir=True) as runtime:
         await runtime.write("answer", b"x")
         assert runtime.kept_workdir is None
         await runtime.stop()
         assert runtime.kept_workdir is not None
         assert (runtime.kept_workdir / "answer").read_bytes() == b"x"
         shutil.rmtree(runtime.kept_workdir.parent if kind == "local" else runtime.kept_workdir)
-
-    run_with_runtime(kind, test, keep_workdir=True)
 
 
 async def test_exposed_server_is_reachable(kind):
@@ -252,8 +224,8 @@ async def test_exposed_server_is_reachable(kind):
             assert result.stdout == b"answer to /v1/x\n", result
 
 
-def test_stopped_runtime_runs_nothing_and_stops_again(kind):
-    async def test(runtime):
+async def test_stopped_runtime_runs_nothing_and_stops_again(kind):
+    async with open_runtime(kind) as runtime:
         await runtime.run("echo x > file", timeout=10)
         await runtime.stop()
         await runtime.stop()
@@ -261,8 +233,6 @@ def test_stopped_runtime_runs_nothing_and_stops_again(kind):
             await runtime.run("true", timeout=10)
         with pytest.raises(SandboxError, match="stopped"):
             await runtime.read("file")
-
-    run_with_runtime(kind, test)
 
 
 async def test_prepared_runtime_starts_and_an_unused_one_stops(kind):

@@ -10,7 +10,7 @@ from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import HostedRuntime, HostedRuntimeConfig
-from tests.runtime.conftest import run_with_runtime
+from tests.runtime.conftest import open_runtime, run_with_runtime
 
 
 def test_missing_sdk_is_named(monkeypatch):
@@ -35,12 +35,12 @@ async def test_refused_key_is_a_failure_of_the_sandbox(prime_fake, monkeypatch):
 
 
 @pytest.mark.process
-def test_sandbox_has_the_image_and_the_limits_of_its_task(prime_fake):
+async def test_sandbox_has_the_image_and_the_limits_of_its_task(prime_fake):
     async def test(runtime):
         assert len(prime_fake.sandboxes) == 1
 
     task = Task(image="debian:12", resources={"memory_mb": 3072, "cpus": 2, "disk_mb": 10240})
-    run_with_runtime("hosted", test, task, lifetime=90, allow_hosts=["example.com"])
+    await run_with_runtime("hosted", test, task, lifetime=90, allow_hosts=["example.com"])
     request = prime_fake.requests[-1]
     assert (request["docker_image"], request["memory_gb"], request["cpu_cores"]) == ("debian:12", 3, 2)
     assert (request["disk_size_gb"], request["timeout_minutes"]) == (10, 2)
@@ -57,18 +57,16 @@ async def test_gateway_without_a_public_address_is_refused():
 
 
 @pytest.mark.process
-def test_lost_sandbox_is_a_failure_of_the_sandbox(prime_fake):
-    async def test(runtime):
+async def test_lost_sandbox_is_a_failure_of_the_sandbox(prime_fake):
+    async with open_runtime("hosted") as runtime:
         await asyncio.to_thread(prime_fake.remove, next(iter(prime_fake.sandboxes)))
         with pytest.raises(SandboxError, match="sandbox"):
             await runtime.run("true", timeout=10)
 
-    run_with_runtime("hosted", test)
-
 
 @pytest.mark.process
-def test_sandbox_of_an_ended_process_is_cleaned_and_no_other(prime_fake):
-    async def test(runtime):
+async def test_sandbox_of_an_ended_process_is_cleaned_and_no_other(prime_fake):
+    async with open_runtime("hosted") as runtime:
         (living,) = prime_fake.sandboxes.values()
         labels = [re.sub(r"^ramify-owner-\d+", "ramify-owner-999999999", name) for name in living["labels"]]
         other_machine = [re.sub(r"^ramify-machine-.*", "ramify-machine-other", name) for name in labels]
@@ -80,5 +78,3 @@ def test_sandbox_of_an_ended_process_is_cleaned_and_no_other(prime_fake):
         assert set(prime_fake.sandboxes) == {living["id"], "elsewhere"}
         prime_fake.remove("elsewhere")
         assert (await runtime.run("echo lives", timeout=10)).stdout == b"lives\n"
-
-    run_with_runtime("hosted", test)

@@ -15,11 +15,10 @@ from ramify.errors import AgentExit, SandboxError
 from ramify.gateway import Gateway
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
-from ramify.runtime import SandboxRuntime
 from ramify.runtime.sandbox_channel import create_sealed_file
 from ramify.trace import Trace
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one_async
-from tests.runtime.conftest import run_with_runtime, skip_unless_available
+from tests.runtime.conftest import open_runtime, skip_unless_available
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
 
@@ -50,13 +49,11 @@ for path in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/exe"):
 """
 
 
-def test_no_open_file_of_a_sandbox_is_on_the_machines_disk():
-    async def test(runtime: SandboxRuntime) -> None:
+async def test_no_open_file_of_a_sandbox_is_on_the_machines_disk():
+    async with open_runtime("sandbox") as runtime:
         await runtime.spawn(["sleep", "1000"])  # its standard files count too
         result = await runtime.run(["python3", "-c", LIST_OPEN_FILES], timeout=20)
         assert (result.returncode, result.text) == (0, ""), result
-
-    run_with_runtime("sandbox", test)
 
 
 def test_files_that_a_sandbox_is_given_cannot_be_written():
@@ -158,8 +155,8 @@ async def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour
 
 
 @pytest.mark.parametrize("victim", ["bwrap", "first process"])
-def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
-    async def test(runtime: SandboxRuntime) -> None:
+async def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
+    async with open_runtime("sandbox") as runtime:
         process = await runtime.spawn("sleep 1000")
         assert runtime._box is not None and runtime._box._bwrap is not None
         bwrap = psutil.Process(runtime._box._bwrap.pid)
@@ -171,8 +168,6 @@ def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
         for call in (runtime.run("true", timeout=20), runtime.read("file"), runtime.write("file", b"")):
             with pytest.raises(SandboxError, match="killed from outside"):
                 await call
-
-    run_with_runtime("sandbox", test)
 
 
 async def test_rollout_whose_sandbox_is_killed_is_not_scored():
@@ -220,23 +215,19 @@ for attack in (
 """
 
 
-def test_agent_cannot_end_its_sandbox():
-    async def test(runtime: SandboxRuntime) -> None:
+async def test_agent_cannot_end_its_sandbox():
+    async with open_runtime("sandbox") as runtime:
         result = await runtime.run(["python3", "-c", ATTACKS_ON_THE_FIRST_PROGRAM], timeout=20)
         assert result.text.splitlines() == ["Operation not permitted"] * 2 + ["Permission denied"] * 3
         await runtime.run("kill -9 -1", timeout=20)
         assert (await runtime.run("echo alive", timeout=20)).text == "alive\n"
 
-    run_with_runtime("sandbox", test)
 
-
-def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed():
-    async def test(runtime: SandboxRuntime) -> None:
+async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed():
+    async with open_runtime("sandbox") as runtime:
         process = await runtime.spawn("sleep 1000")
         assert runtime._box is not None
         runtime._box.kill()  # as after a request without a reply
         assert (await process.wait(20)).returncode == -signal.SIGKILL
         with pytest.raises(AgentExit, match="the sandbox has ended"):
             await runtime.run("true", timeout=20)
-
-    run_with_runtime("sandbox", test)

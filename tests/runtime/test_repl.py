@@ -12,7 +12,7 @@ async def answer_prompts(function, arguments):
     return [f"<{prompt}>" for prompt in arguments["prompts"]]
 
 
-def test_code_is_run_interrupted_and_restarted(kind):
+async def test_code_is_run_interrupted_and_restarted(kind):
     async def run_code(runtime):
         repl = Repl(runtime, ReplSettings(4.0, 1, 1000, 1000, {"context": "x" * 100_000}, []), answer_prompts)
         try:
@@ -21,7 +21,7 @@ def test_code_is_run_interrupted_and_restarted(kind):
         finally:
             await repl.close()
 
-    called, slow, kept, exited, restarted = run_with_runtime(kind, run_code)
+    called, slow, kept, exited, restarted = await run_with_runtime(kind, run_code)
     assert called.output == "100000 ['<a>', '<b>']\n"
     assert slow.output.endswith("KeyboardInterrupt\n\nerror: interrupted after 4 s")
     assert kept.output == "['<a>', '<b>']\n"

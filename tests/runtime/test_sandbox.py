@@ -32,13 +32,13 @@ def needs_sandbox():
     skip_unless_available("sandbox")
 
 
-def run_in_sandbox(command, *, timeout: float = 20, **settings):
+async def run_in_sandbox(command, *, timeout: float = 20, **settings):
     """Run one command in a sandbox of its own."""
 
     async def test(runtime):
         return await runtime.run(command, timeout=timeout)
 
-    return run_with_runtime("sandbox", test, **settings)
+    return await run_with_runtime("sandbox", test, **settings)
 
 
 async def wait_for_box_file(runtime, path: str) -> None:
@@ -61,7 +61,7 @@ def requires(*capabilities: Capability):
         pytest.skip(f"this machine cannot enforce {', '.join(missing)}; a run is refused, see the last tests")
 
 
-def test_files_of_the_machine_cannot_be_read(tmp_path):
+async def test_files_of_the_machine_cannot_be_read(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     places = [
@@ -73,24 +73,24 @@ def test_files_of_the_machine_cannot_be_read(tmp_path):
         Path("/var/log"),
     ]
     for path in places:
-        result = run_in_sandbox(["ls", str(path)])
+        result = await run_in_sandbox(["ls", str(path)])
         assert result.returncode != 0, path
         assert b"No such file" in result.stderr
-    listing = run_in_sandbox("ls -A / /etc /home /root 2>/dev/null").text.split()
+    listing = (await run_in_sandbox("ls -A / /etc /home /root 2>/dev/null")).text.split()
     assert not {"work", "srv", "mnt", "run", "var", "shadow", ".ssh"} & set(listing)
 
 
-def test_system_is_read_only():
+async def test_system_is_read_only():
     for target in ("/usr/x", "/etc/x", "/x", "/dev/x", f"{sys.base_prefix}/x", "/.init.py"):
-        assert run_in_sandbox(f"echo x > {target}").returncode != 0, target
+        assert (await run_in_sandbox(f"echo x > {target}")).returncode != 0, target
 
 
-def test_named_paths_are_readable_and_no_others(tmp_path):
+async def test_named_paths_are_readable_and_no_others(tmp_path):
     for name in ("agent", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tool").write_text(f"#!/bin/sh\necho {name}\n")
         (tmp_path / name / "tool").chmod(0o755)
-    result = run_in_sandbox(
+    result = await run_in_sandbox(
         f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}",
         read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"],
         path=["/agent"],
@@ -98,7 +98,7 @@ def test_named_paths_are_readable_and_no_others(tmp_path):
     assert result.text.split() == ["agent", "agent", "agent"]
     assert b"Read-only file system" in result.stderr
     both = [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent:/other"]
-    assert run_in_sandbox("/agent/tool; /other/tool", read_only=both).text.split() == ["agent", "agent"]
+    assert (await run_in_sandbox("/agent/tool; /other/tool", read_only=both)).text.split() == ["agent", "agent"]
     with pytest.raises(ValueError, match="/agent twice"):
         SandboxRuntimeConfig(read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/other:/agent"])
     for entry in ("/no/such/place", f"{tmp_path}:relative"):
@@ -106,23 +106,23 @@ def test_named_paths_are_readable_and_no_others(tmp_path):
             SandboxRuntimeConfig(read_only=[entry])
 
 
-def test_python_of_the_sandbox_has_no_ramify():
+async def test_python_of_the_sandbox_has_no_ramify():
     for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
-        result = run_in_sandbox([interpreter, "-c", "import sys; print(1); import ramify"])
+        result = await run_in_sandbox([interpreter, "-c", "import sys; print(1); import ramify"])
         assert result.stdout == b"1\n"
         assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
     source = Path(ramify.__file__).parent.parent
-    result = run_in_sandbox("ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
+    result = await run_in_sandbox("ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
     assert result.text.split() == [path.name for path in sorted(source.iterdir()) if not path.name.startswith(".")]
 
 
-def test_programs_are_found_in_the_configured_path():
+async def test_programs_are_found_in_the_configured_path():
     async def test(runtime):
         await runtime.write("bin/hello", "#!/bin/sh\necho hello\n")
         await runtime.run("chmod +x bin/hello", timeout=20)
         return await runtime.run(["hello"], timeout=20)
 
-    result = run_with_runtime("sandbox", test, path=[f"{bwrap.WORK_DIR}/bin"])
+    result = await run_with_runtime("sandbox", test, path=[f"{bwrap.WORK_DIR}/bin"])
     assert (result.returncode, result.text) == (0, "hello\n")
 
 
@@ -137,13 +137,13 @@ async def test_files_of_other_rollouts_cannot_be_read():
             assert result.stdout == b""
 
 
-def test_processes_of_the_machine_are_invisible():
-    result = run_in_sandbox("ls /proc | grep '^[0-9]*$' | wc -l")
+async def test_processes_of_the_machine_are_invisible():
+    result = await run_in_sandbox("ls /proc | grep '^[0-9]*$' | wc -l")
     assert int(result.text) < 10
-    assert run_in_sandbox(f"kill -0 {os.getpid()}").returncode != 0
+    assert (await run_in_sandbox(f"kill -0 {os.getpid()}")).returncode != 0
 
 
-def test_network_of_the_machine_is_unreachable():
+async def test_network_of_the_machine_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
@@ -156,13 +156,13 @@ for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "8.8.8.8"):
     except OSError as error:
         print(error)
 """
-        result = run_in_sandbox(["python3", "-c", script, str(port)])
+        result = await run_in_sandbox(["python3", "-c", script, str(port)])
         assert result.returncode == 0 and b"reached" not in result.stdout
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_sockets_of_the_machine_are_unreachable(tmp_path):
+async def test_sockets_of_the_machine_are_unreachable(tmp_path):
     abstract = f"\0ramify-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as hidden:
         named.bind(str(tmp_path / "s"))
@@ -178,15 +178,15 @@ for address in (sys.argv[1], "\\0" + sys.argv[2]):
     except OSError as error:
         print(error)
 """
-        result = run_in_sandbox(["python3", "-c", script, str(tmp_path / "s"), abstract[1:]])
+        result = await run_in_sandbox(["python3", "-c", script, str(tmp_path / "s"), abstract[1:]])
         assert result.returncode == 0 and b"reached" not in result.stdout
-    sockets = run_in_sandbox("find / -type s 2>/dev/null")
+    sockets = await run_in_sandbox("find / -type s 2>/dev/null")
     assert sockets.stdout == b""
 
 
 @pytest.mark.parametrize("family", [40, 16, 17, 38, 44], ids=["vsock", "netlink", "packet", "alg", "xdp"])
-def test_other_socket_families_are_refused(family):
-    result = run_in_sandbox(["python3", "-c", f"import socket; socket.socket({family}, 1)"])
+async def test_other_socket_families_are_refused(family):
+    result = await run_in_sandbox(["python3", "-c", f"import socket; socket.socket({family}, 1)"])
     assert b"Address family not supported" in result.stderr
 
 
@@ -206,7 +206,7 @@ CALLS = {
 RECENT_CALLS = {"memfd_secret": 447, "statmount": 457, "listmount": 458, "open_tree_attr": 467, "not known yet": 9999}
 
 
-def make_calls(calls) -> dict[str, str]:
+async def make_calls(calls) -> dict[str, str]:
     """Run calls of C functions in a sandbox, and return the result and the error of each."""
     numbers = {"bpf": 321, "keyctl": 250, "clone": 56}
     if os.uname().machine == "aarch64":
@@ -218,16 +218,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 for call in {list(calls.values())}:
     print(eval(call), os.strerror(ctypes.get_errno()))
 """
-    return dict(zip(calls, run_in_sandbox(["python3", "-c", script]).text.splitlines(), strict=True))
+    return dict(zip(calls, (await run_in_sandbox(["python3", "-c", script])).text.splitlines(), strict=True))
 
 
-def test_dangerous_system_calls_are_refused():
-    assert make_calls(CALLS) == dict.fromkeys(CALLS, "-1 Operation not permitted")
+async def test_dangerous_system_calls_are_refused():
+    assert await make_calls(CALLS) == dict.fromkeys(CALLS, "-1 Operation not permitted")
 
 
-def test_recent_system_calls_are_not_implemented():
+async def test_recent_system_calls_are_not_implemented():
     calls = {name: f"libc.syscall({number}, 0, 0, 0, 0, 0)" for name, number in RECENT_CALLS.items()}
-    assert make_calls(calls) == dict.fromkeys(calls, "-1 Function not implemented")
+    assert await make_calls(calls) == dict.fromkeys(calls, "-1 Function not implemented")
 
 
 def test_numbers_of_system_calls_are_those_of_the_kernels_headers():
@@ -282,9 +282,9 @@ def test_filter_allows_the_listed_system_calls_only(machine):
     assert build_seccomp_filter("riscv64") is None
 
 
-def test_settings_of_the_kernel_cannot_be_written():
+async def test_settings_of_the_kernel_cannot_be_written():
     for file in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches"):
-        result = run_in_sandbox(["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
+        result = await run_in_sandbox(["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
         assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
 
 
@@ -305,16 +305,16 @@ async def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
     assert await test(128) == b""
 
 
-def test_program_gains_no_privileges():
+async def test_program_gains_no_privileges():
     script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status"
-    fields = dict(line.split(":\t") for line in run_in_sandbox(script).text.splitlines())
+    fields = dict(line.split(":\t") for line in (await run_in_sandbox(script)).text.splitlines())
     assert fields == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
 
 
-def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
+async def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-the-secret")
     script = "cat /proc/*/environ /proc/*/cmdline; grep -ra sk-the-secret /proc/*/environ"
-    result = run_in_sandbox(script)
+    result = await run_in_sandbox(script)
     assert b"sk-the-secret" not in result.stdout.replace(b"sk-the-secret /proc", b"")
     assert b"SECRET_API_KEY" not in result.stdout
 
@@ -328,21 +328,19 @@ async def test_too_few_processes_for_a_sandbox_are_named():
                 pass
 
 
-def test_fork_bomb_is_contained():
+async def test_fork_bomb_is_contained():
     requires(Capability.PROCESS_LIMIT)
 
-    async def test(runtime):
+    async with open_runtime("sandbox", limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16}) as runtime:
         bomb = "f() { f | f & }; f; sleep 2; echo survived"
         result = await runtime.run(bomb, timeout=20)
         assert result.returncode != 0 or b"survived" in result.stdout
         async with open_runtime("sandbox") as other:
             assert (await other.run("echo fine", timeout=20)).stdout == b"fine\n"
 
-    run_with_runtime("sandbox", test, limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16})
 
-
-def test_full_disk_is_contained():
-    async def test(runtime):
+async def test_full_disk_is_contained():
+    async with open_runtime("sandbox", limits={"disk_mb": 32}) as runtime:
         result = await runtime.run("head -c 100000000 /dev/zero > big; echo $?", timeout=20)
         assert b"No space left" in result.stderr
         for place in ("/tmp", "$HOME", "/dev/shm"):
@@ -351,22 +349,18 @@ def test_full_disk_is_contained():
         with pytest.raises(OSError, match="No space left"):
             await runtime.write("more", b"x" * 40_000_000)
 
-    run_with_runtime("sandbox", test, limits={"disk_mb": 32})
 
-
-def test_allocation_of_four_gigabytes_is_killed():
+async def test_allocation_of_four_gigabytes_is_killed():
     requires(Capability.MEMORY_LIMIT)
     script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
-    result = run_in_sandbox(["python3", "-c", script], limits={"memory_mb": 256, "disk_mb": 16})
+    result = await run_in_sandbox(["python3", "-c", script], limits={"memory_mb": 256, "disk_mb": 16})
     assert result.returncode != 0 and b"allocated" not in result.stdout
 
 
-def test_variable_with_an_invalid_name_does_not_end_the_sandbox():
-    async def test(runtime):
+async def test_variable_with_an_invalid_name_does_not_end_the_sandbox():
+    async with open_runtime("sandbox") as runtime:
         assert (await runtime.run("true", env={"a=b": "c"}, timeout=10)).returncode == 126
         assert (await runtime.run("echo fine", timeout=10)).stdout == b"fine\n"
-
-    run_with_runtime("sandbox", test)
 
 
 async def test_prepared_sandbox_that_was_killed_is_replaced():
@@ -391,7 +385,7 @@ def stop_first_program(runtime) -> None:
     psutil.Process(runtime._box._bwrap.pid).children()[0].suspend()
 
 
-def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
+async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
     async def start_another(runtime):
         await runtime.spawn("sleep 1000")
         stop_first_program(runtime)
@@ -409,12 +403,12 @@ def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
         with pytest.raises(AgentExit, match="does not answer"):
             await process.wait(0.1)
 
-    run_with_runtime("sandbox", start_another)
-    run_with_runtime("sandbox", time_out)
+    await run_with_runtime("sandbox", start_another)
+    await run_with_runtime("sandbox", time_out)
 
 
-def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkeypatch):
-    async def test(runtime):
+async def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkeypatch):
+    async with open_runtime("sandbox") as runtime:
         run = asyncio.create_task(runtime.run("touch started; sleep 1000", timeout=100))
         await wait_for_box_file(runtime, "started")
         stop_first_program(runtime)
@@ -423,11 +417,9 @@ def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkeypatch)
         with pytest.raises(asyncio.CancelledError):
             await run
 
-    run_with_runtime("sandbox", test)
 
-
-def test_cancelled_start_leaves_no_program():
-    async def test(runtime):
+async def test_cancelled_start_leaves_no_program():
+    async with open_runtime("sandbox") as runtime:
         for num_steps in range(15):  # some of them end between the request and its answer
             start = asyncio.create_task(runtime.spawn(["sleep", "1000"]))
             for _ in range(num_steps):
@@ -438,13 +430,11 @@ def test_cancelled_start_leaves_no_program():
         listing = await runtime.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=10)
         assert "sleep 1000" not in listing.text
 
-    run_with_runtime("sandbox", test)
 
-
-def test_program_that_constantly_calls_exec_is_killed():
+async def test_program_that_constantly_calls_exec_is_killed():
     """A process has no environment, and so no marker, for a moment of each `exec`."""
 
-    async def test(runtime):
+    async with open_runtime("sandbox") as runtime:
         await runtime.write("becomes", ": > begun; exec sh ./becomes\n")
         for _ in range(20):
             program = await runtime.spawn("setsid sh ./becomes & echo $! > pid")
@@ -453,11 +443,9 @@ def test_program_that_constantly_calls_exec_is_killed():
             await program.kill()
             assert (await runtime.run("rm begun; kill -0 $(cat pid)", timeout=20)).returncode != 0
 
-    run_with_runtime("sandbox", test)
 
-
-def test_finished_programs_are_forgotten():
-    async def test(runtime):
+async def test_finished_programs_are_forgotten():
+    async with open_runtime("sandbox") as runtime:
         for _ in range(3):
             await runtime.run("true", timeout=10)
         program = await runtime.spawn("setsid sleep 1000 & echo $! > pid")
@@ -466,10 +454,8 @@ def test_finished_programs_are_forgotten():
         await program.kill()
         assert (await runtime.run("kill -0 $(cat pid)", timeout=10)).returncode != 0
 
-    run_with_runtime("sandbox", test)
 
-
-def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypatch):
+async def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypatch):
     """Processes that start others faster than they are killed: the box, which holds them, is killed as a whole."""
     source = Path(sandbox_init.__file__).read_text().replace("KILL_TIMEOUT = 5.0", "KILL_TIMEOUT = 0.0")
 
@@ -481,10 +467,10 @@ def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypat
         file.write(source)
         file.flush()
         monkeypatch.setattr(sandbox_init, "__file__", file.name)
-        run_with_runtime("sandbox", test)
+        await run_with_runtime("sandbox", test)
 
 
-def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
+async def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
     requires(Capability.MEMORY_LIMIT)
 
     async def test(runtime):
@@ -502,7 +488,7 @@ def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
     def raise_busy():
         raise SandboxError("the control group is busy")
 
-    run_with_runtime("sandbox", test)
+    await run_with_runtime("sandbox", test)
 
 
 async def test_killed_worker_leaves_no_process():

@@ -25,7 +25,7 @@ class BoxAgent(Harness):
         return "done"
 
 
-def work(taskset, *, kind="local", files=None, command="", index=0, **source):
+async def work(taskset, *, kind="local", files=None, command="", index=0, **source):
     """Return the trace of an agent that writes these files and runs this command on one task."""
     agent = {"id": "tests.tasksets.box_agent:BoxAgent", "files": files or {}, "command": command}
     runtime = {
@@ -35,12 +35,9 @@ def work(taskset, *, kind="local", files=None, command="", index=0, **source):
     }  # plugins are slow to import
     env = Environment.load(SourceConfig(taskset=taskset, harness=agent, runtime=runtime, **source))
     task = next(islice(env.iter_tasks(), index, None))
-
-    async def run():
+    async with asyncio.timeout(60):
         try:
-            return await run_attempt(env, task, policy=ScriptedPolicy(), id="r1")
+            (trace,) = (await run_attempt(env, task, policy=ScriptedPolicy(), id="r1")).traces
         finally:
             await env.close()
-
-    (trace,) = asyncio.run(asyncio.wait_for(run(), 60)).traces
     return trace

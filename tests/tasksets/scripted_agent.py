@@ -1,6 +1,5 @@
 """A rollout without a model: given replies run through the real hooks, tools and user of a taskset."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 
@@ -18,12 +17,8 @@ def get_texts(trace: Trace, role: str) -> list[str]:
     return [node.message.text for node in trace.nodes if node.message.role == role]
 
 
-def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Message]) -> Trace:
+async def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Message]) -> Trace:
     """Return the scored trace of an agent that gives these replies."""
-    return asyncio.run(_play(taskset, task, [replies] if isinstance(replies, str) else replies))
-
-
-async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) -> Trace:
     hooks, trace = collect_hooks(taskset), Trace(id="played")
     context = RolloutContext(task, trace)
     if hooks.setup:
@@ -39,7 +34,7 @@ async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) 
         add(Message("user", task.prompt))
     elif user:
         add(await user.next_message(context, reply=None, turn=0))
-    for turn, reply in enumerate(replies, 1):
+    for turn, reply in enumerate([replies] if isinstance(replies, str) else replies, 1):
         message = Message("assistant", reply) if isinstance(reply, str) else reply
         add(message)
         for call in message.tool_calls:

@@ -68,10 +68,10 @@ def test_only_allowed_operations_are_used():
         ("", 0.0),
     ],
 )
-def test_last_boxed_value_is_scored(reply, reward):
+async def test_last_boxed_value_is_scored(reply, reward):
     taskset = Arithmetic(ArithmeticConfig(num_tasks=1))
     task = next(iter(taskset.load())).model_copy(update={"answer": "42"})
-    assert play(taskset, task, reply).reward == reward
+    assert (await play(taskset, task, reply)).reward == reward
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,6 @@ def plugin_check_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
 
 
-def test_there_is_a_config_for_every_agent_and_dataset():
-    names = {"bash_gpu", "codex_gpu", "claude_code_gpu", "r2e_gym_gpu", "scaleswe_gpu", "rlm_swe_gpu", "harbor_gpu"}
-    assert names <= {file.stem for file in FILES}
-
-
 @pytest.mark.process
 @pytest.mark.usefixtures("plugin_check_in_process")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

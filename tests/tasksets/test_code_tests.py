@@ -1,16 +1,13 @@
 """dataset with the reward `tests`: shapes of rows, and programs that pass, fail or cheat."""
 
-import asyncio
 import json
 
 import pytest
 
-from ramify.env import Task
 from ramify.errors import ConfigInvalid
 from ramify.rollout import Environment, SourceConfig, validate_task
-from ramify.runtime.local import LocalRuntime
 from ramify.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
-from tests.runtime.conftest import skip_unless_available
+from tests.runtime.conftest import open_runtime, skip_unless_available
 from tests.tasksets.test_dataset import make_dataset, write_jsonl
 
 ASSERTIONS = CodeTests("assert double(2) == 4")
@@ -18,16 +15,9 @@ PAIRS = CodeTests(pairs=(("2\n", "4\n"), ("5\n", "10\n")))
 READS_INPUT = "print(2 * int(input()))"
 
 
-def passed(code: str, tests: CodeTests) -> int:
-    async def run() -> int:
-        runtime = LocalRuntime()
-        await runtime.start(Task())
-        try:
-            return await count_passed(runtime, code, tests, python="python3", timeout=10)
-        finally:
-            await runtime.stop()
-
-    return asyncio.run(run())
+async def passed(code: str, tests: CodeTests) -> int:
+    async with open_runtime("local") as runtime:
+        return await count_passed(runtime, code, tests, python="python3", timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +58,14 @@ def test_last_code_block_counts():
         ("no program", 0),
     ],
 )
-def test_assertions_pass_only_if_all_of_them_ran(code, count):
-    assert passed(code, ASSERTIONS) == count
+async def test_assertions_pass_only_if_all_of_them_ran(code, count):
+    assert await passed(code, ASSERTIONS) == count
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("code", "count"), [(READS_INPUT, 2), ("print(4)", 1), ("raise SystemExit(0)", 0)])
-def test_pairs_compare_what_the_program_prints(code, count):
-    assert passed(code, PAIRS) == count
+async def test_pairs_compare_what_the_program_prints(code, count):
+    assert await passed(code, PAIRS) == count
 
 
 @pytest.mark.process

@@ -17,8 +17,8 @@ from tests.tasksets.scripted_agent import play
 TASK = ColorCodewordTask(turns=("AB", "CI", "AA"), answer="ABCIAA")
 
 
-def play_task(*replies: str, **config):
-    return play(ColorCodeword(ColorCodewordConfig(**config)), TASK, replies)
+async def play_task(*replies: str, **config):
+    return await play(ColorCodeword(ColorCodewordConfig(**config)), TASK, replies)
 
 
 def test_a_square_is_a_png_of_one_colour():
@@ -27,8 +27,8 @@ def test_a_square_is_a_png_of_one_colour():
         assert pixels.shape == (100, 100, 3) and (pixels == color).all()
 
 
-def test_the_user_shows_two_squares_in_each_of_three_turns():
-    trace = play_task("AB", "ABCI", "ABCIAA", "more?")
+async def test_the_user_shows_two_squares_in_each_of_three_turns():
+    trace = await play_task("AB", "ABCI", "ABCIAA", "more?")
     users = [node.message for node in trace.nodes if node.message.role == "user"]
     assert len(users) == 3
     media = {item.hash: item for item in trace.graph.media}
@@ -55,15 +55,15 @@ def test_the_user_shows_two_squares_in_each_of_three_turns():
         ("abciaa", 0.0, 0.0),
     ],
 )
-def test_the_last_reply_is_scored(reply, reward, partial_match):
-    trace = play_task("AB", "ABCI", reply)
+async def test_the_last_reply_is_scored(reply, reward, partial_match):
+    trace = await play_task("AB", "ABCI", reply)
     assert trace.reward == reward
     assert trace.metrics == {"partial_match": pytest.approx(partial_match)}
-    assert play_task("AB", "ABCI", reply, partial_credit=True).reward == pytest.approx(partial_match)
+    assert (await play_task("AB", "ABCI", reply, partial_credit=True)).reward == pytest.approx(partial_match)
 
 
-def test_a_conversation_that_ended_early_scores_nothing():
-    trace = play_task("ABCIAA")
+async def test_a_conversation_that_ended_early_scores_nothing():
+    trace = await play_task("ABCIAA")
     assert (trace.reward, trace.metrics) == (0.0, {"partial_match": 0.0})
 
 
@@ -72,10 +72,10 @@ def test_the_longest_run_of_letters_is_the_codeword():
     assert find_codeword("AB CD") == "AB"
 
 
-def test_gold_replies_score_one():
+async def test_gold_replies_score_one():
     taskset = ColorCodeword(ColorCodewordConfig(num_tasks=2))
     for task in taskset.load():
-        assert play(taskset, task, taskset.gold(task)).reward == 1.0
+        assert (await play(taskset, task, taskset.gold(task))).reward == 1.0
 
 
 def test_splits_share_no_codeword():

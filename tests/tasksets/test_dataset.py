@@ -31,18 +31,18 @@ def load_prompts(taskset: Dataset) -> list[str]:
     return [str(task.prompt) for task in taskset.load()]
 
 
-def test_gsm8k_file_needs_no_code(tmp_path):
+async def test_gsm8k_file_needs_no_code(tmp_path):
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
     tasks = list(taskset.load())
     assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
     assert {task.system for task in tasks} == {BOXED_INSTRUCTIONS}
-    assert play(taskset, tasks[3], taskset.gold(tasks[3]) or "").reward == 1.0
-    assert play(taskset, tasks[3], "\\boxed{6.0}").reward == 1.0
-    assert play(taskset, tasks[3], "\\boxed{7}").reward == 0.0
-    assert play(taskset, tasks[3], "6").reward == 0.0
+    assert (await play(taskset, tasks[3], taskset.gold(tasks[3]) or "")).reward == 1.0
+    assert (await play(taskset, tasks[3], "\\boxed{6.0}")).reward == 1.0
+    assert (await play(taskset, tasks[3], "\\boxed{7}")).reward == 0.0
+    assert (await play(taskset, tasks[3], "6")).reward == 0.0
 
 
-def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
+async def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
     row = {"problem": "Half of one?", "solution": "So it is $\\boxed{\\frac{1}{2}}$."}
     taskset = make_dataset(
         write_jsonl(tmp_path / "rows.jsonl", [row]),
@@ -52,7 +52,7 @@ def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
         eval_share=0,
     )
     (task,) = taskset.load()
-    assert play(taskset, task, "\\boxed{0.5}").reward == 1.0
+    assert (await play(taskset, task, "\\boxed{0.5}")).reward == 1.0
 
 
 @pytest.mark.parametrize(("answer", "result"), [("a\n#### 7", "7"), ("so \\boxed{7}", "7"), (" 7 ", "7")])
@@ -60,22 +60,28 @@ def test_extract_final_answer(answer, result):
     assert extract_final_answer(answer) == result
 
 
-def test_score_exact_compares_the_whole_reply(tmp_path):
+async def test_score_exact_compares_the_whole_reply(tmp_path):
     rows = [{"prompt": "Say yes.", "answer": "yes", "how": "Be brief."}]
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), system_column="how", eval_share=0)
     (task,) = taskset.load()
     assert task.system == "Be brief."
-    assert [play(taskset, task, reply).reward for reply in ("yes", " yes\n", "Yes", "yes!", "")] == [1, 1, 0, 0, 0]
+    assert [(await play(taskset, task, reply)).reward for reply in ("yes", " yes\n", "Yes", "yes!", "")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
     assert taskset.gold(task) == "yes"
 
 
-def test_custom_reward_receives_task_row_and_trace(tmp_path):
+async def test_custom_reward_receives_task_row_and_trace(tmp_path):
     code = "def longer(task, trace):\n    return float(len(trace.last_reply) > task.row['length'])\n"
     (tmp_path / "mine.py").write_text(code)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "Talk.", "answer": None, "length": 3}])
     taskset = make_dataset(path, reward=f"{tmp_path}/mine.py:longer", eval_share=0)
     (task,) = taskset.load()
-    assert [play(taskset, task, reply).reward for reply in ("abc", "abcd")] == [0.0, 1.0]
+    assert [(await play(taskset, task, reply)).reward for reply in ("abc", "abcd")] == [0.0, 1.0]
     assert taskset.gold(task) is None
 
 
@@ -225,12 +231,6 @@ def test_metadata_files_in_a_directory_are_not_read_as_rows(tmp_path):
     write_jsonl(tmp_path / "train.jsonl")
     (tmp_path / "dataset_info.json").write_text('[{"question": "no", "answer": "no"}]')
     (tmp_path / "index.csv").write_text("question,answer\nno,no\n")
-    assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
-
-
-def test_directory_of_csv_or_json_files_ignores_datasets_metadata(tmp_path):
-    (tmp_path / "train.json").write_text(json.dumps(ROWS))
-    (tmp_path / "dataset_info.json").write_text('{"features": {}}')
     assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
 
 

@@ -64,10 +64,10 @@ def test_train_and_eval_splits_are_disjoint_for_any_config(id, data, seeds):
 
 @pytest.mark.parametrize("id", SIZES)
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_gold_replies_score_one(id, split):
+async def test_gold_replies_score_one(id, split):
     taskset = plugin.build_plugin("taskset", {"id": id, "split": split})
     for task in islice(taskset.load(), 12):
-        assert play(taskset, task, taskset.gold(task)).reward == 1.0
+        assert (await play(taskset, task, taskset.gold(task))).reward == 1.0
 
 
 @pytest.mark.parametrize("id", SIZES)
@@ -99,7 +99,7 @@ async def test_reply_counts_once_when_the_template_rewrites_history(settings, be
 
 
 @pytest.mark.parametrize("id", SIZES)
-def test_empty_reply_scores_zero(id):
+async def test_empty_reply_scores_zero(id):
     taskset = plugin.build_plugin("taskset", {"id": id})
     for task in islice(taskset.load(), 5):
-        assert play(taskset, task, "").reward == 0.0
+        assert (await play(taskset, task, "")).reward == 0.0

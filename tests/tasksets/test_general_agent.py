@@ -30,33 +30,33 @@ def plain(world) -> dict:
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_doing_nothing_does_not_reach_the_goal(domain):
+async def test_doing_nothing_does_not_reach_the_goal(domain):
     for task in tasks(domain):
         assert plain(build_goal_world(task)) != task.database
-        assert play(GeneralAgent(), task, "Done.").reward == 0.0
+        assert (await play(GeneralAgent(), task, "Done.")).reward == 0.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_write_calls_alone_reach_the_goal(domain):
+async def test_write_calls_alone_reach_the_goal(domain):
     for task in tasks(domain):
         replies = [make_tool_call(step.tool, **step.arguments) for step in task.calls if step.tool in WRITES[domain]]
-        assert play(GeneralAgent(), task, [*replies, "Done."]).reward == 1.0
+        assert (await play(GeneralAgent(), task, [*replies, "Done."])).reward == 1.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_missing_call_misses_the_goal_and_refused_call_is_harmless(domain):
+async def test_missing_call_misses_the_goal_and_refused_call_is_harmless(domain):
     refused = make_tool_call(sorted(WRITES[domain])[0])  # without arguments
     for task in tasks(domain, 10, max_goals=1):
         *gold, done = GeneralAgent().gold(task)
-        assert play(GeneralAgent(), task, [*gold[:-1], done]).reward == 0.0
-        assert play(GeneralAgent(), task, [*gold, refused, done]).reward == 1.0
+        assert (await play(GeneralAgent(), task, [*gold[:-1], done])).reward == 0.0
+        assert (await play(GeneralAgent(), task, [*gold, refused, done])).reward == 1.0
 
 
-def test_extra_change_misses_the_goal():
+async def test_extra_change_misses_the_goal():
     for task in tasks("shop", 10):
         *gold, done = GeneralAgent().gold(task)
         beside = make_tool_call("move_customer", customer_id="C0", city="Nowhere")
-        assert play(GeneralAgent(), task, [*gold, beside, done]).reward == 0.0
+        assert (await play(GeneralAgent(), task, [*gold, beside, done])).reward == 0.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
@@ -92,7 +92,7 @@ def test_every_write_tool_of_a_domain_is_used(domain):
     assert WRITES[domain] <= asked
 
 
-def test_agent_can_continue_after_tool_errors():
+async def test_agent_can_continue_after_tool_errors():
     taskset, (task,) = GeneralAgent(), tasks("library", 1)
     wrong = [
         make_tool_call("find_member", name="Nobody"),
@@ -100,17 +100,17 @@ def test_agent_can_continue_after_tool_errors():
         make_tool_call("burn_book", book_id="B0"),
         Message("assistant", tool_calls=(ToolCall("x", "find_book", "{not json"),)),
     ]
-    trace = play(taskset, task, [*wrong, *taskset.gold(task)])
+    trace = await play(taskset, task, [*wrong, *taskset.gold(task)])
     assert all(text.startswith("error:") for text in get_texts(trace, "tool")[:4])
     assert "no member called 'Nobody'" in get_texts(trace, "tool")[0]
     assert trace.reward == 1.0
 
 
-def test_rollouts_of_a_task_do_not_share_a_world():
+async def test_rollouts_of_a_task_do_not_share_a_world():
     taskset, (task,) = GeneralAgent(), tasks("shop", 1)
-    assert play(taskset, task, taskset.gold(task)).reward == 1.0
-    assert play(taskset, task, "Done.").reward == 0.0
-    assert play(taskset, task, taskset.gold(task)).reward == 1.0
+    assert (await play(taskset, task, taskset.gold(task))).reward == 1.0
+    assert (await play(taskset, task, "Done.")).reward == 0.0
+    assert (await play(taskset, task, taskset.gold(task))).reward == 1.0
 
 
 def test_several_goals_are_numbered():
@@ -118,6 +118,6 @@ def test_several_goals_are_numbered():
     assert [line[:2] for line in task.prompt.splitlines()] == ["1.", "2.", "3."]
 
 
-def test_final_database_is_stored_in_the_trace():
+async def test_final_database_is_stored_in_the_trace():
     taskset, (task,) = GeneralAgent(), tasks("tickets", 1)
-    assert play(taskset, task, taskset.gold(task)).info["database"] == plain(build_goal_world(task))
+    assert (await play(taskset, task, taskset.gold(task))).info["database"] == plain(build_goal_world(task))

@@ -38,20 +38,20 @@ def append(file: Path, text: str) -> None:
 
 
 @pytest.mark.process
-def test_folder_without_an_image_runs_end_to_end(box_kind):
-    solved = work(TASKSET, kind=box_kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
+async def test_folder_without_an_image_runs_end_to_end(box_kind):
+    solved = await work(TASKSET, kind=box_kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
     assert (solved.reward, solved.errors) == (1.0, [])
     output = solved.info["command"][1]
     assert output.startswith("a\nb\nc\n") and "tests" not in output.replace("_tests", "") and "solution" not in output
-    assert work(TASKSET, kind=box_kind).reward == 0.0
+    assert (await work(TASKSET, kind=box_kind)).reward == 0.0
 
 
 @pytest.mark.process
-def test_programs_of_the_environment_can_be_run(folder):
+async def test_programs_of_the_environment_can_be_run(folder):
     program = folder / "environment" / "hello.sh"
     program.write_text("#!/bin/sh\necho hello\n")
     program.chmod(0o755)
-    assert work({"id": "harbor", "path": str(folder)}, command="./hello.sh").info["command"] == [0, "hello\n"]
+    assert (await work({"id": "harbor", "path": str(folder)}, command="./hello.sh")).info["command"] == [0, "hello\n"]
 
 
 @pytest.mark.process
@@ -96,14 +96,14 @@ def test_changed_folder_is_another_task(folder):
         ("", "FROM b\nWORKDIR /first\nWORKDIR /srv\n", "harbor/count-lines", "/srv"),
     ],
 )
-def test_image_needs_a_runtime_with_images(folder, setting, dockerfile, image, workdir):
+async def test_image_needs_a_runtime_with_images(folder, setting, dockerfile, image, workdir):
     append(folder / "task.toml", setting)
     if dockerfile:
         (folder / "environment" / "Dockerfile").write_text(dockerfile)
     task = load_one(folder)
     assert (task.image, task.workdir) == (image, workdir)
     with pytest.raises(ConfigInvalid, match=f"image '{image}' needs images of the runtime 'local'"):
-        work({"id": "harbor", "path": str(folder)})
+        await work({"id": "harbor", "path": str(folder)})
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_several_containers_are_refused(folder):
         load_one(folder)
 
 
-def test_task_without_network_requires_a_private_network(folder):
+async def test_task_without_network_requires_a_private_network(folder):
     append(folder / "task.toml", 'network_mode = "no-network"\n')
     assert load_one(folder).requires == ("private_network",)
     with pytest.raises(ConfigInvalid, match="private_network"):
-        work({"id": "harbor", "path": str(folder)})
+        await work({"id": "harbor", "path": str(folder)})
 
 
 @pytest.mark.parametrize("memory", ["2G", "2GiB", "2 GB", "2048m"])
@@ -162,33 +162,33 @@ def test_size_that_cannot_be_read_is_refused_by_name(folder, setting):
         ("echo 1 > /logs/verifier/reward.txt.part; sleep 30", 0.0),
     ],
 )
-def test_reward_is_what_the_script_wrote_and_never_its_exit_status(folder, script, reward):
+async def test_reward_is_what_the_script_wrote_and_never_its_exit_status(folder, script, reward):
     (folder / "tests" / "test.sh").write_text(script + "\n")
     text = (folder / "task.toml").read_text().replace("timeout_sec = 30.0", "timeout_sec = 2.0")
     (folder / "task.toml").write_text(text)
-    trace = work({"id": "harbor", "path": str(folder)})
+    trace = await work({"id": "harbor", "path": str(folder)})
     assert (trace.reward, trace.errors) == (reward, [])
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("content", ["", "good", "nan", "[1]"])
-def test_reward_that_is_no_number_is_a_fault_of_the_environment(folder, content):
+async def test_reward_that_is_no_number_is_a_fault_of_the_environment(folder, content):
     (folder / "tests" / "test.sh").write_text(f"echo '{content}' > /logs/verifier/reward.txt\n")
-    trace = work({"id": "harbor", "path": str(folder)})
+    trace = await work({"id": "harbor", "path": str(folder)})
     assert trace.reward is None and [error.name for error in trace.errors] == ["EnvironmentFault"]
 
 
 @pytest.mark.process
-def test_reward_file_that_the_tests_do_not_write_does_not_count(folder):
+async def test_reward_file_that_the_tests_do_not_write_does_not_count(folder):
     (folder / "tests" / "test.sh").write_text("sh program.sh; echo 0 > /logs/verifier/reward.txt\n")
     forge = "echo '{\"reward\": 1}' > ../logs/verifier/reward.json\n"
-    assert work({"id": "harbor", "path": str(folder)}, files={"program.sh": forge}).reward == 0.0
+    assert (await work({"id": "harbor", "path": str(folder)}, files={"program.sh": forge})).reward == 0.0
 
 
 @pytest.mark.process
-def test_every_test_function_must_report_that_it_passed():
-    assert work(PYTEST, files=RIGHT).reward == 1.0
-    unsolved = work(PYTEST, files={"counts.txt": "one.txt 3\ntwo.txt 2\n"})
+async def test_every_test_function_must_report_that_it_passed():
+    assert (await work(PYTEST, files=RIGHT)).reward == 1.0
+    unsolved = await work(PYTEST, files={"counts.txt": "one.txt 3\ntwo.txt 2\n"})
     assert unsolved.reward == 0.0
     assert unsolved.info["verifier"] == {"unpassed": {"test_outputs.py::test_counts": "failed"}, "count": 2}
 
@@ -203,10 +203,10 @@ ATTACKS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_trick_does_not_pass_the_tests_of_pytest(attack):
-    assert work(PYTEST, files=ATTACKS[attack]).reward == 0.0
+async def test_trick_does_not_pass_the_tests_of_pytest(attack):
+    assert (await work(PYTEST, files=ATTACKS[attack])).reward == 0.0
     if attack == "patched pytest":
-        assert work(PYTEST, files={**ATTACKS[attack], **RIGHT}).reward == 1.0  # it is not even imported
+        assert (await work(PYTEST, files={**ATTACKS[attack], **RIGHT})).reward == 1.0  # it is not even imported
 
 
 def test_names_select_folders(tmp_path):

@@ -46,13 +46,6 @@ def test_answer_that_cannot_be_computed_ends_in_time_and_the_next_one_is_checked
     assert time.monotonic() - start < 60  # without an end, the process would need days
 
 
-def test_process_that_was_killed_is_replaced(checker):
-    assert checker.compare("1", "$1$") is True
-    checker._process.kill()
-    checker._process.wait(10)
-    assert checker.compare("1", "$1$") is True
-
-
 def test_reward_of_a_dataset(checker, tmp_path, monkeypatch):
     monkeypatch.setattr("ramify.tasksets.dataset.get_math_checker", lambda: checker)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2*9?", "answer": "2*9 = 18\\n#### 18"}\n')

@@ -26,7 +26,7 @@ def test_noise(number):
 """
 
 
-def test_reports_survive_whatever_tests_print(box_kind):
+async def test_reports_survive_whatever_tests_print(box_kind):
     async def test(runtime):
         await runtime.write("test_noise.py", NOISY_TESTS)
         program = f"python3 -c {shlex.quote(PYTEST_PROGRAM)}"
@@ -34,13 +34,13 @@ def test_reports_survive_whatever_tests_print(box_kind):
         command = f"{program} {{plugin}} -s -p no:cacheprovider test_noise.py"
         return await run_pytest(runtime, command, plugin_dir=plugin_dir, timeout=50)
 
-    outcomes = run_with_runtime(box_kind, test, max_output_bytes=1000)
+    outcomes = await run_with_runtime(box_kind, test, max_output_bytes=1000)
     assert outcomes == {f"test_noise.py::test_noise[{number}]": "passed" for number in range(NUM_TESTS)}
 
 
-def test_tests_that_do_not_start_report_nothing():
+async def test_tests_that_do_not_start_report_nothing():
     async def test(runtime):
         plugin_dir = PurePosixPath(runtime.workdir).parent / "reports"
         return await run_pytest(runtime, f"{sys.executable} -c 1", plugin_dir=plugin_dir, timeout=50)
 
-    assert run_with_runtime("local", test) == {}
+    assert await run_with_runtime("local", test) == {}

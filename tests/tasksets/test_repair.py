@@ -78,10 +78,10 @@ def test_tasks_survive_serialization():
 
 
 @pytest.mark.process
-def test_gold_file_scores_one_and_empty_change_zero(box_kind):
-    solved = work(TASKSET, kind=box_kind, files={FILE: GOLD})
+async def test_gold_file_scores_one_and_empty_change_zero(box_kind):
+    solved = await work(TASKSET, kind=box_kind, files={FILE: GOLD})
     assert (solved.reward, solved.metrics["passed_tests"], solved.errors) == (1.0, 1.0, [])
-    unchanged = work(TASKSET, kind=box_kind)
+    unchanged = await work(TASKSET, kind=box_kind)
     assert unchanged.reward == 0.0 and 0 < unchanged.metrics["passed_tests"] < 1
 
 
@@ -138,29 +138,29 @@ ATTACKS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_trick_does_not_pass_the_tests(attack):
-    trace = work(TASKSET | {"timeout": 1}, files=ATTACKS[attack])
+async def test_trick_does_not_pass_the_tests(attack):
+    trace = await work(TASKSET | {"timeout": 1}, files=ATTACKS[attack])
     assert trace.reward == 0.0
     assert not trace.errors
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", ["rm -f *", "ln -sf /etc/passwd {}", "rm {0}; mkdir {0}"])
-def test_file_that_is_no_file_scores_zero(command):
-    trace = work(TASKSET, command=command.format(FILE))
+async def test_file_that_is_no_file_scores_zero(command):
+    trace = await work(TASKSET, command=command.format(FILE))
     assert trace.reward == 0.0 and not trace.errors
     assert FILE in trace.info["outputs"] or command.endswith("mkdir {0}")  # a directory is copied
 
 
 @pytest.mark.process
-def test_box_that_its_file_ends_scores_zero():
+async def test_box_that_its_file_ends_scores_zero():
     skip_unless_available("sandbox")
-    trace = work(TASKSET, kind="sandbox", files={FILE: "import os\nos.kill(-1, 9)\n"})
+    trace = await work(TASKSET, kind="sandbox", files={FILE: "import os\nos.kill(-1, 9)\n"})
     assert trace.reward == 0.0
 
 
 @pytest.mark.process
-def test_box_of_the_agent_has_no_tests_no_gold_and_no_generator():
+async def test_box_of_the_agent_has_no_tests_no_gold_and_no_generator():
     skip_unless_available("sandbox")
     search = (
         (
@@ -171,7 +171,7 @@ def test_box_of_the_agent_has_no_tests_no_gold_and_no_generator():
         .replace("( ", "\\( ")
         .replace(" )", " \\)")
     )
-    trace = work(TASKSET, kind="sandbox", command=search)
+    trace = await work(TASKSET, kind="sandbox", command=search)
     listed = trace.info["command"][1].split()
     assert [name for name in listed if not name.endswith(FILE)] == []
 
@@ -203,11 +203,11 @@ def test_case_passes_only_with_exactly_the_expected_result(reported, reason):
     assert failed.get("x") == reason
 
 
-def test_isolation_is_required_on_request():
+async def test_isolation_is_required_on_request():
     task = next(iter(build_plugin("taskset", {"id": "repair", "requires": ["isolation"]}).load()))
     assert task.requires == ("isolation",)
     with pytest.raises(ConfigInvalid, match="isolation"):
-        work(TASKSET | {"requires": ["isolation"]})
+        await work(TASKSET | {"requires": ["isolation"]})
 
 
 @pytest.mark.process

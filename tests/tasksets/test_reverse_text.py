@@ -17,7 +17,6 @@ from ramify.tasksets.reversal import (
     extract_tagged,
     generate_texts,
     is_well_formed,
-    load_words,
     reverse,
     score_exact,
     score_similarity,
@@ -32,24 +31,6 @@ def test_same_config_gives_the_same_texts():
     config = ReverseTextConfig(num_tasks=200)
     assert list(generate_texts(config)) == list(generate_texts(config))
     assert list(generate_texts(config))[:4] == ["courage", "window", "flood", "bowl way"]
-
-
-def test_other_seed_gives_other_texts():
-    assert list(generate_texts(ReverseTextConfig(num_tasks=50))) != list(
-        generate_texts(ReverseTextConfig(num_tasks=50, seed=1))
-    )
-
-
-def test_fewer_texts_are_a_prefix_of_more():
-    few, more = (list(generate_texts(ReverseTextConfig(num_tasks=count))) for count in (20, 60))
-    assert more[:20] == few
-
-
-@given(seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)), max_chars=st.integers(8, 40))
-def test_train_and_eval_texts_are_disjoint_for_any_config(seeds, max_chars):
-    train = ReverseTextConfig(num_tasks=60, seed=seeds[0], max_chars=max_chars)
-    eval_texts = ReverseTextConfig(num_tasks=60, seed=seeds[1], split="eval")
-    assert not set(generate_texts(train)) & set(generate_texts(eval_texts))
 
 
 @given(min_chars=st.integers(1, 30), more=st.integers(4, 30), alphabet=st.sampled_from(["", " "]))
@@ -92,16 +73,6 @@ def test_missing_file_is_named(tmp_path):
         list(generate_texts(ReverseTextConfig(path=tmp_path / "nowhere.txt")))
 
 
-def test_word_list_is_lowercase_and_sorted():
-    listed = load_words()
-    assert list(listed) == sorted(set(listed))
-    assert all(set(word) <= set(string.ascii_lowercase) for word in listed)
-
-
-def test_system_prompt_names_the_tags():
-    assert "<reversed_text>" in SYSTEM
-
-
 @pytest.mark.parametrize(
     ("reply", "text"),
     [
@@ -131,9 +102,6 @@ def test_scores_of_right_wrong_and_missing_answers():
 )
 def test_malformed_replies(reply):
     assert not is_well_formed(reply)
-
-
-def test_well_formed_reply():
     assert is_well_formed(wrap_in_tags("olleh") + "\n")
 
 
@@ -148,11 +116,11 @@ def test_random_letters_and_echoes_score_low():
     assert echo == pytest.approx(0.22, abs=0.04)
 
 
-def test_taskset_scores_the_last_reply():
+async def test_taskset_scores_the_last_reply():
     taskset = ReverseText(ReverseTextConfig(num_tasks=1))
     (task,) = taskset.load()
     assert (task.prompt, task.system, task.answer) == ("courage", SYSTEM, "egaruoc")
-    played = play(taskset, task, [wrap_in_tags("egaruox")])
+    played = await play(taskset, task, [wrap_in_tags("egaruox")])
     assert played.rewards == {"similarity": (pytest.approx(2 * 6 / 14), 1.0)}
     assert played.metrics == {"exact": 0.0, "well_formed": 1.0}
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -107,17 +106,17 @@ def write_rows(tmp_path, *rows):
     return {"id": "swe", "path": str(file), "python": sys.executable, "activate": ""}
 
 
-def run_agent(tmp_path, row=SWE_BENCH, **options):
-    return work(write_rows(tmp_path, row), kind=LOCAL_IMAGES, **options)
+async def run_agent(tmp_path, row=SWE_BENCH, **options):
+    return await work(write_rows(tmp_path, row), kind=LOCAL_IMAGES, **options)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
-def test_fix_scores_one_and_no_change_zero(tmp_path, row):
-    solved = run_agent(tmp_path, row, files={"calc.py": FIXED})
+async def test_fix_scores_one_and_no_change_zero(tmp_path, row):
+    solved = await run_agent(tmp_path, row, files={"calc.py": FIXED})
     assert (solved.reward, solved.errors) == (1.0, [])
     assert solved.info["tests"] == {"unpassed": {}, "count": 2, "removed": []}
-    assert run_agent(tmp_path, row).reward == 0.0
+    assert (await run_agent(tmp_path, row)).reward == 0.0
 
 
 def test_limits_of_tests_and_patch_are_within_those_of_their_phases(tmp_path):
@@ -128,8 +127,8 @@ def test_limits_of_tests_and_patch_are_within_those_of_their_phases(tmp_path):
 
 
 @pytest.mark.process
-def test_wrong_fix_names_the_test(tmp_path):
-    trace = run_agent(tmp_path, files={"calc.py": "def add(a, b):\n    return a * b\n"})
+async def test_wrong_fix_names_the_test(tmp_path):
+    trace = await run_agent(tmp_path, files={"calc.py": "def add(a, b):\n    return a * b\n"})
     assert trace.reward == 0.0
     assert trace.info["tests"]["unpassed"] == {"tests/test_calc.py::test_add": "failed"}
 
@@ -144,19 +143,19 @@ async def test_gold_patch_is_valid(tmp_path, row):
 
 
 @pytest.mark.process
-def test_agent_sees_no_history_and_no_tests(tmp_path):
+async def test_agent_sees_no_history_and_no_tests(tmp_path):
     commands = ["log --all --oneline", "tag", "stash list", "reflog", "cat-file --batch-all-objects --batch-check"]
     command = "; ".join(f"git {command}" for command in commands) + "; ls -R"
-    output = run_agent(tmp_path, command=command).info["command"][1]
+    output = (await run_agent(tmp_path, command=command)).info["command"][1]
     assert "fix" not in output and "future" not in output and "test_calc" not in output
     assert output.splitlines()[0].endswith(" base")
     assert output.count(" blob ") == 1  # the file with its bug; the fixed one is in no object
 
 
 @pytest.mark.process
-def test_committed_fix_counts(tmp_path):
+async def test_committed_fix_counts(tmp_path):
     command = "sed -i 's/-/+/' calc.py; git -c user.name=a -c user.email=a@b commit -qam fix"
-    assert run_agent(tmp_path, command=command).reward == 1.0
+    assert (await run_agent(tmp_path, command=command)).reward == 1.0
 
 
 ATTACKS = {
@@ -175,23 +174,23 @@ ATTACKS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_trick_does_not_resolve_the_issue(tmp_path, attack):
-    trace = run_agent(tmp_path, files=ATTACKS[attack])
+async def test_trick_does_not_resolve_the_issue(tmp_path, attack):
+    trace = await run_agent(tmp_path, files=ATTACKS[attack])
     assert (trace.reward, trace.errors) == (0.0, [])
 
 
 @pytest.mark.process
-def test_agent_without_a_repository_scores_zero(tmp_path):
-    trace = run_agent(tmp_path, files={"calc.py": FIXED}, command="rm -rf .git")
+async def test_agent_without_a_repository_scores_zero(tmp_path):
+    trace = await run_agent(tmp_path, files={"calc.py": FIXED}, command="rm -rf .git")
     assert trace.reward == 0.0 and "there is no patch" in trace.info["tests"]["problem"]
 
 
 @pytest.mark.parametrize("kind", ["local", "sandbox"])
-def test_rows_need_a_runtime_with_images(tmp_path, kind):
+async def test_rows_need_a_runtime_with_images(tmp_path, kind):
     if kind == "sandbox" and (reason := find_unsupported_reason()):
         pytest.skip(f"no sandbox here: {reason}")
     with pytest.raises(ConfigInvalid, match=f"image .* needs images of the runtime '{kind}'"):
-        work(write_rows(tmp_path, SWE_BENCH), kind=kind)
+        await work(write_rows(tmp_path, SWE_BENCH), kind=kind)
 
 
 def test_row_of_swe_bench():
@@ -261,14 +260,6 @@ def test_patch_keeps_only_changes_to_code():
     assert removed == ["conftest.py", "a/conftest.py", "setup.cfg", "b.pth", "pytest/c.py", "t.py"]
     moved = "diff --git a/x.py b/conftest.py\nsimilarity index 100%\nrename from x.py\nrename to conftest.py\n"
     assert filter_patch(moved, ())[0] == ""
-
-
-@pytest.mark.process
-def test_patches_of_these_tests_apply(tmp_path):
-    (tmp_path / "calc.py").write_text(BUGGY)
-    for patch in (GOLD_PATCH, TEST_PATCH):
-        subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True)
-    assert (tmp_path / "calc.py").read_text() == FIXED
 
 
 CONFTEST_HUNK = "--- a/conftest.py\n+++ b/conftest.py\n@@ -1 +1 @@\n-fine\n+evil\n"

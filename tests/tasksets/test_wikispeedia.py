@@ -142,15 +142,15 @@ def test_missing_file_is_named(tmp_path):
         load_snap_graph(tmp_path, with_texts=False)
 
 
-def test_shortest_path_has_efficiency_one(snap, tale):
-    trace = play(snap, tale, [make_tool_call("click_link", article=title) for title in ("bread", "Café", "Door")])
+async def test_shortest_path_has_efficiency_one(snap, tale):
+    trace = await play(snap, tale, [make_tool_call("click_link", article=title) for title in ("bread", "Café", "Door")])
     assert trace.reward == 1.0
     assert trace.metrics == {"clicks": 3.0, "shortest": 3.0, "efficiency": 1.0}
     assert get_texts(trace, "tool")[-1] == "You have reached Door."
 
 
-def test_unknown_link_lists_the_links_and_does_not_move(snap, tale):
-    trace = play(
+async def test_unknown_link_lists_the_links_and_does_not_move(snap, tale):
+    trace = await play(
         snap, tale, [make_tool_call("click_link", article="Door"), make_tool_call("click_link", article="Bread")]
     )
     assert get_texts(trace, "tool")[0] == "error: A Tale has no link 'Door'. Links:\nBread"
@@ -158,47 +158,47 @@ def test_unknown_link_lists_the_links_and_does_not_move(snap, tale):
     assert (trace.reward, trace.metrics["efficiency"]) == (0.0, 0.0)
 
 
-def test_detours_cost_clicks(snap, tale):
+async def test_detours_cost_clicks(snap, tale):
     way = [("click_link", "Bread"), ("go_back", None), ("go_back", None), ("click_link", "Bread")]
     way += [("click_link", "A Tale"), ("click_link", "Bread"), ("click_link", "Café"), ("click_link", "Door")]
     replies = [make_tool_call(name, **({"article": title} if title else {})) for name, title in way]
-    trace = play(snap, tale, replies)
+    trace = await play(snap, tale, replies)
     assert "is the first page" in get_texts(trace, "tool")[2]
     assert trace.metrics == {"clicks": 6.0, "shortest": 3.0, "efficiency": 0.5}
 
 
-def test_reaching_the_target_ends_the_walk_within_a_reply(snap, tale):
+async def test_reaching_the_target_ends_the_walk_within_a_reply(snap, tale):
     three = [make_tool_call("click_link", article=title).tool_calls[0] for title in ("Bread", "Café", "Door", "A Tale")]
     back = make_tool_call("go_back").tool_calls[0]
-    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never sent"])
+    trace = await play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never sent"])
     assert (trace.reward, trace.metrics["clicks"]) == (1.0, 3.0)
     assert len(get_texts(trace, "assistant")) == 1
 
 
-def test_walk_ends_after_max_turns(snap, tale):
+async def test_walk_ends_after_max_turns(snap, tale):
     snap.config = snap.config.model_copy(update={"max_turns": 2})
     three = [make_tool_call("click_link", article=title) for title in ("Bread", "Café", "Door")]
     at_once = Message("assistant", tool_calls=tuple(call for reply in three for call in reply.tool_calls))
     for replies in (three, [at_once]):
-        trace = play(snap, tale, replies)
+        trace = await play(snap, tale, replies)
         assert (trace.reward, trace.metrics["clicks"]) == (0.0, 2.0)
 
 
 @pytest.mark.parametrize(
     "reply", ["I click Bread.", make_tool_call("click", article="Bread"), make_tool_call("click_link", page="x")]
 )
-def test_malformed_reply_does_not_move(snap, tale, reply):
-    trace = play(snap, tale, [reply])
+async def test_malformed_reply_does_not_move(snap, tale, reply):
+    trace = await play(snap, tale, [reply])
     assert trace.info["walk"]["path"] == ["A Tale"]
     assert trace.reward == 0.0
 
 
-def test_gold_walk_in_the_small_graph_fits_tiny():
+async def test_gold_walk_in_the_small_graph_fits_tiny():
     renderer = load_renderer(Path(ramify.__file__).parent / "models" / "tiny")
     taskset = Wikispeedia(WikispeediaConfig(**SMALL))
     pages = [taskset.render_page(title) for title in taskset.graph.links]
     assert max(map(len, pages)) < 100
     for task in list(taskset.load())[:5]:
-        trace = play(taskset, task, taskset.gold(task))
+        trace = await play(taskset, task, taskset.gold(task))
         messages = [Message("system", task.system), *(node.message for node in trace.nodes)]
         assert len(renderer.render(messages).token_ids) < 1024

@@ -100,8 +100,8 @@ def test_invalid_guesses_are_not_counted():
     assert play_replies("crane", replies).score == 1.0
 
 
-def test_user_answers_with_marks_and_warnings_until_the_end():
-    trace = scripted_agent.play(Wordle(), TASK, ["[slate]", "hm", "[crane]", "[light]"])
+async def test_user_answers_with_marks_and_warnings_until_the_end():
+    trace = await scripted_agent.play(Wordle(), TASK, ["[slate]", "hm", "[crane]", "[light]"])
     opening, marks, warning = scripted_agent.get_texts(trace, "user")
     assert opening == TASK.prompt
     assert marks == "SLATE\nXXGXG"

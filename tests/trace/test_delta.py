@@ -189,19 +189,6 @@ def test_delta_with_other_column_lengths_raises():
         assert encode_trace(reader.trace) == encode_trace(trace)
 
 
-def test_unchanged_trace_gives_no_delta():
-    trace = Trace(id="t")
-    writer = TraceDeltaEncoder(trace)
-    assert writer.next_delta() is not None
-    assert writer.next_delta() is None
-    trace.info["a"] = 1
-    assert writer.next_delta() is not None
-    trace.info["a"] = 1
-    assert writer.next_delta() is None
-    trace.timing.model = 2.0
-    assert writer.next_delta() is not None
-
-
 def test_delta_holds_only_what_is_new():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)

@@ -162,23 +162,6 @@ def test_component_counts_and_head_inputs_match_the_entries(attempts):
     assert [pairs[which] for which in own.tolist()] == wanted
 
 
-def test_identical_attempts_are_two_targets_at_one_token():
-    nodes = (Planned(-1, (1, 2)), LEAF)
-    one = Attempt("a", nodes, (rl("a", 1, 1.0),))
-    two = Attempt("b", nodes, (rl("b", 1, -1.0),))
-    forest = build_forest([one.sample(), two.sample()])
-    assert forest.token_ids.tolist() == [1, 2, 5, 6]
-    assert Counter(forest.targets.token_index.tolist()) == {2: 2, 3: 2}
-    assert sorted(zip(forest.targets.token_index.tolist(), forest.targets.advantage.tolist(), strict=True)) == [
-        (2, -1.0),
-        (2, 1.0),
-        (3, -1.0),
-        (3, 1.0),
-    ]
-    assert len(forest.calls) == 2
-    assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0, "kl": 0}
-
-
 def test_forest_without_targets_is_empty():
     untrained = Attempt("a", (Planned(-1, (1, 2)), LEAF), ())
     weightless = replace(untrained, notes=(Annotation("a", 1, rl=0.0),))
@@ -224,17 +207,6 @@ def test_overlong_paths_are_dropped_or_truncated_and_counted(attempts, seq_len, 
     assert Counter(forest.dropped.overlong_calls) == too_long
     assert forest.dropped.num_truncated_tokens == cut
     assert set(paths_of(forest, paths)) == {numbers for entry in entries for numbers in paths.up(entry.path)}
-
-
-def test_overlong_path_drops_its_earlier_calls():
-    nodes = (Planned(-1, (1,)), LEAF, Planned(1, (2,)), Planned(2, (7, 7), (0, 2), (-1.0,) * 2))
-    samples = [Attempt("a", nodes, (rl("a", 1), rl("a", 3))).sample()]
-    forest = build_forest(samples, seq_len=5)
-    assert len(forest) == 0
-    assert sorted(forest.dropped.overlong_calls) == [("a", 1), ("a", 3)]
-    assert build_forest(samples, seq_len=6).dropped.overlong_calls == ()
-    end_cut = build_forest(samples, seq_len=5, overlong="cut")
-    assert (end_cut.dropped.overlong_calls, end_cut.dropped.num_truncated_tokens, len(end_cut)) == ((), 1, 5)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -82,22 +82,6 @@ def test_dropped_targets_are_reported_by_the_first_piece_only(attempts, budget, 
         assert sum(piece.dropped.num_truncated_tokens for piece in pieces) == shortened.dropped.num_truncated_tokens
 
 
-def test_repeated_context_carries_no_targets():
-    prompt = Planned(-1, (1, 2, 3))
-    shared = Planned(0, (4, 4), (0, 2), (-1.0, -1.0))
-    replies = [Planned(1, (token,) * 4, (0, 4), (-1.0,) * 4) for token in (5, 6, 7)]
-    attempt = Attempt("a", (prompt, shared, *replies), tuple(Annotation("a", node) for node in (1, 2, 3, 4)))
-    forest = build_forest([attempt.sample()])
-    assert len(forest) == 17
-    pieces = split_forest(forest, 13)
-    assert [piece.token_ids.tolist() for piece in pieces] == [
-        [1, 2, 3, 4, 4] + [5] * 4 + [6] * 4,
-        [1, 2, 3, 4, 4] + [7] * 4,
-    ]
-    assert [calls_of(piece) for piece in pieces] == [[("a", 1), ("a", 2), ("a", 3)], [("a", 4)]]
-    assert [len(piece.targets) for piece in pieces] == [10, 4]
-
-
 def test_unshared_path_of_a_subtree_counts_against_max_tokens():
     """The second reply shares one token with the first and has three more above it."""
     replies = {token: Planned(parent, (token,) * 2, (0, 2), (-1.0,) * 2) for token, parent in ((5, 0), (6, 2), (7, 2))}

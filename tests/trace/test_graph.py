@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ramify.errors import RamifyError, TraceInvalid, ValueRefused
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionRun, encode_trace
 from tests.support import trace_oracle as oracle
-from tests.support.trace_scripts import IMAGES, KINDS, PLACEHOLDER, Script, big_script, replay, scripts, write_script
+from tests.support.trace_scripts import IMAGES, KINDS, Script, big_script, replay, scripts, write_script
 
 RANDOM = st.randoms(use_true_random=False)
 USER = Message("user", "hi")
@@ -237,23 +237,6 @@ def test_invalid_media_raises_when_added(wrong: tuple[Any, Any, Any]):
     with pytest.raises(RamifyError):
         trace.add_media(Media(*wrong))
     assert trace.graph.media == []
-
-
-def test_equal_media_share_one_entry():
-    trace = Trace(id="t")
-    assert [trace.add_media(image) for image in (*IMAGES, *IMAGES)] == [0, 1, 2, 0, 1, 2]
-
-
-def test_equal_placeholders_with_another_image_fork():
-    trace = Trace(id="t")
-    first, second = (trace.add_media(image) for image in IMAGES[:2])
-    trace.add_node(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, first, 1, 2)])
-    prompt = np.array([1, PLACEHOLDER, 2], np.int32)
-    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[0].hash)]) == (0, 3)
-    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[1].hash)]) == (-1, 0)
-    assert trace.graph.match_prefix(prompt) == (-1, 0)
-    trace.add_node(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, second, 1, 2)])
-    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[1].hash)]) == (1, 3)
 
 
 def test_generator_covers_every_kind_of_event():
