@@ -78,7 +78,7 @@ class ProcessGuard:
     def check_fixtures(self, item: pytest.Item) -> None:
         """Fail a `unit` test that uses a shared fixture which another test has set up and which started a process."""
         definitions = item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
-        names = [name for name, fixtures in definitions if self._process_fixtures.intersection(fixtures)]
+        names = [name for name, fixtures in definitions if fixtures and fixtures[-1] in self._process_fixtures]
         if names and get_tier(item) == "unit":
             pytest.fail(self._describe(item, f"uses the fixture {names[0]!r}, which starts a process"), pytrace=False)
 
