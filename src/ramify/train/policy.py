@@ -22,7 +22,7 @@ from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.resolve import fetch_model
-from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
+from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
@@ -107,7 +107,13 @@ class PolicyModel(nn.Module):
             raise ValueError("the forest has no entries: it needs traces with annotations that are not over `seq_len`")
         (pack,) = pack_forests([forest], sys.maxsize, self.layout)
         device = next(self.parameters()).device
-        inputs = build_model_inputs(pack, layout=self.layout, device=device, sliding_windows=self.sliding_windows)
+        inputs = build_model_inputs(
+            pack,
+            layout=self.layout,
+            device=device,
+            sliding_windows=self.sliding_windows,
+            padded_length=-(-len(pack) // BLOCK_SIZE) * BLOCK_SIZE if device.type == "cuda" else None,
+        )
         return inputs.head_inputs.select_entries("rl", self.compute_logprobs(inputs)[0])
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
