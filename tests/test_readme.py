@@ -115,6 +115,7 @@ def test_commands_of_the_readme_find_their_files_and_arguments(has_bwrap, tmp_pa
         find_unsupported_reason.cache_clear()
 
 
+@pytest.mark.run
 @pytest.mark.full("an installation, three runs and the tests: an hour; needs a package index")
 @pytest.mark.timeout(7200)
 def test_commands_of_the_readme_work_in_a_fresh_clone(tmp_path):
