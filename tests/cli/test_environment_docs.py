@@ -11,6 +11,7 @@ from ramify.cli import main
 PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 
 
+@pytest.mark.process
 @pytest.mark.full("starts an engine twice")
 def test_documented_environment_validates_and_evaluates(tmp_path, monkeypatch):
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -187,6 +187,7 @@ def test_dry_runs_do_not_download(remote, tmp_path, capsys):
     assert remote.sent == []
 
 
+@pytest.mark.process
 @pytest.mark.full("starts an engine")
 def test_commands_download(remote, tmp_path, capsys):
     assert main([*EVAL, str(tmp_path)]) == 0

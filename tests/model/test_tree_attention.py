@@ -207,6 +207,7 @@ print(tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 10
 """
 
 
+@pytest.mark.process
 @pytest.mark.full("ten seconds for one number")
 def test_memory_is_linear_in_the_tokens_of_a_tree():
     """A mask of its pairs would take 900 MB as bytes, 3.6 GB as numbers; a tensor of its activations takes 4 MB."""
