@@ -128,12 +128,12 @@ async def test_no_prefix_is_stale_after_a_weight_update(target, http, kv):
     async with target.streaming(http, LONG, max_tokens=3500) as choices:
         await anext(choices)  # and a request that holds them is running
         await target.update(http, target.second, kv)
-        found = (await target.generate(http, LONG, max_tokens=8, temperature=0.0))["choices"][0]
+        reused = (await target.generate(http, LONG, max_tokens=8, temperature=0.0))["choices"][0]
         fresh = (await target.generate(http, LONG, max_tokens=8, temperature=0.0, cache_salt=f"fresh {kv}"))["choices"][
             0
         ]
-    assert found["token_ids"] == fresh["token_ids"]
-    assert logprobs(found) == pytest.approx(logprobs(fresh), abs=CLOSE)
+    assert reused["token_ids"] == fresh["token_ids"]
+    assert logprobs(reused) == pytest.approx(logprobs(fresh), abs=CLOSE)
 
 
 async def test_an_overlong_prompt_is_refused_with_both_lengths(target, http):

@@ -302,9 +302,9 @@ async def test_dropped_attempt_drops_a_group_with_too_few_left(ledger):
     core = await open_core(ledger, World(size=2))
     await core.issue_groups()
     core.next_attempt(9), core.next_attempt(9)
-    found = [await core.record_failure(0, 0, DIED) for _ in range(2)]
+    failures = [await core.record_failure(0, 0, DIED) for _ in range(2)]
     assert core.attempt_queue.num_in_flight == 0
-    assert [*found, await core.record_attempt(0, 1, [make_trace("0.1", 1.0)])] == [
+    assert [*failures, await core.record_attempt(0, 1, [make_trace("0.1", 1.0)])] == [
         GroupProgress.OPEN,
         GroupProgress.TOO_FEW,
         GroupProgress.TOO_FEW,
@@ -326,10 +326,10 @@ async def test_concurrent_calls_take_turns(ledger):
         trace = make_trace(f"{queued.group}.{queued.attempt}", float(queued.attempt))
         return queued.group, await core.record_attempt(queued.group, queued.attempt, [trace])
 
-    found = await asyncio.gather(*map(come_back, take_attempts(core)))
-    complete = [group for group, progress in found if progress is GroupProgress.COMPLETE]
+    outcomes = await asyncio.gather(*map(come_back, take_attempts(core)))
+    complete = [group for group, progress in outcomes if progress is GroupProgress.COMPLETE]
     assert sorted(complete) == list(range(1, core.admission.num_active + 1))
-    assert [progress for group, progress in found if group == 0] == [GroupProgress.TOO_FEW] * 2
+    assert [progress for group, progress in outcomes if group == 0] == [GroupProgress.TOO_FEW] * 2
     await asyncio.gather(*(core.score_group(group) for group in (*complete, *complete, 0)))
     batches = [batch for cut in await asyncio.gather(core.form_batches(), core.form_batches()) for batch in cut]
     assert [batch.step for batch in batches] == list(range(len(batches)))

@@ -52,7 +52,7 @@ def test_reward_is_available_before_the_first_step(run_log):
     record(progress, 1.0, 0.0)
     progress.record_batches({0: [0]})
     record(progress, 1.0, is_trainable=False)
-    assert (progress.mean_reward, progress.trainable_counts) == (0.5, (2, 4))  # those of the last step
+    assert (progress.mean_reward, progress.trainable_counts) == (0.5, (2, 4))  # of the last step alone
 
 
 def test_throughput_is_recent(run_log):

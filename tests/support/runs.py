@@ -127,7 +127,7 @@ def run_with_faults(home: Path, roles: Sequence[str], *flags: str, timeout: floa
 
 
 def find_processes(parent: int, role: str) -> list[psutil.Process]:
-    """Return the processes of a run with this role: the name of a command, or `worker` for those of env servers."""
+    """Return the processes of a run with this role: the name of a command, or `worker` for an env server's workers."""
     text = "envserver" if role == "worker" else f"ramify {role} "
     processes = []
     for child in psutil.Process(parent).children(recursive=True):

@@ -67,7 +67,7 @@ def _list_started_models(config: RunConfig) -> dict[str, str]:
 
 
 def _find_weight_problems(config: RunConfig) -> Problems:
-    """Return a problem for each model directory that lacks weight files; those of hub ids are downloaded."""
+    """Return a problem for each model directory that lacks weight files; files of hub ids are downloaded."""
     problems: Problems = []
     for key, name in _list_started_models(config).items():
         with contextlib.suppress(ModelNotFound):
