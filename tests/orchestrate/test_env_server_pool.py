@@ -31,12 +31,12 @@ def reserve_address() -> str:
         return reservation.addresses["server"]
 
 
-async def restart_at(address: str, name: str) -> StubEnvServer:
+async def restart_at(address: str, name: str, environment: str = "same") -> StubEnvServer:
     """Return a server for an address whose last listener is still being closed."""
     while True:
         try:
             socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))).close()
-            return StubEnvServer(name, address)
+            return StubEnvServer(name, address, environment)
         except OSError:
             await asyncio.sleep(0.05)
 
@@ -193,6 +193,19 @@ async def test_a_server_with_another_environment_that_joins_later_gets_no_attemp
             async with asyncio.timeout(30):
                 while True:  # until the server was checked
                     await run_one(pool, "x")
+
+
+async def test_an_attempt_that_waits_for_a_server_fails_when_it_returns_with_another_environment():
+    server = await StubEnvServer("a", reserve_address()).__aenter__()
+    async with make_pool(server.address, start_timeout=300.0) as pool:
+        await server.__aexit__()
+        with pytest.raises(PeerLost):
+            await run_one(pool, "x")
+        retry, attempt = asyncio.create_task(pool.wait_until_up(300.0)), asyncio.create_task(run_one(pool, "y"))
+        async with await restart_at(server.address, "again", environment="other"), asyncio.timeout(30):
+            assert not await retry
+            with pytest.raises(EnvironmentChanged, match="differ from the environment that the run started with"):
+                await attempt
 
 
 async def test_an_attempt_that_its_server_refuses_for_its_environment_runs_elsewhere():

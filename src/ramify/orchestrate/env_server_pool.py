@@ -54,7 +54,7 @@ class EnvServerPool(AsyncService):
         self.servers = [ConnectedEnvServer(address) for address in dict.fromkeys(addresses)]
         self._servers_by_rollout: dict[str, ConnectedEnvServer] = {}
         self._watch_tasks: WatchTasks[ConnectedEnvServer] = WatchTasks()
-        self._any_up, self._checked = asyncio.Event(), asyncio.Event()
+        self._settled, self._checked = asyncio.Event(), asyncio.Event()  # see `_update_settled`
         self._is_open = False
         self._info: tuple[str, EnvServerInfo] | None = None  # with the address of the first server that came up
 
@@ -107,14 +107,13 @@ class EnvServerPool(AsyncService):
             self.servers.remove(server)
             server.state = ServerState.REMOVED
             server.check_now.set()
-        if not self.up_servers:
-            self._any_up.clear()
         known = {server.address for server in self.servers}
         for address in dict.fromkeys(addresses):
             if address not in known:
                 self.servers.append(server := ConnectedEnvServer(address))
                 if self._is_open:
                     self._watch(server)
+        self._update_settled()
 
     def find_address(self, rollout_id: str) -> str | None:
         """Return the address of the server that runs an attempt; None if the attempt waits for a server."""
@@ -126,10 +125,13 @@ class EnvServerPool(AsyncService):
         return [server.describe() for server in self.servers]
 
     async def wait_until_up(self, timeout: float) -> bool:
-        """Wait until a server is up, for at most `timeout` seconds; return whether one is."""
+        """Wait for a server, for at most `timeout` seconds; return whether one is up.
+
+        Return at once if all servers have another environment: requests are refused then.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._any_up.wait()
+                await self._settled.wait()
         return bool(self.up_servers)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -189,14 +191,11 @@ class EnvServerPool(AsyncService):
 
         Raises PeerLost, or EnvironmentChanged if all servers have another environment.
         """
-        if not self.up_servers:
-            failures = [server.failure for server in self.servers]
-            if failures and all(isinstance(failure, EnvironmentChanged) for failure in failures):
+        if not await self.wait_until_up(min(self.start_timeout, deadline - time.monotonic())):
+            if self._are_all_changed:
                 problem = f"all env servers of source {self.name} differ from the environment that the run started with"
                 raise EnvironmentChanged(f"{problem}: {self._describe_down()}")
-            timeout = min(self.start_timeout, deadline - time.monotonic())
-            if not await self.wait_until_up(timeout):
-                raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")
+            raise PeerLost(f"no env server of source {self.name} is up: {self._describe_down()}")
         return min(self.up_servers, key=lambda server: (server.num_in_flight, server.num_done))
 
     # -- checks --------------------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ class EnvServerPool(AsyncService):
             self._check_environment(server.address, await client.info(count_tasks=False, timeout=CONTROL_TIMEOUT))
         if server.state is ServerState.DOWN:  # it may have been removed meanwhile
             server.state, server.failure, server.was_up = ServerState.UP, None, True
-            self._any_up.set()
+            self._update_settled()
 
     def _check_environment(self, address: str, info: EnvServerInfo) -> None:
         """Raise EnvironmentChanged unless a server has the environment of the first one that came up."""
@@ -276,15 +275,27 @@ class EnvServerPool(AsyncService):
         is_new = server.failure is None or server.failure.message != error.message
         server.failure = error
         if server.state is not ServerState.UP:
+            self._update_settled()
             if is_new and isinstance(error, EnvironmentChanged):
                 self._on_lost(Failure.from_exception(error))
             return
         server.state = ServerState.DOWN
         server.check_now.set()
-        if not self.up_servers:
-            self._any_up.clear()
+        self._update_settled()
         if len(self.servers) > 1:  # the loss of the only server is reported by each of its attempts
             self._on_lost(Failure.from_exception(error))
+
+    @property
+    def _are_all_changed(self) -> bool:
+        failures = [server.failure for server in self.servers]
+        return bool(failures) and all(isinstance(failure, EnvironmentChanged) for failure in failures)
+
+    def _update_settled(self) -> None:
+        """Wake requests that wait for a server when one is up, and also when all have another environment."""
+        if self.up_servers or self._are_all_changed:
+            self._settled.set()
+        else:
+            self._settled.clear()
 
     def _describe_down(self) -> str:
         down = [f"{server.address}: {server.reason}" for server in self.servers if server.state is ServerState.DOWN]
