@@ -1,9 +1,8 @@
 """The time of a stalled engine does not count towards the harness timeout and is never blamed on the policy."""
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,20 +12,16 @@ import ramify as rf
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.stall_clock import StallClock
 from ramify.errors import RolloutDeadline
-from ramify.evals.engine_process import EngineProcess
 from ramify.gateway import TokenPolicy
-from ramify.infer.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig
 from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env
-from tests.support.engine import TINY, Exchange, ScriptedEngine, hang
-
-pytestmark = pytest.mark.process
+from tests.support.engine import TINY, Exchange, ScriptedEngine, hang, respond, run_engine
 
 QUICK_CLIENT = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)
-HARNESS_TIMEOUT = 4.0  # seconds of harness.timeout
-STALL_SECONDS = 5.0  # seconds for which an engine is stalled
+HARNESS_TIMEOUT = 1.5  # seconds of harness.timeout
+STALL_SECONDS = 2.0  # seconds for which an engine is stalled
 
 
 class Answered(OneTask):
@@ -45,23 +40,6 @@ class TwoTurns(Answered):
         return AsksTwice()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """A real `ramify serve` of the tiny model."""
-    config = ServeConfig(model=ModelConfig(name="tiny"), inference=EngineConfig(threads=1), server=ServerConfig(port=0))
-    child = EngineProcess(config, tmp_path_factory.mktemp("serve"), start_timeout=120.0)
-    runner.run(child.start())
-    yield child
-    os.kill(child.pid, signal.SIGCONT)
-    runner.run(child.stop())
-
-
 @asynccontextmanager
 async def policy_at(url: str) -> AsyncIterator[TokenPolicy]:
     async with InferenceClient(url, QUICK_CLIENT) as client:
@@ -74,65 +52,57 @@ async def rollout(policy: TokenPolicy, taskset: type[rf.Taskset] = Answered, **s
     return episode.traces[0]
 
 
+class StoppableEngine(ScriptedEngine):
+    """An engine in a thread of its own that can be stopped like a process: the kernel still accepts connections."""
+
+    async def __aenter__(self) -> "ScriptedEngine":
+        self._loop, self._continued = asyncio.get_running_loop(), threading.Event()
+        return await super().__aenter__()
+
+    def stop(self) -> None:
+        self._continued.clear()
+        self._loop.call_soon_threadsafe(self._continued.wait, 60)
+
+    def resume(self) -> None:
+        self._continued.set()
+
+
 async def run_interrupted(
-    rollout_task: Awaitable[Trace], pause: Callable[[], Awaitable[None]], resume: Callable[[], Awaitable[None]]
+    rollout_task: Awaitable[Trace], stop: Callable[[], None], resume: Callable[[], None]
 ) -> Trace:
     """Return the trace of a rollout whose engine is stalled for a while from the start."""
-    await pause()
+    stop()
     task = asyncio.ensure_future(rollout_task)
     try:
         await asyncio.wait([task], timeout=STALL_SECONDS)
     finally:
-        await resume()
+        resume()
     return await asyncio.wait_for(task, 60)
 
 
-async def send_signal(pid: int, signum: signal.Signals) -> None:
-    os.kill(pid, signum)
+async def test_stopped_engine_does_not_use_up_the_harness_timeout():
+    with run_engine(StoppableEngine(["one", "two"])) as engine:
+        async with policy_at(engine.url) as policy:
+            trace = await run_interrupted(rollout(policy, TwoTurns), engine.stop, engine.resume)
+    assert error_names(trace) == []
+    assert len(trace.sampled_nodes) == 2
+    assert trace.timing.stalled >= STALL_SECONDS - HARNESS_TIMEOUT
 
 
-def test_stopped_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
-    async def main() -> tuple[Trace, Trace]:
-        pid = server.pid
-        async with policy_at(server.address) as policy:
-            plain = await rollout(policy, harness={"timeout": 60})
-            stopped = await run_interrupted(
-                rollout(policy, TwoTurns),
-                lambda: send_signal(pid, signal.SIGSTOP),
-                lambda: send_signal(pid, signal.SIGCONT),
-            )
-        return plain, stopped
-
-    plain, stopped = runner.run(main())
-    assert error_names(stopped) == []
-    assert len(stopped.sampled_nodes) == 2
-    assert (
-        stopped.nodes[stopped.sampled_nodes[0]].token_ids.tolist()
-        == plain.nodes[plain.sampled_nodes[0]].token_ids.tolist()
-    )
-    assert stopped.timing.stalled >= STALL_SECONDS - HARNESS_TIMEOUT
-
-
-def test_paused_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
-    async def main() -> Trace:
-        async with policy_at(server.address) as policy, InferenceClient(server.address) as control:
-            return await run_interrupted(rollout(policy), control.pause, control.resume)
-
-    trace = runner.run(main())
+async def test_paused_engine_does_not_use_up_the_harness_timeout():
+    """It answers health checks, but its counter of steps does not move."""
+    async with CountingEngine(works=False) as engine, policy_at(engine.url) as policy:
+        engine.behaviour = respond
+        trace = await run_interrupted(rollout(policy), engine.gate.clear, engine.gate.set)
     assert error_names(trace) == []
     assert trace.timing.stalled >= STALL_SECONDS - HARNESS_TIMEOUT
 
 
-def test_engine_that_never_continues_is_a_system_failure(runner: asyncio.Runner, server: EngineProcess):
-    async def main() -> Trace:
-        pid = server.pid
-        async with policy_at(server.address) as policy:
-            rollout_task = rollout(policy, harness={"timeout": 2.0}, timeouts={"engine_stall": 3.0})
-            return await run_interrupted(
-                rollout_task, lambda: send_signal(pid, signal.SIGSTOP), lambda: send_signal(pid, signal.SIGCONT)
-            )
-
-    trace = runner.run(main())
+async def test_engine_that_never_continues_is_a_system_failure():
+    with run_engine(StoppableEngine(["one"])) as engine:
+        async with policy_at(engine.url) as policy:
+            rollout_task = rollout(policy, harness={"timeout": 1.0}, timeouts={"engine_stall": 1.5})
+            trace = await run_interrupted(rollout_task, engine.stop, engine.resume)
     (failure,) = trace.errors
     assert (failure.name, failure.blame, failure.retryable) == ("EngineStalled", "system", True)
     assert "timeouts.engine_stall" in failure.message
@@ -154,13 +124,13 @@ class CountingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("works", "stall_timeout", "failure"), [(True, 50.0, "RolloutDeadline"), (False, 3.0, "EngineStalled")]
+    ("works", "stall_timeout", "failure"), [(True, 50.0, "RolloutDeadline"), (False, 1.5, "EngineStalled")]
 )
 async def test_engine_steps_count_as_progress_and_http_responses_do_not(
     works: bool, stall_timeout: float, failure: str
 ):
     async with asyncio.timeout(60), CountingEngine(works=works) as engine, policy_at(engine.url) as policy:
-        trace = await rollout(policy, harness={"timeout": 2.0}, timeouts={"engine_stall": stall_timeout})
+        trace = await rollout(policy, harness={"timeout": 1.0}, timeouts={"engine_stall": stall_timeout})
     assert error_names(trace) == [failure]
 
 
@@ -207,13 +177,10 @@ async def test_slow_stop_hook_counts_towards_the_harness_timeout():
     assert error_names(trace) == ["RolloutDeadline"]
 
 
-def test_stall_before_the_harness_phase_is_not_counted(runner: asyncio.Runner):
-    async def main() -> None:
-        clock = StallClock()
-        with clock.track_request(tolerance=0.05):  # a request of `setup`
-            await asyncio.sleep(0.3)
+async def test_stall_before_the_harness_phase_is_not_counted():
+    clock = StallClock()
+    with clock.track_request(tolerance=0.05):  # a request of `setup`
+        await asyncio.sleep(0.3)
+    with pytest.raises(RolloutDeadline, match=r"longer than 0.1 s$"):
         async with HarnessTimeout(0.1, clock, stall_timeout=0.2):
             await asyncio.sleep(5)
-
-    with pytest.raises(RolloutDeadline, match=r"longer than 0.1 s$"):
-        runner.run(main())
