@@ -56,7 +56,7 @@ def test_blocking_load_is_deadline_exceeded_with_a_stack(engine, tmp_path):
 
 
 def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tmp_path):
-    exit_code, output = end(start(engine, tmp_path, "setup", "--hang_timeout", "5"))
+    exit_code, output = end(start(engine, tmp_path, "setup", "--hang_timeout", "2"))
     assert exit_code == 1, output
     assert "WorkerDied: hung: the event loop was blocked for " in output
     assert "time.sleep(900)" in output

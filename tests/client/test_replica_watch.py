@@ -65,7 +65,7 @@ class RefusingFake(ScriptedEngine):
 
 
 async def test_servers_join_again_after_an_update_that_they_refused():
-    config = QUICK.model_copy(update={"server_wait_timeout": 10.0})  # the update waits all of it
+    config = QUICK.model_copy(update={"server_wait_timeout": 2.0})  # the update waits all of it
     fake = RefusingFake()
     async with connected(fake, config=config) as client:
         await fake.__aexit__()

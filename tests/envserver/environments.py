@@ -68,7 +68,7 @@ class Tricky(rf.Taskset):
     @rf.reward
     async def right(self, task: rf.Task, trace: rf.Trace) -> float:
         if getattr(task, "does", "") == "block":
-            time.sleep(5)
+            time.sleep(3)
         return float(trace.last_reply == "<reversed_text>cba</reversed_text>")
 
     @rf.group_reward(weight=0.5)

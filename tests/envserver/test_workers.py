@@ -171,7 +171,7 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
         config = make_config(
             engine.url,
             tmp_path,
-            hang_timeout=5.0,
+            hang_timeout=2.0,
             max_worker_crashes=2,
             pool={"type": "static", "workers": 2},
             name="hung",
@@ -196,7 +196,7 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
         await run_hung()
         assert (await blocked).crashes == 0
         assert {worker.pid for worker in server.pool._ready_workers()} == before
-        assert max((await client.stats()).worker_lag.values()) > 3
+        assert max((await client.stats()).worker_lag.values()) > 1
 
     runner.run(main())
 

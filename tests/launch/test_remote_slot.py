@@ -28,7 +28,7 @@ from tests.support.launchers import (
 )
 from tests.support.processes import build_spec
 
-TERMS = LeaseTerms(duration=3.0, slack=3.0)
+TERMS = LeaseTerms(duration=1.5, slack=1.5)
 LEASED = Placement(lease=TERMS)
 STOPS_ITSELF = "\nimport os; os.kill(os.getpid(), signal.SIGSTOP)"
 FOREVER = "\nwhile 1: signal.pause()"
