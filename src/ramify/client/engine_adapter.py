@@ -80,8 +80,8 @@ class EngineAdapter(ABC):
         choice = get_only_choice(response, self.url)
         token_ids, logprobs = get_sampled_tokens(choice, self.url)
         return Completion(
-            token_ids=np.array(token_ids, np.int32),
-            logprobs=np.array(logprobs, np.float32),
+            token_ids=token_ids,
+            logprobs=logprobs,
             version_runs=self._parse_version_runs(choice, len(token_ids)),
             finish_reason=parse_finish_reason(choice.finish_reason, self.url),
             usage=build_usage(response, request, len(token_ids)),

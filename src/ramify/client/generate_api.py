@@ -133,7 +133,7 @@ def get_only_choice(response: GenerateResponse, server: str) -> GenerateChoice:
     return response.choices[0]
 
 
-def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[list[int], list[float]]:
+def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the sampled token ids and their logprobs.
 
     Raises TokensRequired if the server sends none, and ProviderError if they are not usable for training.
@@ -145,13 +145,15 @@ def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[list[int], 
         raise TokensRequired(f"{server} sent a response without token ids and logprobs")
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
-    invalid = next((token_id for token_id in choice.token_ids if not 0 <= token_id < TOKEN_ID_LIMIT), None)
-    if invalid is not None:
+    if choice.token_ids and not 0 <= min(choice.token_ids) <= max(choice.token_ids) < TOKEN_ID_LIMIT:
+        invalid = next(token_id for token_id in choice.token_ids if not 0 <= token_id < TOKEN_ID_LIMIT)
         raise ProviderError(f"{server} returned token id {invalid}; expected 0 to {TOKEN_ID_LIMIT - 1}")
-    for index, logprob in enumerate(logprobs):
-        if not abs(logprob) <= MAX_ABS_LOGPROB:
-            raise ProviderError(f"{server} returned logprob {logprob:g} for token {index} of its sample: not finite")
-    return choice.token_ids, logprobs
+    values = np.array(logprobs, np.float64)
+    is_stored = np.abs(values) <= MAX_ABS_LOGPROB  # false also for NaN
+    if not is_stored.all():
+        index = int(is_stored.argmin())
+        raise ProviderError(f"{server} returned logprob {values[index]:g} for token {index} of its sample: not finite")
+    return np.array(choice.token_ids, np.int32), values.astype(np.float32)
 
 
 def build_usage(response: GenerateResponse, request: GenerateRequest, num_sampled: int) -> Usage:

@@ -205,7 +205,8 @@ class Runtime(ABC):
                 hint = f"; did you mean {similar}?" if similar else ""
                 known = ", ".join(CAPABILITY_OF_LIMIT)
                 raise ConfigInvalid(f"task {task.identity}: resources.{name} is unknown, expected {known}{hint}")
-        return ResourceLimits.model_validate(self.config.limits.model_dump() | task.resources)
+        limits = self.config.limits
+        return ResourceLimits.model_validate(limits.model_dump() | task.resources) if task.resources else limits
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if the configuration or the task needs a capability that is missing here."""

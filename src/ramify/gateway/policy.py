@@ -301,7 +301,9 @@ class TokenPolicy:
         """Truncate the sample after the first stop string and parse it; also return the stop string that ended it."""
         rendered, stop_strings = request.prompt.rendered, request.stop_strings
         assert rendered is not None
-        prompt = replace(rendered, allows_calls=request.allows_calls)
+        prompt = rendered
+        if rendered.allows_calls != request.allows_calls:
+            prompt = replace(rendered, allows_calls=request.allows_calls)
         match = find_stop(self.renderer.tokenizer, tokens.token_ids, stop_strings) if stop_strings else None
         if match is None:
             return tokens, self.renderer.parse_after_prefill(tokens.token_ids, prompt), None

@@ -47,11 +47,13 @@ class ReplyParser:
                     ParseProblemKind.UNCLOSED_REASONING, reasoning or "", "the reply ends before its reasoning does"
                 )
             )
-        call_ids = CallIdGenerator(sampled_ids, len(prompt.messages))
-        calls = tuple(
-            ToolCall(call.id or call_ids.make_id(index), call.name, call.arguments)
-            for index, call in enumerate(result.calls)
-        )
+        calls: tuple[ToolCall, ...] = ()
+        if result.calls:
+            call_ids = CallIdGenerator(sampled_ids, len(prompt.messages))
+            calls = tuple(
+                ToolCall(call.id or call_ids.make_id(index), call.name, call.arguments)
+                for index, call in enumerate(result.calls)
+            )
         message = Message("assistant", result.content, reasoning, calls)
         return ParsedReply(message, (0, stop), tuple(problems))
 

@@ -5,7 +5,6 @@ the exact positions, in two renderings for any number of messages. Searching for
 user may write "user", and a template may trim, escape, move or omit a text.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,7 +112,7 @@ def align_slots(
         length = _rendered_length(real, position, slot.read_text(messages), next_text, is_last)
         if length is None:
             return None
-        aligned.append(dataclasses.replace(slot, start=position, stop=position + length))
+        aligned.append(TextSlot(slot.message_index, slot.field, position, position + length, slot.part))
         sentinel_position, position = slot.stop, position + length
     return aligned if real[position:] == sentinel_text[sentinel_position:] else None
 

@@ -28,6 +28,7 @@ from ramify.render.model_files import DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE
 MAX_SOURCE_CHARS = 2**20  # of one template; large models have templates of 20,000
 MAX_RENDER_SECONDS = 5.0  # of CPU time
 MAX_OUTPUT_CHARS = 2**26
+TOO_LONG = f"it writes more than {MAX_OUTPUT_CHARS} characters"
 MAX_EXPONENT = 1000
 
 
@@ -103,7 +104,9 @@ class ChatTemplate:
             messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **self._variables
         ):
             parts.append(part)
-            _check_num_chars(num_chars := num_chars + len(part))
+            num_chars += len(part)
+            if num_chars > MAX_OUTPUT_CHARS:
+                raise RenderLimitError(TOO_LONG)
         return "".join(parts)
 
 
@@ -153,8 +156,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(right, int) and right > MAX_EXPONENT:
             raise RenderLimitError(f"it has an exponent of {right}, expected at most {MAX_EXPONENT}")
         for value, factor in ((left, right), (right, left)):
-            if isinstance(value, (str, list, tuple)) and isinstance(factor, int):
-                _check_num_chars(len(cast("Sequence[Any]", value)) * factor)
+            is_repetition = isinstance(value, (str, list, tuple)) and isinstance(factor, int)
+            if is_repetition and len(cast("Sequence[Any]", value)) * factor > MAX_OUTPUT_CHARS:
+                raise RenderLimitError(TOO_LONG)
         return super().call_binop(context, operator, left, right)
 
     def compile_bounded(self, source: str) -> jinja2.Template:
@@ -165,11 +169,6 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             statement = nodes.ExprStmt(check).set_lineno(loop.lineno).set_environment(self)
             loop.body.insert(0, statement)
         return self.from_string(template)
-
-
-def _check_num_chars(num_chars: int) -> None:
-    if num_chars > MAX_OUTPUT_CHARS:
-        raise RenderLimitError(f"it writes more than {MAX_OUTPUT_CHARS} characters")
 
 
 class _GenerationTag(Extension):

@@ -33,6 +33,7 @@ from ramify.runtime.piped_process import PipedProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
+NO_LIMITS = ResourceLimits()
 DIRECTORY_PREFIX = "ramify-"
 MARKER_LENGTH = 16  # of a uuid; an empty marker would match every process
 MARKER_PATTERN = re.compile(f"[0-9a-f]{{{MARKER_LENGTH}}}")
@@ -53,7 +54,7 @@ class LocalRuntime(Runtime):
         self._root_dir: Path | None = None
         self._open_files: BoxFiles | None = None
         self._relative_workdir = PurePath()
-        self._limits = ResourceLimits()
+        self._limits = NO_LIMITS
         self._cgroup: Cgroup | None = None
         self._processes: list[LocalProcess] = []  # may contain exited ones
         self._num_spawned = 0
@@ -87,7 +88,7 @@ class LocalRuntime(Runtime):
         self.check_task(task)
         self._relative_workdir = PurePath(task.workdir or "")
         self._limits = self.get_limits(task)
-        if self._limits != ResourceLimits():
+        if self._limits != NO_LIMITS:
             self._cgroup = await asyncio.to_thread(Cgroup)
             self._cgroup.set_limits(self._limits)
 

@@ -34,6 +34,7 @@ VERSION_DTYPE = np.dtype(
     [("node", "<i4"), ("policy", "<i4"), ("incarnation", "<i4"), ("step", "<i4"), ("count", "<i4")]
 )
 MEDIA_DTYPE = np.dtype([("node", "<i4"), ("part", "<i4"), ("media", "<i4"), ("start", "<i4"), ("stop", "<i4")])
+MIN_SPARE_ENTRIES = 64  # of a column that grows: a short trace copies its columns a few times only
 
 
 class Column:
@@ -59,7 +60,7 @@ class Column:
         start, self.size = self.size, self.size + count
         if self.size > self._capacity:
             # Growing by an eighth wastes little memory, and the total cost of copying stays linear.
-            self._capacity = self.size + (self.size >> 3)
+            self._capacity = self.size + max(self.size >> 3, MIN_SPARE_ENTRIES)
             grown = np.empty(self._capacity, self._buffer.dtype)
             grown[:start] = self._buffer[:start]
             self._buffer = grown
