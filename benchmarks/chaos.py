@@ -16,8 +16,8 @@ stopped too. No rollout may blame its agent for that.
 With `--swaps`, only the engine and the trainer are killed, each time while new weights are handed over. With
 `--device cuda` the two share a GPU. Torn weights would show in the trainer's logprobs, which differ from the engine's.
 
-At the end every damage must have been noticed, the audit must find nothing, no rollout may have ended with `AgentExit`,
-and the held-out eval must be within 0.05 of the undisturbed run.
+At the end every damage must have been noticed, the audit must find nothing, no rollout may have ended with
+`AgentFailed`, and the held-out eval must be within 0.05 of the undisturbed run.
 """
 
 import contextlib
@@ -399,7 +399,7 @@ def main() -> int:
         Row("faults", disturbed.done.total(), None, "", total, at_least=True),
         Row("damages that nobody noticed", len(disturbed.overlooked), None, "", 0),
         Row("exit code of why --audit", code, None, "", 0),
-        Row("rollouts that blame their agent", errors["AgentExit"], None, "", 0),
+        Row("rollouts that blame their agent", errors["AgentFailed"], None, "", 0),
         Row("final eval", value, reference, ""),
         Row("difference of the final evals", abs(value - reference), None, "", APART),
         Row("largest mismatch KL of a step", *largest, "", MISMATCH_FACTOR * largest[1]),

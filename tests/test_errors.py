@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 
 from ramify import errors
 from ramify.errors import (
+    ConfigInvalid,
     ContextOverflow,
     EnvironmentFault,
     Failure,
+    ImageMissing,
     JudgeError,
+    PermanentFailure,
+    PolicyFailure,
+    ProcessDied,
     ProviderError,
     RamifyError,
+    TransientFailure,
     UnknownFailure,
-    WorkerDied,
     failure_classes,
 )
 
@@ -29,10 +34,8 @@ FAILURE_CLASSES = {name: cls for name, cls in failure_classes().items() if cls._
 POLICY_FAILURES = {
     "ContextOverflow",
     "BudgetExceeded",
-    "RolloutDeadline",
     "MalformedCall",
-    "AgentExit",
-    "AgentHang",
+    "AgentFailed",
     "ImageInvalid",
     "QuotaExceeded",
 }
@@ -60,7 +63,6 @@ def test_every_failure_is_exported_under_its_name():
     for name, cls in FAILURE_CLASSES.items():
         assert cls.name == name == cls.__name__
         assert getattr(errors, name) is cls
-        assert name in errors.__all__
 
 
 def test_only_failures_caused_by_the_agent_blame_the_policy_and_none_of_them_is_retryable():
@@ -70,18 +72,14 @@ def test_only_failures_caused_by_the_agent_blame_the_policy_and_none_of_them_is_
 
 
 def test_duplicate_names_are_refused():
-    with pytest.raises(TypeError, match="WorkerDied"):
-        type("WorkerDied", (RamifyError,), {}, blame="system", retryable=True)
-    assert failure_classes()["WorkerDied"] is WorkerDied
+    with pytest.raises(TypeError, match="ProcessDied"):
+        type("ProcessDied", (TransientFailure,), {})
+    assert failure_classes()["ProcessDied"] is ProcessDied
 
 
-def test_missing_or_invalid_declarations_are_refused():
-    with pytest.raises(TypeError, match="blame"):
-        type("Undeclared", (RamifyError,), {}, retryable=True)
-    with pytest.raises(TypeError, match="blame"):
-        type("Undeclared", (RamifyError,), {}, blame="user", retryable=True)
-    with pytest.raises(TypeError, match="retryable"):
-        type("Undeclared", (RamifyError,), {}, blame="system")
+def test_a_failure_outside_the_three_branches_is_refused():
+    with pytest.raises(TypeError, match="PolicyFailure, TransientFailure, PermanentFailure"):
+        type("Undeclared", (RamifyError,), {})
     assert "Undeclared" not in failure_classes()
 
 
@@ -104,22 +102,46 @@ def test_errors_imports_no_other_package_of_ramify():
 # -- documentation ----------------------------------------------------------------------------------------------------
 
 
-def read_docs_table() -> dict[str, list[str]]:
+def read_docs_tables() -> dict[str, dict[str, list[str]]]:
+    """Return the rows of each section of the page: what happened and what to do, by name."""
+    tables: dict[str, dict[str, list[str]]] = {}
     rows: dict[str, list[str]] = {}
     for line in DOCS_PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if (match := re.fullmatch(r"`(\w+)`", cells[0])) and len(cells) == 5:
+        if line.startswith("## "):
+            rows = tables.setdefault(line.removeprefix("## "), {})
+        elif (match := re.fullmatch(r"`(\w+)`", cells[0])) and len(cells) == 3:
             assert match[1] not in rows, f"{match[1]} is on the page twice"
             rows[match[1]] = cells[1:]
-    return rows
+    return tables
+
+
+def read_docs_tree() -> list[str]:
+    text = DOCS_PAGE.read_text(encoding="utf-8").partition("```\n")[2].partition("```")[0]
+    return [re.sub(r"  +blame.*", "", line) for line in text.splitlines()]
+
+
+def draw_tree(cls: type[RamifyError], indent: str = "") -> list[str]:
+    children = [child for child in cls.__subclasses__() if child.__module__ == errors.__name__]
+    lines: list[str] = []
+    for child in children:
+        branch, below = ("└── ", "    ") if child is children[-1] else ("├── ", "│   ")
+        lines += [f"{indent}{branch}{child.__name__}", *draw_tree(child, indent + below)]
+    return lines
 
 
 def test_the_docs_list_every_failure_with_its_docstring():
-    rows = read_docs_table()
-    assert set(rows) == set(FAILURE_CLASSES)
-    for name, cls in FAILURE_CLASSES.items():
-        happened, advice = (" ".join(part.split()) for part in str(inspect.getdoc(cls)).split("\n\n"))
-        assert rows[name] == [cls.blame, "yes" if cls.retryable else "no", happened, advice]
+    tables = read_docs_tables()
+    branches = {"Policy failures": PolicyFailure, "Transient failures": TransientFailure}
+    for title, branch in (branches | {"Permanent failures": PermanentFailure}).items():
+        classes = {name: cls for name, cls in FAILURE_CLASSES.items() if issubclass(cls, branch)}
+        assert list(tables[title]) == list(classes)
+        for name, cls in classes.items():
+            assert tables[title][name] == [" ".join(part.split()) for part in str(inspect.getdoc(cls)).split("\n\n")]
+
+
+def test_the_docs_draw_the_tree():
+    assert read_docs_tree() == ["RamifyError", *draw_tree(RamifyError)]
 
 
 # -- serialization ---------------------------------------------------------------------------------------------------
@@ -134,6 +156,22 @@ def test_a_failure_survives_a_process_boundary():
         assert Failure.from_exception(error) == failure
 
 
+def test_the_details_of_a_failure_survive_a_process_boundary():
+    error = ConfigInvalid(problems=[("seq_len", "expected at least 1, got 0", "run.toml"), ("", "no task")])
+    rebuilt = round_trip(Failure.from_exception(error)).to_exception()
+    assert isinstance(rebuilt, ConfigInvalid)
+    assert rebuilt.problems == error.problems
+    assert str(rebuilt) == str(error)
+    assert str(error).splitlines()[1:] == ["  seq_len: expected at least 1, got 0 (run.toml)", "  no task"]
+    missing = round_trip(Failure.from_exception(ImageMissing("upload it", ["ab"]))).to_exception()
+    assert isinstance(missing, ImageMissing)
+    assert missing.hashes == ("ab",)
+
+
+def test_one_problem_is_one_line():
+    assert str(ConfigInvalid("expected at least 1, got 0", key="seq_len")) == "seq_len: expected at least 1, got 0"
+
+
 def test_only_raised_exceptions_have_a_traceback():
     assert Failure.from_exception(ContextOverflow("the prompt filled the window")).traceback is None
     text = Failure.from_exception(raise_and_catch(EnvironmentFault("boom"))).traceback
@@ -143,7 +181,7 @@ def test_only_raised_exceptions_have_a_traceback():
 
 
 def test_the_original_traceback_is_a_note_and_survives_a_second_process_boundary():
-    first = round_trip(Failure.from_exception(raise_and_catch(WorkerDied("exit code -9"))))
+    first = round_trip(Failure.from_exception(raise_and_catch(ProcessDied("exit code -9"))))
     error = first.to_exception()
     assert any("in raise_and_catch" in note for note in error.__notes__)
     assert Failure.from_exception(raise_and_catch(error)).traceback == first.traceback
@@ -184,7 +222,7 @@ def test_an_implicit_cause_is_kept_unless_it_was_suppressed():
 
 
 def test_a_cyclic_chain_of_causes_ends():
-    one, two = WorkerDied("one"), WorkerDied("two")
+    one, two = ProcessDied("one"), ProcessDied("two")
     one.__cause__, two.__cause__ = two, one
     failure = Failure.from_exception(one)
     assert failure.cause is not None
@@ -242,7 +280,7 @@ def test_with_wrap_as_other_exceptions_become_the_cause():
 
 
 def test_wrap_as_does_not_apply_to_ramify_errors():
-    assert Failure.from_exception(WorkerDied("gone"), wrap_as=EnvironmentFault).name == "WorkerDied"
+    assert Failure.from_exception(ProcessDied("gone"), wrap_as=EnvironmentFault).name == "ProcessDied"
 
 
 def test_an_unknown_name_keeps_all_fields():

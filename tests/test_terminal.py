@@ -78,7 +78,7 @@ def run(tmp_path_factory) -> Path:
         hostile = RolloutRecord("r0", HOSTILE, 0, HOSTILE, 0.5, None, {**record.summary, "stop": HOSTILE})
         await ledger.record_sampled(0, 0, hostile, traces)
         log = RunLog(store)
-        log.log_event("failure", where=HOSTILE, name="AgentExit", message=HOSTILE)
+        log.log_event("failure", where=HOSTILE, name="AgentFailed", message=HOSTILE)
         log.log_event("started", detail=HOSTILE)
         await asyncio.wrap_future(log.log_metrics(0, {HOSTILE: 1.0}))
 

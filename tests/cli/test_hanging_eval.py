@@ -58,7 +58,7 @@ def test_blocking_load_is_deadline_exceeded_with_a_stack(engine, tmp_path):
 def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tmp_path):
     exit_code, output = end(start(engine, tmp_path, "setup", "--hang_timeout", "2"))
     assert exit_code == 1, output
-    assert "WorkerDied: hung: the event loop was blocked for " in output
+    assert "ProcessDied: hung: the event loop was blocked for " in output
     assert "time.sleep(900)" in output
     assert "resume with: ramify eval " in output
 
@@ -88,7 +88,7 @@ def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
 def test_code_that_ends_its_process_is_worker_died_with_its_rollouts(engine, tmp_path, where, expected_code, ending):
     exit_code, output = end(start(engine, tmp_path, where, "-c", "1"))
     assert exit_code == expected_code, output
-    assert f"WorkerDied: the process of this eval {ending} while it ran task-0.0 (setup); " in output
+    assert f"ProcessDied: the process of this eval {ending} while it ran task-0.0 (setup); " in output
     assert "the same command runs the others" in output
     assert (where == "crash") == ("in setup" in output)
 

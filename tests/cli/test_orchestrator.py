@@ -129,7 +129,7 @@ async def test_chat_only_endpoint_is_refused_for_training(home, chat, capsys):
         where = ["--train.0.address", server.address, "--train.0.pool", '{"type": "elastic"}', "-o", str(home)]
         command = ["orchestrator", "@", str(home / "run.toml"), "--name", "refused", *where]
         assert await asyncio.to_thread(main, command) == 2
-    assert "TokensRequired: train source plain" in capsys.readouterr().err
+    assert "EngineIncompatible: train source plain" in capsys.readouterr().err
 
 
 def test_status_address_is_recorded_without_a_supervisor(home, capsys):

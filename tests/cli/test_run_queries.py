@@ -46,13 +46,13 @@ async def run(tmp_path, monkeypatch):
         ledger, journal = Ledger.open(store), RunLog(store)
         await ledger.declare_source("reverse", None)
         await ledger.issue_groups([GroupRecord(0, "reverse", 0, 2)])
-        await ledger.drop_group(0, DropReason.FAILED, "WorkerDied")
+        await ledger.drop_group(0, DropReason.FAILED, "ProcessDied")
         for step in range(3):
             journal.log_metrics(
                 step,
                 {"reward/all/mean": step / 2, "eval/held-out/avg": step / 4, "train/loss": 1.0 if step else math.nan},
             )
-        journal.log_event("failure", name="WorkerDied", message="exit code -9").result(10)
+        journal.log_event("failure", name="ProcessDied", message="exit code -9").result(10)
     return path
 
 
@@ -124,15 +124,15 @@ def test_pattern_matches_the_same_for_live_and_ended_runs(run, capsys):
 
 
 def test_why_queries_a_live_run(run, capsys):
-    with serve_status(run, failures={"WorkerDied": 3}), RunStore.open(run):
+    with serve_status(run, failures={"ProcessDied": 3}), RunStore.open(run):
         assert main(["why", "run"]) == 0
     output = capsys.readouterr().out
     assert "run step=7/20" in output
     assert output.index("group 61") < output.index("batch 8")
     assert "2 scored groups" in output
     assert "1800.0" in output
-    assert "failed=WorkerDied:3" in output
-    assert "3 × WorkerDied, the last: exit code -9\n" in output
+    assert "failed=ProcessDied:3" in output
+    assert "3 × ProcessDied, the last: exit code -9\n" in output
     assert "dropped groups: 37 × filtered: zero_advantage\n" in output
 
 
@@ -155,8 +155,8 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
     assert main(["why", "run"]) == 0
     output = capsys.readouterr().out
     assert "is stopped: 0 steps committed" in output
-    assert "groups: 1 dropped\ndropped groups: 1 × failed: WorkerDied\n" in output
-    assert "failure name=WorkerDied message=exit code -9" in output
+    assert "groups: 1 dropped\ndropped groups: 1 × failed: ProcessDied\n" in output
+    assert "failure name=ProcessDied message=exit code -9" in output
     assert "ProviderError: gone" in output
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.stall_clock import StallClock
-from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
+from ramify.errors import DeadlineExceeded, EngineIncompatible, ProviderError, QueueFull
 from ramify.trace.version import PolicyVersion
 from tests.support.engine import ScriptedEngine, ScriptedVLLM, disconnect, fail, first, hang, refuse_as_full, respond
 from tests.support.processes import async_wait_until
@@ -223,7 +223,7 @@ async def test_malformed_responses_are_rejected():
         with pytest.raises(ProviderError, match="unexpected"):
             await client.generate([1], SAMPLING)
         fake.behaviour = omit_logprobs
-        with pytest.raises(TokensRequired):
+        with pytest.raises(EngineIncompatible):
             await client.generate([1], SAMPLING)
 
 
@@ -257,7 +257,7 @@ async def test_a_directory_with_another_version_is_refused():
 
 async def test_logprobs_before_temperature_are_refused_with_the_flag_to_use():
     async with ScriptedVLLM(processed=False) as fake:
-        with pytest.raises(LogprobMismatch, match="--logprobs-mode processed_logprobs"):
+        with pytest.raises(EngineIncompatible, match="--logprobs-mode processed_logprobs"):
             await InferenceClient(fake.url, QUICK).start()
 
 
@@ -283,7 +283,7 @@ async def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
                 await exchange.reply(models)
 
     async with ChatOnly() as fake:
-        with pytest.raises(TokensRequired, match=reason):
+        with pytest.raises(EngineIncompatible, match=reason):
             await InferenceClient(fake.url, ClientConfig(server_wait_timeout=60)).start()
 
 

@@ -11,10 +11,10 @@ from ramify.errors import (
     ConfigInvalid,
     ContextOverflow,
     DeadlineExceeded,
+    PeerRefused,
     ProviderError,
     QueueFull,
     RequestInvalid,
-    SecretUnknown,
     WeightsRefused,
 )
 
@@ -60,7 +60,7 @@ def test_a_lone_surrogate_becomes_a_question_mark():
         (RequestInvalid, 400, "RequestInvalid"),
         (ContextOverflow, 400, "context_length_exceeded"),
         (BudgetExceeded, 400, "budget_exceeded"),
-        (SecretUnknown, 401, "SecretUnknown"),
+        (PeerRefused, 401, "PeerRefused"),
         (WeightsRefused, 409, "WeightsRefused"),
         (ConfigInvalid, 500, "ConfigInvalid"),
         (ProviderError, 502, "ProviderError"),

@@ -5,7 +5,7 @@ from PIL import Image
 
 import ramify as rf
 from ramify.env.tools import Tool
-from ramify.errors import EnvironmentFault, ValueRefused
+from ramify.errors import EnvironmentFault, OperationInvalid
 from ramify.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.env.helpers import make_context, run
@@ -62,7 +62,7 @@ def test_an_image_may_be_sent_alone():
 @pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
 @pytest.mark.parametrize("value", [Image.new("RGB", (9, 9)), IMAGE.data], ids=["pillow", "bytes"])
 def test_another_object_is_refused_with_advice(send, value):
-    with pytest.raises((EnvironmentFault, ValueRefused), match=r"Media\.from_bytes\(data, 'image/png'\)"):
+    with pytest.raises((EnvironmentFault, OperationInvalid), match=r"Media\.from_bytes\(data, 'image/png'\)"):
         send(value, "What?")
 
 
@@ -109,7 +109,9 @@ def test_a_wrong_part_is_named_with_what_was_expected(send, part, problem):
 
 def test_an_object_in_the_prompt_is_named_when_the_task_is_built():
     part = {"type": "image_url", "image_url": Image.new("RGB", (9, 9))}
-    with pytest.raises(ValueRefused, match=r"task\.prompt\[0\]\.content\[0\]\.image_url: a Image .*Media\.from_bytes"):
+    with pytest.raises(
+        OperationInvalid, match=r"task\.prompt\[0\]\.content\[0\]\.image_url: a Image .*Media\.from_bytes"
+    ):
         rf.Task(prompt=[{"role": "user", "content": [part]}])
 
 

@@ -124,7 +124,7 @@ def test_entry_point_of_an_installed_package(file, monkeypatch):
 
 def test_unknown_id_is_refused_with_the_closest_known_id():
     assert build_error("taskset", {"id": "revers-text"}) == (
-        "1 problem in the configuration:\n  taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
+        "taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
     )
     assert "expected one of container" in build_error("runtime", {"id": "qqq"})
     assert "taskset.id: required" in build_error("taskset", {})

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ramify.env import Task
-from ramify.errors import ValueRefused
+from ramify.errors import OperationInvalid
 
 
 def test_extra_fields_survive_the_wire_form():
@@ -44,7 +44,7 @@ def test_identity_survives_the_wire_form():
 
 @pytest.mark.parametrize("field", ["answer", "anything"])
 def test_value_that_is_not_plain_is_refused_with_key_and_type(field):
-    with pytest.raises(ValueRefused, match=rf"task\.{field}.*set"):
+    with pytest.raises(OperationInvalid, match=rf"task\.{field}.*set"):
         Task(prompt="p", **{field: {1, 2}})
 
 

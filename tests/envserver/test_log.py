@@ -7,7 +7,7 @@ import pytest
 from ramify.envserver.log import format_event
 from ramify.envserver.messages import RolloutRequest
 from ramify.envserver.rollout_log import RolloutLog
-from ramify.errors import AgentExit, Failure
+from ramify.errors import AgentFailed, Failure
 from ramify.trace import Episode, Trace
 
 
@@ -33,15 +33,15 @@ def lines_of(caplog, ends) -> list[str]:
 
 def test_rollout_that_fails_shows_the_end_of_its_programs_output(caplog):
     def end(log):
-        trace = Trace(id="7.1", stop="AgentExit", errors=[Failure.from_exception(AgentExit("code 1"))])
+        trace = Trace(id="7.1", stop="AgentFailed", errors=[Failure.from_exception(AgentFailed("code 1"))])
         trace.info["program"] = {"stdout": "x" * 1000 + "\nlast words\n", "stderr": ""}
         log.episode = Episode((trace,))
 
     started, failed, ended = lines_of(caplog, end)
     assert started == "rollout started id=7.1 attempt=2"
-    assert failed.startswith('rollout failed id=7.1 error=AgentExit message="code 1" output="xxx')
+    assert failed.startswith('rollout failed id=7.1 error=AgentFailed message="code 1" output="xxx')
     assert failed.endswith('\\nlast words"') and len(failed) < 600
-    assert ended.startswith("rollout ended id=7.1 stop=AgentExit reward=None turns=0 seconds=")
+    assert ended.startswith("rollout ended id=7.1 stop=AgentFailed reward=None turns=0 seconds=")
 
 
 def test_rollout_that_raises_says_why(caplog):

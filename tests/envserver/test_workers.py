@@ -16,7 +16,7 @@ from ramify.envserver import EnvClient, EnvServer
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import WorkerSpec
 from ramify.envserver.worker_process import WorkerProcess
-from ramify.errors import AgentHang, ProcessDied, RamifyError, RequestCancelled, WorkerDied
+from ramify.errors import AgentFailed, ProcessDied, RamifyError, RequestCancelled
 from ramify.wire import LoopMonitor
 from tests.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
 from tests.support.proxy import Proxy
@@ -180,9 +180,9 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
             others = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await wait_until(lambda: count_at_gate(gate) >= 4, "four rollouts in flight")
             sender = asyncio.create_task(client.run(task(8, does="send"), id="agent", timeout=DEADLINE))
-            with pytest.raises(WorkerDied, match=r"workers were lost while they ran spin(.|\n)*spin_forever"):
+            with pytest.raises(ProcessDied, match=r"workers were lost while they ran spin(.|\n)*spin_forever"):
                 await client.run(task(9, does="spin"), id="spin", timeout=DEADLINE)
-            with pytest.raises(AgentHang, match=r"requests of agent blocked 2 workers(.|\n)*spin_forever"):
+            with pytest.raises(AgentFailed, match=r"requests of agent blocked 2 workers(.|\n)*spin_forever"):
                 await sender
             gate.touch()
             results = await asyncio.gather(*others)
@@ -212,7 +212,7 @@ async def test_boot_failures_are_reported_and_bounded(engine, tmp_path, boot, nu
     pool = {"type": "static", "workers": 1}
     config = make_config(engine.url, tmp_path, taskset={"boot": boot}, max_startup_failures=num_tries, pool=pool)
     server = EnvServer(config)
-    with pytest.raises(WorkerDied, match=message):
+    with pytest.raises(ProcessDied, match=message):
         await asyncio.wait_for(server.start(), DEADLINE)
     assert server.pool.counts["boot_failures"] == num_tries and not server.pool.workers
 

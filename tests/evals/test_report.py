@@ -5,7 +5,7 @@ import re
 
 from rich.console import Console
 
-from ramify.errors import AgentExit, Failure
+from ramify.errors import AgentFailed, Failure
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.progress import group_rewards_by_task
 from ramify.evals.report import build_report, compute_scores
@@ -90,9 +90,9 @@ def test_each_source_has_its_own_scores_and_an_eval_those_of_its_last_step():
 
 
 def test_the_text_of_errors_before_the_first_reply_is_shown():
-    traces = [Trace(id="0", errors=[Failure.from_exception(AgentExit("can't open file 'nope.py'\nmore"))])]
+    traces = [Trace(id="0", errors=[Failure.from_exception(AgentFailed("can't open file 'nope.py'\nmore"))])]
     rows = [RolloutRecord(f"0.{number}", "0", number, summary=summarize_rollout(traces)) for number in range(3)]
     console = Console(width=120)
     with console.capture() as capture:
         console.print(build_report(rows, pass_threshold=1.0))
-    assert re.search(r"3 × AgentExit +can't open file 'nope.py' *\n", capture.get())
+    assert re.search(r"3 × AgentFailed +can't open file 'nope.py' *\n", capture.get())

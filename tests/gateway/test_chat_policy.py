@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
+from ramify.errors import BudgetExceeded, ContextOverflow, EngineIncompatible, ProviderError, RequestInvalid
 from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
 from tests.support.engine import ScriptedEngine, check_tokens
@@ -61,7 +61,7 @@ async def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage(
 
 def test_a_policy_without_tokens_cannot_be_trained_on():
     policy = ChatPolicy("http://localhost:1/v1", "big-model")
-    with pytest.raises(TokensRequired, match="big-model"):
+    with pytest.raises(EngineIncompatible, match="big-model"):
         RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(), is_training=True)
 
 

@@ -26,7 +26,7 @@ async def test_a_wrong_or_missing_api_key_is_401_in_every_dialect(open_scenario)
                 assert (await scenario.post(path, {}, authorization=wrong)).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             await scenario.openai(api_key="wrong").chat.completions.create(model="x", messages=HI)
-        with pytest.raises(anthropic.AuthenticationError, match="SecretUnknown"):
+        with pytest.raises(anthropic.AuthenticationError, match="PeerRefused"):
             await scenario.anthropic(api_key="wrong").messages.create(model="x", messages=HI, max_tokens=5)
         assert (await scenario.post("/models", {})).status_code == 405
         assert (await scenario.post("/embeddings", {})).status_code == 404

@@ -117,7 +117,7 @@ async def test_an_agent_that_ends_its_box_ends_the_rollout_and_is_scored():
 
     env = load_env(Scored, harness={"id": "bash"}, runtime={"id": "sandbox"})
     trace = await run_one(env, [bash("kill -9 -1; kill -9 1"), bash("echo still here"), "done"])
-    assert error_names(trace) in ([], ["AgentExit"])
+    assert error_names(trace) in ([], ["AgentFailed"])
     assert trace.reward == 0.5
 
 

@@ -156,7 +156,7 @@ def test_a_sandbox_may_fall_back_to_the_local_runtime(has_bwrap, tmp_path, monke
 
 async def test_a_program_that_fails_before_the_first_reply_is_an_agent_exit():
     trace = await run_program([], command=["sh", "-c", "echo broken >&2; exit 3"])
-    assert error_names(trace) == ["AgentExit"]
+    assert error_names(trace) == ["AgentFailed"]
     assert "code 3 before the first reply: broken" in trace.errors[0].message
     assert trace.info["program"]["exit_code"] == 3
 
@@ -209,7 +209,7 @@ async def test_an_exhausted_budget_is_the_stop_reason():
 async def test_a_program_that_takes_too_long_is_killed_and_its_output_kept(runtime):
     timeout = 8.0 if runtime == "container" else 2.0  # an engine takes a second for a command
     trace = await run_program([], runtime=runtime, command=["sh", "-c", "echo started; sleep 1000"], timeout=timeout)
-    assert error_names(trace) == ["RolloutDeadline"]
+    assert error_names(trace) == ["BudgetExceeded"]
     assert trace.info["program"]["exit_code"] is None
     assert trace.info["program"]["stdout"] == "started\n"
 

@@ -259,7 +259,7 @@ async def test_a_policy_that_ends_its_repl_too_often_ends_the_rollout():
     trace = await run_rlm(
         [python("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")] * 2, harness={"max_restarts": 1}
     )
-    assert error_names(trace) == ["AgentExit"]
+    assert error_names(trace) == ["AgentFailed"]
     assert trace.errors[0].blame == "policy"
     assert trace.reward == 0.0
     assert "2 times" in trace.errors[0].message

@@ -217,7 +217,7 @@ def test_web_page_cannot_control_the_engine(http, server, model, headers):
     for path, body in {"/pause": {}, "/pause/": {}, "/resume": {}, "/update_weights": {"path": str(model)}}.items():
         response = http.post(path, json=body, headers=headers, follow_redirects=True)
         assert response.status_code == 403
-        assert response.json()["error"]["type"] == "OriginRefused"
+        assert response.json()["error"]["type"] == "PeerRefused"
     assert (server[1].paused, server[1].core.counters.swaps) == (False, swaps)
 
 

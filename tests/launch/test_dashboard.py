@@ -38,7 +38,7 @@ def test_dashboard_shows_progress_processes_and_errors():
         "waits for 64 attempts",
         "trainer",
         "waiting",
-        "WorkerDied",
+        "ProcessDied",
         "exit code -9",
     ):
         assert shown in page
@@ -76,7 +76,7 @@ def test_log_display_prints_each_step_and_error_once(capsys):
             display.refresh(RunState({**STATUS, "step": step}, PROCESSES))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "inference ready, trainer waiting"
-    assert [line.split()[0] for line in lines[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
+    assert [line.split()[0] for line in lines[1:]] == ["ProcessDied:", "step=7/20", "step=8/20"]
 
 
 def test_wait_of_a_starting_orchestrator_is_printed_once(capsys):

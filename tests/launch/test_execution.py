@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ramify.display import Display
-from ramify.errors import EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled, StorageFailed
+from ramify.errors import EnvironmentChanged, RunBusy, RunStalled, StorageFailed
 from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
@@ -104,12 +104,12 @@ def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
 
 
 def test_failure_that_ended_a_run_is_recorded(tmp_path):
-    leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
-    with pytest.raises(NoTrainableGroups):
+    leader = 'import sys; print("RunStalled: none of 8 groups"); sys.exit(1)'
+    with pytest.raises(RunStalled):
         execute_plan(build_test_plan(tmp_path, leader), display=Display())
     with RunStore.open(tmp_path / "run", write=False) as store:
         (event,) = RunLog(store).events("failed")
-    assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
+    assert event.fields == {"name": "RunStalled", "message": "none of 8 groups"}
 
 
 def test_changed_environment_is_refused_before_any_process_starts(tmp_path):

@@ -22,7 +22,7 @@ def config(tmp_path, **more) -> RunConfig:
 def test_groups_of_one_are_refused_if_the_algorithm_compares_attempts(tmp_path, algorithm):
     alone = {**TRAIN, "name": "alone", "group_size": 1, "algorithm": {"id": algorithm}}
     problem = f"1 gives the algorithm '{algorithm}' of train.1 nothing to compare; use at least 2, or opd, sft or rae"
-    with pytest.raises(ConfigInvalid, match=rf"^1 problem .*\n  train\.1\.group_size: {problem}$"):
+    with pytest.raises(ConfigInvalid, match=rf"^train\.1\.group_size: {problem}$"):
         check_plugin_tables(config(tmp_path, train=[TRAIN, alone]))
     with pytest.raises(ConfigInvalid, match=r"orchestrator\.group_size: 1 gives the algorithm 'grpo' of train\.0"):
         check_plugin_tables(config(tmp_path, orchestrator={"group_size": 1}, train=[TRAIN]))

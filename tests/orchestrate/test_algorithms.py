@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ramify.env import plugin
-from ramify.errors import ConfigInvalid, TraceInvalid
+from ramify.errors import ConfigInvalid, OperationInvalid
 from ramify.trace import Message
 from tests.support.traces import make_group, make_trace
 
@@ -90,7 +90,7 @@ def test_advantages_are_computed_per_agent():
 
 
 def test_missing_reward_is_refused():
-    with pytest.raises(TraceInvalid, match="'t9'"):
+    with pytest.raises(OperationInvalid, match="'t9'"):
         advantages("grpo", [make_trace("t0", 1.0), make_trace("t9", None)])
 
 

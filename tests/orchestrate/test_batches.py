@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ramify.env import plugin
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.orchestrate.batches import (
     BatchGroup,
     decode_batch,
@@ -115,17 +115,17 @@ def test_annotations_round_trip_through_encoding():
 
 def test_changed_traces_raise_batch_corrupt():
     other = STORED | {"r4-2": [make_trace("4-2", 1.0, (10, 11, 12), turns=3)]}
-    with pytest.raises(BatchCorrupt, match="batch 7 was formed with"):
+    with pytest.raises(DataCorrupt, match="batch 7 was formed with"):
         rebuild(BATCH, other)
-    with pytest.raises(BatchCorrupt, match=r"annotations of traces \['4-2'\]"):
+    with pytest.raises(DataCorrupt, match=r"annotations of traces \['4-2'\]"):
         rebuild(BATCH, STORED | {"r4-2": []})
 
 
 def test_malformed_annotations_raise_batch_corrupt():
     for data in (b"", BATCH.annotations[:-3], b"\x00" * 20):
-        with pytest.raises(BatchCorrupt, match="batch 7 cannot be read"):
+        with pytest.raises(DataCorrupt, match="batch 7 cannot be read"):
             decode_batch(replace(BATCH, annotations=data))
-    with pytest.raises(BatchCorrupt, match=r"has groups \[4\], its annotations are of \[4, 1\]"):
+    with pytest.raises(DataCorrupt, match=r"has groups \[4\], its annotations are of \[4, 1\]"):
         decode_batch(replace(BATCH, group_numbers=(4,)))
 
 

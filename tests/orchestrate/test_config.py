@@ -162,7 +162,7 @@ REFUSED = {
     ),
     "eval.0": (
         ["--eval.0.endpoint.base_url", "http://h:1", "--eval.0.hold_weights", "true"],
-        "hold_weights requires the run's inference",
+        "hold_weights: requires the run's inference",
     ),
 }
 
@@ -179,7 +179,7 @@ def test_keys_without_effect_are_refused(read, key):
 def read_problem_keys(read, *args):
     with pytest.raises(ConfigInvalid) as caught:
         read(*args)
-    return [line.split(":")[0].strip() for line in caught.value.message.splitlines()[1:]]
+    return [problem.key for problem in caught.value.problems]
 
 
 def test_all_rules_that_a_source_breaks_are_reported_together(read):

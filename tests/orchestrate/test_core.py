@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.env import plugin
-from ramify.errors import BatchCorrupt, ConfigInvalid, Failure, TransitionRefused
+from ramify.errors import ConfigInvalid, DataCorrupt, Failure, OperationInvalid
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig
 from ramify.orchestrate.algorithms.base import annotate_advantage
@@ -258,7 +258,7 @@ async def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart
     assert len(ledger.get_reference_scores(0)) < 100
     file = tmp_path / "top_logprobs" / "0.bin"
     file.rename(tmp_path / "moved")
-    with pytest.raises(BatchCorrupt, match=r"0\.bin: .* cannot be read"):
+    with pytest.raises(DataCorrupt, match=r"0\.bin: .* cannot be read"):
         await (await open_core(ledger, world, algorithm=opd)).form_batches()
     (tmp_path / "moved").rename(file)
     core = await open_core(ledger, world, algorithm=opd)
@@ -269,14 +269,14 @@ async def test_likeliest_tokens_of_a_teacher_are_in_a_file_and_survive_a_restart
         assert forest.targets.ref_top.tolist() == [*top.tolist(), *top.tolist()]
     check = check_trained_tokens(ledger.store)
     assert (check.num_entries, check.problems) == (4, [])
-    with pytest.raises(BatchCorrupt, match=r"group 0 has no likeliest tokens of node 1 of trace 0\.0"):
+    with pytest.raises(DataCorrupt, match=r"group 0 has no likeliest tokens of node 1 of trace 0\.0"):
         rebuild_forests(batch, ledger.store.read_traces, lambda number: {})
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(BatchCorrupt, match=r"0\.bin: .* the checksum does not match"):
+    with pytest.raises(DataCorrupt, match=r"0\.bin: .* the checksum does not match"):
         restarted.get_forests(batch)
     file.unlink()
-    with pytest.raises(BatchCorrupt, match="cannot be read"):
+    with pytest.raises(DataCorrupt, match="cannot be read"):
         restarted.get_forests(batch)
 
 
@@ -310,7 +310,7 @@ async def test_dropped_attempt_drops_a_group_with_too_few_left(ledger):
         GroupProgress.TOO_FEW,
     ]
     group = ledger.get_group(0)
-    assert (group.reason, group.detail) == (DropReason.TOO_FEW, "1 of 2 attempts failed: WorkerDied")
+    assert (group.reason, group.detail) == (DropReason.TOO_FEW, "1 of 2 attempts failed: ProcessDied")
 
 
 async def test_concurrent_calls_take_turns(ledger):
@@ -321,7 +321,7 @@ async def test_concurrent_calls_take_turns(ledger):
 
     async def come_back(queued):
         if queued.group == 0:
-            failure = Failure("TokensRequired", "no token ids", "system", False)
+            failure = Failure("EngineIncompatible", "no token ids", "system", False)
             return queued.group, await core.record_failure(queued.group, queued.attempt, failure)
         trace = make_trace(f"{queued.group}.{queued.attempt}", float(queued.attempt))
         return queued.group, await core.record_attempt(queued.group, queued.attempt, [trace])
@@ -348,7 +348,7 @@ async def test_version_of_an_earlier_incarnation_frees_no_slot(ledger):
 
 async def test_run_cannot_finish_before_its_last_batch(ledger):
     core = await open_core(ledger, World())
-    with pytest.raises(TransitionRefused, match="batch 0 is not formed yet"):
+    with pytest.raises(OperationInvalid, match="batch 0 is not formed yet"):
         await core.drop_open_groups()
 
 

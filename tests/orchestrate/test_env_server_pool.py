@@ -8,7 +8,7 @@ import pytest
 
 from ramify.async_calls import cancel_all
 from ramify.envserver.messages import AddressUpdate
-from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, WorkerDied
+from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
 from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
@@ -156,7 +156,7 @@ async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up(monk
     monkeypatch.setattr(module, "STRAGGLER_TIMEOUT", 0.1)
     async with StubEnvServer("a") as a, StubEnvServer("b") as b:
         b.health = "broken"
-        with pytest.raises(WorkerDied, match="the env server of source it has no worker: no fuel"):
+        with pytest.raises(ProcessDied, match="the env server of source it has no worker: no fuel"):
             await make_pool(b.address, start_timeout=60.0).start()
         async with make_pool(a.address, b.address, start_timeout=60.0) as pool:
             assert [server.address for server in pool.up_servers] == [a.address]

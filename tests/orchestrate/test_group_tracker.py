@@ -6,8 +6,8 @@ from ramify.errors import Failure
 from ramify.orchestrate.group_tracker import AttemptOutcome, GroupProgress, GroupTracker
 from tests.support.traces import make_trace
 
-DIED = Failure("WorkerDied", "exit code -9", "system", True)
-REFUSED = Failure("TokensRequired", "no token ids", "system", False)
+DIED = Failure("ProcessDied", "exit code -9", "system", True)
+REFUSED = Failure("EngineIncompatible", "no token ids", "system", False)
 
 
 def test_group_is_complete_when_all_attempts_returned():

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from ramify.errors import ProviderError, TokenizerMismatch, TokensRequired
+from ramify.errors import EngineIncompatible, ProviderError
 from ramify.infer.config import NamedModelConfig
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.named_models import connect_model
@@ -38,7 +38,7 @@ async def test_a_server_without_prompt_logprobs_is_refused_as_a_scorer():
     async with TokenizingFake() as fake:
         await connect(fake.url, must_score=False)
         message = rf"models.teacher: {fake.url} sent a response without prompt logprobs; use a native or vLLM"
-        with pytest.raises(TokensRequired, match=message):
+        with pytest.raises(EngineIncompatible, match=message):
             await connect(fake.url)
 
 
@@ -48,7 +48,7 @@ async def test_a_chat_endpoint_is_refused_as_a_scorer():
             return {"id": "gpt", "owned_by": "openai"}
 
     async with ChatFake() as fake:
-        with pytest.raises(TokensRequired, match=r"models.teacher: .*owned by 'openai'"):
+        with pytest.raises(EngineIncompatible, match=r"models.teacher: .*owned by 'openai'"):
             await connect(fake.url)
 
 
@@ -59,7 +59,7 @@ async def test_an_absent_server_is_named():
 
 async def test_a_server_that_does_not_tokenize_cannot_be_compared():
     async with ScriptedEngine() as fake:
-        with pytest.raises(TokenizerMismatch, match=r"models.teacher: .* does not tokenize a text"):
+        with pytest.raises(EngineIncompatible, match=r"models.teacher: .* does not tokenize a text"):
             await connect(fake.url)
 
 
@@ -72,5 +72,5 @@ async def test_special_tokens_are_compared(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     async with TokenizingFake() as fake:
         fake.directory = tmp_path
-        with pytest.raises(TokenizerMismatch, match="another tokenizer"):
+        with pytest.raises(EngineIncompatible, match="another tokenizer"):
             await connect(fake.url, must_score=False)

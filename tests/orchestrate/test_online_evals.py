@@ -66,7 +66,7 @@ class FakeEnvServer:
 
     async def run(self, task, *, id, timeout, **_):
         assert timeout == 9.0 + (task["timeout"] or 0.0)
-        failure = "WorkerDied" if task["number"] == 1 else None
+        failure = "ProcessDied" if task["number"] == 1 else None
         trace = make_trace(id, None if failure else 1.0, failure=failure)
         trace.episode, trace.rewards["together"] = id, None
         return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))
@@ -103,9 +103,9 @@ async def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
         await evaluator.run(4, ["it"])
         rows = {row.id: (row.reward, row.failure) for row in store.rollouts(source="eval/it")}
     assert (values["eval/it/avg"], values["eval/it/missing"]) == (3.0, 1.0)
-    assert failures == [("eval/it", "WorkerDied")] * 2
+    assert failures == [("eval/it", "ProcessDied")] * 2
     assert rows == {
-        f"eval.it.4.{task}.{repetition}": (None, "WorkerDied") if task == 1 else (3.0, None)
+        f"eval.it.4.{task}.{repetition}": (None, "ProcessDied") if task == 1 else (3.0, None)
         for task in range(3)
         for repetition in range(2)
     }

@@ -16,7 +16,7 @@ async def test_web_page_cannot_stop_a_run():
     async with server, httpx.AsyncClient(base_url=server.address) as http:
         for headers in ({"Origin": "http://page.example"}, {"Host": "page.example"}):
             response = await http.post("/stop", headers=headers)
-            assert (response.status_code, response.json()["error"]["type"]) == (403, "OriginRefused")
+            assert (response.status_code, response.json()["error"]["type"]) == (403, "PeerRefused")
             assert "orchestrator.allowed_hosts" in response.text or "web page" in response.text
         assert stops == []
         for headers in ({}, {"Host": "run.lab.example:8000"}, {"Host": "localhost"}):

@@ -17,9 +17,8 @@ import pytest
 from ramify.cli import main
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import (
-    AgentExit,
+    AgentFailed,
     EnvironmentFault,
-    NoTrainableGroups,
     PeerLost,
     ProviderError,
     RunStalled,
@@ -178,11 +177,11 @@ def test_groups_without_training_signal_are_shown_early_and_warned_about_again_a
     with RunStore.open(stage.home / "nothing", write=False) as store:
         warnings = [event.fields for event in RunLog(store).events("failure")]
     assert len(warnings) >= 2
-    assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
+    assert {warning["name"] for warning in warnings} == {"RunStalled"}
 
 
 def test_equal_rewards_end_the_run_after_a_warning_with_a_description_of_the_groups(stage):
-    with pytest.raises(NoTrainableGroups) as ended:
+    with pytest.raises(RunStalled) as ended:
         stage.run(
             "equal",
             orchestrator={"patience": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2},
@@ -200,7 +199,7 @@ def test_equal_rewards_end_the_run_after_a_warning_with_a_description_of_the_gro
     assert re.fullmatch(r"  a reply to 'say \d': '.+'", reply)
     with RunStore.open(stage.home / "equal", write=False) as store:
         (warning,) = [event.fields for event in RunLog(store).events("failure")]
-    assert warning["name"] == "NoTrainableGroups"
+    assert warning["name"] == "RunStalled"
     pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.patience is 12\)"
     assert re.fullmatch(pattern, warning["message"].partition("\n")[0])
 
@@ -209,7 +208,7 @@ def test_patience_count_survives_a_restart_until_it_is_reported(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: 8 × filtered"):  # for the count, this is like a kill
         stage.run("again", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"patience": 10})
     for more in range(2):
-        with pytest.raises(NoTrainableGroups) as ended:
+        with pytest.raises(RunStalled) as ended:
             stage.run("again", orchestrator={"patience": 10, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 1})
         match = re.search(r"the last (\d+) groups", ended.value.message)
         assert match
@@ -227,10 +226,10 @@ def read_dropped_groups(path: Path) -> list[GroupRecord]:
     ("gate", "failure", "end", "problem"),
     [
         ("broken", EnvironmentFault, "failed in environment code", "setup: ValueError: there is no such thing"),
-        ("exit", AgentExit, "ended before the first reply", "code 2: can't open file 'nope.py'"),
+        ("exit", AgentFailed, "ended before the first reply", "code 2: can't open file 'nope.py'"),
         (
             "quit",
-            AgentExit,
+            AgentFailed,
             "were refused, or exited with an error",
             "the program exited with code 3 after a reply: no such tool",
         ),
@@ -258,7 +257,7 @@ def test_environments_and_agents_that_always_fail(stage, capsys, gate, failure, 
         assert all(raised in message for message in (ended.value.message, logged[0], line[0]))
     if gate == "quit":
         with RunStore.open(stage.home / gate, write=False) as store:
-            assert [point.value for point in RunLog(store).metrics("failures/AgentExit")] >= [float(count[1])]
+            assert [point.value for point in RunLog(store).metrics("failures/AgentFailed")] >= [float(count[1])]
 
 
 def test_tasks_run_out_before_the_first_batch_and_single_errors_do_not_end_the_run(stage):

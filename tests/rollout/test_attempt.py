@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 import ramify as rf
-from ramify.errors import BudgetExceeded, ConfigInvalid, ProviderError, SandboxError, TokensRequired
+from ramify.errors import BudgetExceeded, ConfigInvalid, EngineIncompatible, ProviderError, SandboxError
 from ramify.gateway import ChatPolicy, Gateway
 from ramify.harness import Harness, HarnessConfig
 from ramify.rollout import run_attempt
@@ -146,10 +146,10 @@ async def test_agent_that_times_out_is_scored():
             await asyncio.sleep(60)
 
     trace = await run_one(load_env(Waiting, harness={"timeout": 0.2}), [tool_call("wait")])
-    assert error_names(trace) == ["RolloutDeadline"]
+    assert error_names(trace) == ["BudgetExceeded"]
     assert trace.rewards == {"right": (0.0, 0.5)}
     trace = await run_one(load_env(Waiting), [tool_call("wait")], rf.Task(prompt="go", timeout=0.2))
-    assert error_names(trace) == ["RolloutDeadline"]
+    assert error_names(trace) == ["BudgetExceeded"]
 
 
 # -- system failures are not scored -----------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ async def test_reward_that_is_not_a_number_is_refused(value):
             return value
 
     trace = await run_one(load_env(InvalidReward), ["42"])
-    assert error_names(trace) == ["ValueRefused"]
+    assert error_names(trace) == ["OperationInvalid"]
     assert "rewards.odd" in trace.errors[0].message
     assert trace.reward is None
 
@@ -315,7 +315,7 @@ async def test_unserializable_info_is_refused_with_key_and_type():
             trace.info["where"] = object()
 
     trace = await run_one(load_env(Storing), ["42"])
-    assert error_names(trace) == ["ValueRefused"]
+    assert error_names(trace) == ["OperationInvalid"]
     assert "info.where" in trace.errors[0].message
     assert "object" in trace.errors[0].message
 
@@ -328,7 +328,7 @@ async def test_unserializable_item_added_to_a_list_in_info_is_dropped():
             trace.info["kept"] = "yes"
 
     trace = await run_one(load_env(Storing), ["42"])
-    assert error_names(trace) == ["ValueRefused"]
+    assert error_names(trace) == ["OperationInvalid"]
     assert "info.seen[0]" in trace.errors[0].message
     assert "set" in trace.errors[0].message
     assert decode_trace(encode_trace(trace)).info == {"kept": "yes"}
@@ -457,7 +457,7 @@ async def test_task_that_the_runtime_does_not_support_is_refused():
 
 
 async def test_training_requires_tokens_and_default_sampling():
-    with pytest.raises(TokensRequired):
+    with pytest.raises(EngineIncompatible):
         await run_attempt(load_env(Scored), TASK, policy=ChatPolicy("http://nowhere/v1", "m"), id="r", train=True)
     with pytest.raises(ConfigInvalid, match="top_p"):
         await run_one(load_env(Scored, sampling={"top_p": 0.9}), [], train=True)

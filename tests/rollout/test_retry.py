@@ -72,7 +72,7 @@ async def test_failure_that_is_not_retryable_is_not_retried():
             return "very good"
 
     trace = await run_with_retries(load_env(Wordy), ["a"] * 3)
-    assert error_names(trace) == ["ValueRefused"]
+    assert error_names(trace) == ["OperationInvalid"]
     assert Wordy.runs == 1
 
 
@@ -121,7 +121,7 @@ async def test_group_reward_must_return_one_number_per_trace():
     await score_group(env, TASK, traces)
     for trace in traces:
         assert trace.rewards == {"few": None, "wrong": None}
-        assert error_names(trace) == ["EnvironmentFault", "ValueRefused"]
+        assert error_names(trace) == ["EnvironmentFault", "OperationInvalid"]
         assert "1 scores for 2 traces" in trace.errors[0].message
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import ValueRefused
+from ramify.errors import OperationInvalid
 from ramify.rollout.scoring_state import load_state, save_state
 from ramify.trace import Trace
 from ramify.trace.codec import decode_trace, encode_trace
@@ -67,12 +67,12 @@ class DictSubclass(dict):
     ],
 )
 def test_value_that_cannot_be_saved_is_refused_with_its_location(value, reason):
-    with pytest.raises(ValueRefused, match=reason):
+    with pytest.raises(OperationInvalid, match=reason):
         save_state(SimpleNamespace(value=value))
 
 
 def test_recursive_state_is_refused():
     value = []
     value.append(value)
-    with pytest.raises(ValueRefused, match="nested more than"):
+    with pytest.raises(OperationInvalid, match="nested more than"):
         save_state(SimpleNamespace(value=value))

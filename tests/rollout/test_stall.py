@@ -11,7 +11,7 @@ import pytest
 import ramify as rf
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.stall_clock import StallClock
-from ramify.errors import RolloutDeadline
+from ramify.errors import BudgetExceeded
 from ramify.gateway import TokenPolicy
 from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
@@ -104,7 +104,7 @@ async def test_engine_that_never_continues_is_a_system_failure():
             rollout_task = rollout(policy, harness={"timeout": 1.0}, timeouts={"engine_stall": 1.5})
             trace = await run_interrupted(rollout_task, engine.stop, engine.resume)
     (failure,) = trace.errors
-    assert (failure.name, failure.blame, failure.retryable) == ("EngineStalled", "system", True)
+    assert (failure.name, failure.blame, failure.retryable) == ("ProviderError", "system", True)
     assert "timeouts.engine_stall" in failure.message
     assert trace.rewards == {"letters": None}
 
@@ -124,7 +124,7 @@ class CountingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("works", "stall_timeout", "failure"), [(True, 50.0, "RolloutDeadline"), (False, 1.5, "EngineStalled")]
+    ("works", "stall_timeout", "failure"), [(True, 50.0, "BudgetExceeded"), (False, 1.5, "ProviderError")]
 )
 async def test_engine_steps_count_as_progress_and_http_responses_do_not(
     works: bool, stall_timeout: float, failure: str
@@ -174,13 +174,13 @@ async def test_slow_stop_hook_counts_towards_the_harness_timeout():
 
     async with asyncio.timeout(60), ScriptedEngine(["one"]) as engine, policy_at(engine.url) as policy:
         trace = await rollout(policy, Slow, harness={"timeout": 0.5})
-    assert error_names(trace) == ["RolloutDeadline"]
+    assert error_names(trace) == ["BudgetExceeded"]
 
 
 async def test_stall_before_the_harness_phase_is_not_counted():
     clock = StallClock()
     with clock.track_request(tolerance=0.05):  # a request of `setup`
         await asyncio.sleep(0.3)
-    with pytest.raises(RolloutDeadline, match=r"longer than 0.1 s$"):
+    with pytest.raises(BudgetExceeded, match=r"longer than 0.1 s$"):
         async with HarnessTimeout(0.1, clock, stall_timeout=0.2):
             await asyncio.sleep(5)

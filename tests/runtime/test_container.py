@@ -18,7 +18,7 @@ import pytest
 
 from ramify.env import Task
 from ramify.env.runtime import Capability
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.runtime import ContainerRuntime, ContainerRuntimeConfig, container_engine
 from ramify.runtime.container_engine import ContainerEngine
 from tests.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
@@ -302,14 +302,14 @@ async def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, mo
         try:
             await runtime.run("f() { f | f & }; f; sleep 1000", timeout=2)
             await runtime.run("true", timeout=10)
-        except AgentExit:
+        except AgentFailed:
             return  # a container that is too full to kill its programs is killed
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
     async with open_runtime("container") as runtime:
-        with pytest.raises(AgentExit, match="the container has ended"):
+        with pytest.raises(AgentFailed, match="the container has ended"):
             for _ in range(3):
                 await runtime.run("kill -TERM 1; sleep 1", timeout=10)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ramify.errors import AgentExit, SandboxError
+from ramify.errors import AgentFailed, SandboxError
 from ramify.gateway import Gateway
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
@@ -229,5 +229,5 @@ async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed(
         assert runtime._box is not None
         runtime._box.kill()  # as after a request without a reply
         assert (await process.wait(20)).returncode == -signal.SIGKILL
-        with pytest.raises(AgentExit, match="the sandbox has ended"):
+        with pytest.raises(AgentFailed, match="the sandbox has ended"):
             await runtime.run("true", timeout=20)

@@ -19,7 +19,7 @@ import pytest
 import ramify
 from ramify.env import Task
 from ramify.env.runtime import Capability, ResourceLimits
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
 from ramify.runtime.seccomp import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
 from tests.runtime.conftest import make_ended_owner_name, open_runtime, run_with_runtime, skip_unless_available
@@ -390,9 +390,9 @@ async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
         await runtime.spawn("sleep 1000")
         stop_first_program(runtime)
         monkeypatch.setattr(sandbox_process, "REPLY_TIMEOUT", 0.3)
-        with pytest.raises(AgentExit, match="does not answer"):
+        with pytest.raises(AgentFailed, match="does not answer"):
             await runtime.run("echo again", timeout=10)
-        with pytest.raises(AgentExit, match="the sandbox has ended"):
+        with pytest.raises(AgentFailed, match="the sandbox has ended"):
             await wait_until_refused(runtime)
 
     async def time_out(runtime):
@@ -400,7 +400,7 @@ async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
         process = await runtime.spawn("sleep 1000")
         stop_first_program(runtime)
         monkeypatch.setattr(sandbox_process, "REPLY_TIMEOUT", 0.3)
-        with pytest.raises(AgentExit, match="does not answer"):
+        with pytest.raises(AgentFailed, match="does not answer"):
             await process.wait(0.1)
 
     await run_with_runtime("sandbox", start_another)
@@ -460,7 +460,7 @@ async def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(mon
     source = Path(sandbox_init.__file__).read_text().replace("KILL_TIMEOUT = 5.0", "KILL_TIMEOUT = 0.0")
 
     async def test(runtime):
-        with pytest.raises(AgentExit, match="does not end"):
+        with pytest.raises(AgentFailed, match="does not end"):
             await runtime.run("setsid sleep 1000 & sleep 1000", timeout=0.1)
 
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:

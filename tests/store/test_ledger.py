@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import ConfigInvalid, ProcessReplaced, TransitionRefused
+from ramify.errors import ConfigInvalid, OperationInvalid, ProcessReplaced
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import TRANSITIONS, DropReason, GroupState, check_transition
@@ -56,7 +56,7 @@ def test_only_transitions_in_the_table_are_allowed(current, target):
     if target in TRANSITIONS[current]:
         check_transition("group 0", current, target)
     else:
-        with pytest.raises(TransitionRefused, match=f"group 0 is {current.value} and cannot become {target.value}"):
+        with pytest.raises(OperationInvalid, match=f"group 0 is {current.value} and cannot become {target.value}"):
             check_transition("group 0", current, target)
 
 
@@ -106,7 +106,7 @@ def test_states_are_saved_in_the_transaction_that_issues_the_group(ledger, store
     )
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
     assert ledger.load_states("mix/") == {"reverse": 1}
-    with pytest.raises(TransitionRefused):
+    with pytest.raises(OperationInvalid):
         run_all(ledger.issue_groups([GroupRecord(5, "reverse", 8, 1)], {"source/reverse/at": [0, 2]}))
     assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
 
@@ -141,7 +141,7 @@ def test_illegal_transitions_are_refused_and_change_nothing(ledger):
     record_batch(ledger, 0, 1)
     before = ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()
     for problem, change in ILLEGAL_CHANGES.items():
-        with pytest.raises(TransitionRefused, match=problem):
+        with pytest.raises(OperationInvalid, match=problem):
             run_all(change(ledger))
         assert (ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()) == before
 
@@ -157,7 +157,7 @@ def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
     replace_trainer(ledger)
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1, registered=1)
     assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
-    with pytest.raises(TransitionRefused, match="already committed"):
+    with pytest.raises(OperationInvalid, match="already committed"):
         run_all(ledger.record_served(0, incarnation=1))
     train(ledger, 1)
     train(ledger, 2)
@@ -215,7 +215,7 @@ def test_commit_names_its_checkpoint_once(ledger):
     run_all(ledger.commit_version(record))
     run_all(ledger.commit_version(record))  # the reply to the first request was lost
     assert ledger.commits() == [record] == [ledger.get_commit(2)]
-    with pytest.raises(TransitionRefused, match="committed by trainer 0 with checkpoint step_000002-0"):
+    with pytest.raises(OperationInvalid, match="committed by trainer 0 with checkpoint step_000002-0"):
         run_all(ledger.commit_version(replace(record, directory="step_000002-7")))
     assert audit(ledger) == []
 
@@ -247,7 +247,7 @@ def test_audit_finds_commits_of_two_copies(ledger, change, problem):
 def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     train_groups(ledger, range(3))
     commit(ledger, 3)
-    with pytest.raises(TransitionRefused, match="cannot end at version 4: expected 0 to 3"):
+    with pytest.raises(OperationInvalid, match="cannot end at version 4: expected 0 to 3"):
         run_all(ledger.roll_back(4, "step_000004"))
     run_all(ledger.roll_back(1, "step_000001"))
     assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)

@@ -126,14 +126,14 @@ class Run(RuleBasedStateMachine):
         number, attempt = data.draw(st.sampled_from(self.model.running()))
         expected = self.copy_model()
         if outcome == "retried":
-            self.run(lambda ledger: ledger.retry_attempt(number, attempt, "WorkerDied"))
+            self.run(lambda ledger: ledger.retry_attempt(number, attempt, "ProcessDied"))
             return
         expected.end_attempt(number, attempt, outcome)
         record_and_traces = make_rollout(100 * number + attempt)
         if outcome == "sampled":
             self.run(lambda ledger: ledger.record_sampled(number, attempt, *record_and_traces), expected)
         else:
-            self.run(lambda ledger: ledger.drop_attempt(number, attempt, DropReason.FAILED, "WorkerDied"), expected)
+            self.run(lambda ledger: ledger.drop_attempt(number, attempt, DropReason.FAILED, "ProcessDied"), expected)
 
     @precondition(lambda self: self.model.in_state("sampled"))
     @rule(data=st.data(), is_kept=st.booleans())

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
+from ramify.errors import ConfigInvalid, DataCorrupt, OperationInvalid, RunBusy, StorageFailed, StorageFull
 from ramify.store import RolloutRecord, RunStore, default_run_name, locks, open_run, run_store, segment_log
 from ramify.store.locks import find_writer, write_holder
 from ramify.store.run_store import LOCK_NAME
@@ -87,7 +87,7 @@ async def test_a_rollout_that_cannot_be_encoded_fails_alone(tmp_path):
     trace.info["notes"] = []
     trace.info["notes"].append(object())
     with RunStore.open(tmp_path) as store:
-        with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
+        with pytest.raises(OperationInvalid, match=r"info\.notes\[0\].*object"):
             await store.add_rollout(record, [trace])
         await add(store, 1)
         assert read_replies(store) == {"r1": "reply 1"}
@@ -179,7 +179,7 @@ async def test_a_changed_byte_raises_trace_corrupt(tmp_path):
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(bytes(data))
-    with RunStore.open(tmp_path) as store, pytest.raises(TraceCorrupt, match=r"000000\.seg"):
+    with RunStore.open(tmp_path) as store, pytest.raises(DataCorrupt, match=r"000000\.seg"):
         store.read_traces("r0")
 
 
@@ -187,7 +187,7 @@ async def test_a_segment_shorter_than_committed_is_refused(tmp_path):
     with RunStore.open(tmp_path) as store:
         await add(store, 0)
     os.truncate(tmp_path / "traces" / "000000.seg", 10)
-    with pytest.raises(TraceCorrupt, match="has 10 bytes"):
+    with pytest.raises(DataCorrupt, match="has 10 bytes"):
         RunStore.open(tmp_path)
 
 

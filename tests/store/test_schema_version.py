@@ -4,7 +4,7 @@ import sqlite3
 
 import pytest
 
-from ramify.errors import SchemaUnsupported
+from ramify.errors import RunDamaged
 from ramify.store.run_store import RunStore
 from ramify.store.schema_version import SCHEMA_VERSION, read_version
 
@@ -25,6 +25,6 @@ def test_a_run_of_another_version_is_refused_and_not_called_damaged(tmp_path, wr
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     (tmp_path / "run.sqlite.sha256").unlink()
-    with pytest.raises(SchemaUnsupported, match=r"version \d+.*reads version \d+.*that wrote the run"):
+    with pytest.raises(RunDamaged, match=r"version \d+.*reads version \d+.*that wrote the run"):
         RunStore.open(tmp_path, write=write)
     assert read_version(connect(tmp_path / "run.sqlite")) == version

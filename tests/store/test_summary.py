@@ -30,12 +30,17 @@ PROGRAM = {"exit_code": 1, "stderr": "Traceback\nKeyError: 'x'\n"}
         (1, "done", {"refusals": [INVALID]}, ("RequestInvalid", "/v1/responses was refused: input: no text")),
         (0, "done", {"refusals": [OVERFLOW]}, ("ContextOverflow", "/v1/responses was refused: too long")),
         (0, "done", {"refusals": [UNKNOWN_PATH]}, ("RequestInvalid", "/v1/x was refused: GET /v1/x: unknown")),
-        (2, "exit", {"program": PROGRAM}, ("AgentExit", "the program exited with code 1 after a reply: KeyError: 'x'")),
+        (
+            2,
+            "exit",
+            {"program": PROGRAM},
+            ("AgentFailed", "the program exited with code 1 after a reply: KeyError: 'x'"),
+        ),
         (
             1,
             "exit",
             {"program": PROGRAM, "refusals": [INVALID]},
-            ("AgentExit", "the program exited with code 1 after a reply: /v1/responses was refused: input: no text"),
+            ("AgentFailed", "the program exited with code 1 after a reply: /v1/responses was refused: input: no text"),
         ),
     ],
 )
@@ -50,7 +55,7 @@ def test_agent_failures_are_recognized(turns: int, stop: str, info: dict[str, An
 
 def test_error_before_the_first_reply_is_a_failure_of_the_agent():
     trace = make_trace(turns=0)
-    trace.errors.append(Failure("AgentExit", "code 2", "policy", False))
+    trace.errors.append(Failure("AgentFailed", "code 2", "policy", False))
     assert find_agent_failure([trace]) == trace.errors[0]
     late = make_trace(failure="ContextOverflow")
     assert find_agent_failure([late]) is None

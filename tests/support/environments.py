@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ramify as rf
-from ramify.errors import AgentExit
+from ramify.errors import AgentFailed
 
 
 class Config(rf.TasksetConfig):
@@ -29,7 +29,7 @@ class Plain(rf.Taskset):
         if gate == "broken":
             raise ValueError("there is no such thing")
         if gate == "exit":
-            raise AgentExit(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
+            raise AgentFailed(f"code 2: can't open file 'nope.py'\n{Path.cwd()}")
         while self._read_gate() not in (None, "quit"):
             await asyncio.sleep(0.1)
 

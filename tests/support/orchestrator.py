@@ -20,7 +20,7 @@ from tests.support.traces import make_trace
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
 TASKS = {"reverse": 3, "wordle": 4}
-DIED = Failure("WorkerDied", "exit code -9", "system", True)
+DIED = Failure("ProcessDied", "exit code -9", "system", True)
 
 
 class Killed(Exception):

@@ -140,8 +140,8 @@ async def _write_groups(
             eval_metrics = {"avg": 0.4 + number / 10, "error": 0.02, "metric/exact": 0.2, "pass@2": 0.6, "pass^2": 0.3}
             log.log_metrics(number, {f"eval/held-out/{name}": value for name, value in eval_metrics.items()})
     await ledger.commit_version(CommitRecord(num_groups - 1, incarnation, f"step_{num_groups - 1:06d}"))
-    log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9\nmore")
-    log.log_event("failure", where="reverse", name="WorkerDied", message="exit code -9")
+    log.log_event("failure", where="reverse", name="ProcessDied", message="exit code -9\nmore")
+    log.log_event("failure", where="reverse", name="ProcessDied", message="exit code -9")
     await asyncio.wrap_future(log.log_event("finished", step=num_groups - 1))
 
 

@@ -25,7 +25,7 @@ STATUS = {
     "trainable": [96, 128],
     "groups": {"issued": 4, "scored": 2, "trained": 56},
     "processes": {"trainer": "waits for the batch of step 8", "sampling": "waits for 64 attempts"},
-    "errors": [{"time": 10.0, "where": "reverse", "name": "WorkerDied", "message": "exit code -9"}],
+    "errors": [{"time": 10.0, "where": "reverse", "name": "ProcessDied", "message": "exit code -9"}],
     "evals": {"eval/held-out/avg": {"step": 0, "value": 0.58}, "eval/held-out/seconds": {"step": 0, "value": 9.0}},
 }
 WAITS = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import TraceInvalid
+from ramify.errors import OperationInvalid
 from ramify.trace import (
     AnnotatedTrace,
     Annotation,
@@ -251,7 +251,7 @@ def test_untrainable_target_raises_and_names_the_token(nodes, notes, words):
     other = Attempt("other", PLAIN, (rl("other", 1),)).sample()
     sample = Attempt("trace-a", nodes, tuple(notes)).sample()
     for samples in ([sample], [other, sample]):
-        with pytest.raises(TraceInvalid) as refusal:
+        with pytest.raises(OperationInvalid) as refusal:
             build_forest(samples)
         assert all(word in str(refusal.value) for word in words), refusal.value
 
@@ -263,20 +263,20 @@ def test_flat_tokens_count_trained_paths_without_sharing(attempts):
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
 def test_temperature_must_be_finite_and_above_zero(temperature):
-    with pytest.raises(TraceInvalid, match="temperature"):
+    with pytest.raises(OperationInvalid, match="temperature"):
         build_forest([Attempt("t", PLAIN, (rl("t", 1),), temperature).sample()])
 
 
 def test_ref_kl_requires_temperature_one():
     note = Annotation("t", 1, ref_kl=1.0, ref_logprobs=np.array([-1.0, -1.0], np.float32))
     build_forest([Attempt("t", PLAIN, (note,)).sample()])
-    with pytest.raises(TraceInvalid, match=r"node 1.*'t'.*ref_kl.*temperature"):
+    with pytest.raises(OperationInvalid, match=r"node 1.*'t'.*ref_kl.*temperature"):
         build_forest([Attempt("t", PLAIN, (note,), 0.7).sample()])
 
 
 def test_repeated_trace_raises():
     sample = Attempt("trace-a", PLAIN, (rl("trace-a", 1),)).sample()
-    with pytest.raises(TraceInvalid, match="trace-a"):
+    with pytest.raises(OperationInvalid, match="trace-a"):
         build_forest([sample, sample])
 
 

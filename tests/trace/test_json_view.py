@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import Failure, WorkerDied
+from ramify.errors import Failure, ProcessDied
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, ToolCall, Trace, to_json
 from tests.support.trace_scripts import Script, decorate, replay, scripts
 
@@ -94,7 +94,7 @@ def test_json_holds_the_whole_header():
         rewards={"r": (1.0, 0.5), "due": None},
         metrics={"m": 2.0},
         info={"i": [1]},
-        errors=[Failure.from_exception(WorkerDied("gone"))],
+        errors=[Failure.from_exception(ProcessDied("gone"))],
         stop="done",
         harness={"id": "chat"},
         runtime={"id": "local"},
@@ -104,7 +104,7 @@ def test_json_holds_the_whole_header():
     assert view["schema"] == 1
     assert view["reward"] is None
     assert view["rewards"] == {"r": [1.0, 0.5], "due": None}
-    assert view["errors"][0]["name"] == "WorkerDied" and view["errors"][0]["message"] == "gone"
+    assert view["errors"][0]["name"] == "ProcessDied" and view["errors"][0]["message"] == "gone"
     plain = ("episode", "group", "attempt", "agent", "env", "task", "metrics", "info", "stop")
     for name in (*plain, "harness", "runtime", "sampler"):
         assert view[name] == getattr(trace, name)

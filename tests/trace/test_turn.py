@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ramify.errors import CallConflict, RamifyError
+from ramify.errors import OperationInvalid, RamifyError
 from ramify.trace import (
     Branch,
     MediaPart,
@@ -173,7 +173,7 @@ def test_call_id_with_other_content_raises_call_conflict(other: Turn):
     builder = TraceBuilder(trace)
     node = builder.add_turn(BASE)
     before = encode_trace(trace)
-    with pytest.raises(CallConflict, match="'c'"):
+    with pytest.raises(OperationInvalid, match="'c'"):
         builder.add_turn(other)
     assert encode_trace(trace) == before
     assert builder.add_turn(BASE) == node
@@ -187,7 +187,7 @@ def test_repeated_call_with_another_prefix_node_raises_call_conflict():
     reply = replace(turn([5], [6], call=ModelCall("c")), prefix_node=first)
     node = builder.add_turn(reply)
     assert builder.add_turn(reply) == node
-    with pytest.raises(CallConflict):
+    with pytest.raises(OperationInvalid):
         builder.add_turn(replace(reply, prefix_node=second))
 
 

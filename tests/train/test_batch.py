@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, Targets, build_forest, make_padding_forest, split_forest
 from ramify.train.batch import Batch, PackSpec, count_unique_tokens, pack_forests, repack, split_across_ranks
@@ -75,7 +75,7 @@ def test_damaged_bytes_are_refused(seed, rng):
         del data[rng.randrange(len(data)) :]
     try:
         decoded = decode_batch(data)
-    except BatchCorrupt:
+    except DataCorrupt:
         return
     assert count_entries(decoded.packs) == count_entries(build_batch(seed, groups=1).packs)  # the damage hit padding
 

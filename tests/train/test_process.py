@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ramify.cli import main
-from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused, ProcessReplaced
+from ramify.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, PeerRefused, ProcessReplaced
 from ramify.model import Manifest
 from ramify.trace import PolicyVersion
 from ramify.train import remote_batch_source
@@ -177,10 +177,10 @@ def test_shares_that_do_not_add_up_to_one_batch_are_refused(tmp_path):
     assert Batch.from_packs(0, share.packs).entry_counts == batch.entry_counts
     first, second = split_across_ranks(batch, pack_spec, 2)
     recording.write_share(0, 0, encode_batch(first), 2)  # and the other rank was killed before it wrote its share
-    with pytest.raises(BatchCorrupt, match=r"the shares of step 0 .* one is missing"):
+    with pytest.raises(DataCorrupt, match=r"the shares of step 0 .* one is missing"):
         recording.read_shares(0)
     recording.write_share(0, 1, encode_batch(second)[:-9], 2)
-    with pytest.raises(BatchCorrupt, match=r"rank_1\.batch"):
+    with pytest.raises(DataCorrupt, match=r"rank_1\.batch"):
         recording.read_shares(0)
 
 

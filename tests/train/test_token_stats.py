@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.errors import BatchCorrupt, TokenizerMismatch
+from ramify.errors import DataCorrupt, EngineIncompatible
 from ramify.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
@@ -73,11 +73,11 @@ def test_a_trainer_that_repeats_a_step_removes_the_files_of_its_predecessors(tmp
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(BatchCorrupt, match="no token stats of step 3 by trainer 1; expected"):
+    with pytest.raises(DataCorrupt, match="no token stats of step 3 by trainer 1; expected"):
         read_token_stats(tmp_path, 3, 1)
     (tmp_path / "token_stats").mkdir()
     (tmp_path / "token_stats" / "step_000003-1.rank_0.npz").write_bytes(b"PK\x03\x04nothing")
-    with pytest.raises(BatchCorrupt, match="token stats of step 3"):
+    with pytest.raises(DataCorrupt, match="token stats of step 3"):
         read_token_stats(tmp_path, 3, 1)
 
 
@@ -86,6 +86,6 @@ def test_a_token_beyond_the_vocabulary_is_a_tokenizer_mismatch():
     token_ids = np.full_like(forest.token_ids, VOCAB)
     trainer = Trainer(build_policy(CONFIGS["llama"]), TrainerConfig())
     with pytest.raises(
-        TokenizerMismatch, match=rf"token id {VOCAB}, but the vocabulary of the model is 0 to {VOCAB - 1}"
+        EngineIncompatible, match=rf"token id {VOCAB}, but the vocabulary of the model is 0 to {VOCAB - 1}"
     ):
         trainer.step(Batch.from_packs(7, [replace(forest, token_ids=token_ids)]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.errors import TraceInvalid, ValueNotFinite
+from ramify.errors import OperationInvalid, ValueNotFinite
 from ramify.trace import Annotation, build_forest
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.train import lm_head
@@ -171,5 +171,5 @@ def test_tokens_that_are_missing_are_refused_by_name():
     note = Annotation("a", 1, rl=0.0, ref_kl=1.0, ref_logprobs=-1.0, top_k=3)
     with pytest.raises(ValueNotFinite, match="not the likeliest tokens of the reference"):
         build_forest([replace(attempt, notes=(note,)).sample()])
-    with pytest.raises(TraceInvalid, match=r"has shape \(2, 3\): expected \(8, 3\)"):
+    with pytest.raises(OperationInvalid, match=r"has shape \(2, 3\): expected \(8, 3\)"):
         build_forest([replace(attempt, notes=(replace(note, ref_top=np.zeros((2, 3), TOP_DTYPE)),)).sample()])

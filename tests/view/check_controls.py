@@ -72,7 +72,7 @@ def test_a_click_anywhere_in_a_row_opens_it(browser, folder):
         page.locator("tr", has=page.get_by_role("link", name="run", exact=True)).locator(".run-changed").click()
         page.get_by_role("heading", name="run", exact=True).wait_for()
         page.locator(".failures td").last.click()
-        page.wait_for_url("**/rollouts?*error=WorkerDied*")
+        page.wait_for_url("**/rollouts?*error=ProcessDied*")
         show(page, "#/run/run/rollouts?sort=reward&order=desc")
         page.locator("tr", has=page.get_by_role("link", name="2.0", exact=True)).locator(".excerpt").click()
         page.get_by_role("heading", name="Rollout 2.0").wait_for()
@@ -136,7 +136,7 @@ def list_filters(page):
     return [label.split("\n")[0].strip() for label in page.locator(".filters label > :first-child").all_inner_texts()]
 
 
-@pytest.mark.parametrize("params", ["", "?error=any", "?error=WorkerDied&step=77", "?state=dropped", "?text=nothing"])
+@pytest.mark.parametrize("params", ["", "?error=any", "?error=ProcessDied&step=77", "?state=dropped", "?text=nothing"])
 def test_a_training_run_has_the_same_filters_whatever_is_listed(browser, folder, params):
     with open_view(browser, folder, f"#/run/run/rollouts{params}") as page:
         page.wait_for_selector("td")
@@ -147,9 +147,9 @@ def test_a_training_run_has_the_same_filters_whatever_is_listed(browser, folder,
 
 
 def test_a_filter_of_the_address_is_shown_and_can_be_taken_back(browser, folder):
-    with open_view(browser, folder, "#/run/run/rollouts?error=WorkerDied") as page:
+    with open_view(browser, folder, "#/run/run/rollouts?error=ProcessDied") as page:
         page.wait_for_selector("td.empty")
-        assert page.get_by_label("Error").input_value() == "WorkerDied"
+        assert page.get_by_label("Error").input_value() == "ProcessDied"
         page.get_by_label("Error").select_option("all")
         page.wait_for_function("() => document.querySelectorAll('a.rollout-link').length === 12")
 

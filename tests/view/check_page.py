@@ -348,7 +348,7 @@ def test_an_exported_file_shows_the_same_and_is_as_safe(browser, hostile_folder,
             page.goto(file.as_uri())
             page.get_by_role("link", name=run, exact=True).click()
             page.wait_for_selector(".stats")
-            assert page.get_by_role("link", name=re.compile("Worst|errors|dropped|WorkerDied")).count() == 0
+            assert page.get_by_role("link", name=re.compile("Worst|errors|dropped|ProcessDied")).count() == 0
             page.get_by_role("link", name="Rollouts", exact=True).click()
             assert re.search(r"\d+ of \d+ rollouts are in this file", page.inner_text(".table-head"))
             page.get_by_role("link", name=rollout, exact=True).click()

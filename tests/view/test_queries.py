@@ -94,7 +94,7 @@ def test_a_run_has_the_flow_of_its_ledger_its_drops_and_its_failures(queries):
     assert run["drops"] == [{"reason": "filtered", "detail": "zero_advantage", "groups": 1}]
     [failure] = run["failures"]
     assert (failure["name"], failure["count"], failure["blame"], failure["message"]) == (
-        "WorkerDied",
+        "ProcessDied",
         2,
         "system",
         "exit code -9",

@@ -12,7 +12,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.cli.rl import serve_page_of_run
-from ramify.errors import DeadlineExceeded, PortTaken, WorkerDied
+from ramify.errors import DeadlineExceeded, PortTaken, ProcessDied
 from ramify.launch import api
 from ramify.launch.execution import RunResult
 from ramify.launch.supervisor import RunOutcome
@@ -89,7 +89,7 @@ class TrainingStub:
         return RunResult(config.path, RunOutcome.FINISHED, steps=4)
 
 
-@pytest.mark.parametrize(("failure", "exit_code"), [(None, 0), (WorkerDied("exit code -9"), 1)])
+@pytest.mark.parametrize(("failure", "exit_code"), [(None, 0), (ProcessDied("exit code -9"), 1)])
 def test_rl_view_serves_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys, failure, exit_code):
     training = TrainingStub(capsys, failure)
     monkeypatch.setattr(api, "rl", training)

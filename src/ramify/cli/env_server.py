@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flags, raise_config_invalid
+from ramify.config import parse_component, pop_flags
 from ramify.envserver.config import EnvServerConfig
-from ramify.errors import PeerLost
+from ramify.errors import ConfigInvalid, PeerLost
 from ramify.files import write_atomically
 from ramify.launch.process_configs import build_env_server_config
 from ramify.orchestrate.config import RunConfig
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     def build_part(run_config: RunConfig) -> dict[str, Any]:
         table = build_env_server_config(run_config, _get_source_flag(rest))
         if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
-            raise_config_invalid([("inference", "the run starts its own engine; give its address with -b URL")])
+            raise ConfigInvalid("the run starts its own engine; give its address with -b URL", key="inference")
         return table
 
     config, _ = parse_component(

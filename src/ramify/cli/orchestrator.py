@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import add_origins, parse, pop_flags, raise_config_invalid
+from ramify.config import add_origins, parse, pop_flags
 from ramify.display import LogDisplay
-from ramify.errors import TokenizerMismatch, TokensRequired
+from ramify.errors import ConfigInvalid, EngineIncompatible
 from ramify.infer.config import ExternalConfig
 from ramify.monitor import check_sinks_installed
 from ramify.names import format_count
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     config = parse(RunConfig, args, prog="ramify orchestrator", usage=USAGE, command_flags=COMMAND_FLAGS)
     if not isinstance(config.inference, ExternalConfig):
         message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
-        raise_config_invalid([("inference", message)])
+        raise ConfigInvalid(message, key="inference")
     check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         with add_origins(RunConfig, args, argv):
@@ -104,7 +104,7 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
             config, on_metrics=monitors.log_metrics, on_samples=log_samples, on_status_address=record_status_address
         )
         exit_code = asyncio.run(orchestrator.run())
-    except (TokensRequired, TokenizerMismatch) as error:
+    except EngineIncompatible as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 2
     finally:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flags, raise_config_invalid
+from ramify.config import parse_component, pop_flags
+from ramify.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.process_configs import build_serve_config
 from ramify.model.resolve import fetch_model, resolve_model_path
@@ -40,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:
         urls = ", ".join(run_config.inference.base_url)
         advice = "choose one with --server.host and --server.port"
-        raise_config_invalid([("server", f"the run lists several engines ({urls}); {advice}")])
+        raise ConfigInvalid(f"the run lists several engines ({urls}); {advice}", key="server")
     if not dry:
         fetch_model(config.model.name)
         engine_name = "vLLM" if config.inference.engine == "vllm" else "the native engine"

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from ramify.config import find_file_hint, raise_config_invalid
+from ramify.config import find_file_hint
+from ramify.errors import ConfigInvalid
 
 SERVER_FLAG = "-b"
 SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", SERVER_FLAG: "--inference"}
@@ -22,7 +23,7 @@ def expand_short_flags(args: Sequence[str], short_flags: Mapping[str, str] = SHO
         while rest and not rest[0].startswith(("-", "@")):
             urls.append(rest.pop(0).rstrip("/").removesuffix("/v1"))
         if not urls:
-            raise_config_invalid([(SERVER_FLAG, "needs the address of a server, such as http://10.0.0.1:8000")])
+            raise ConfigInvalid("needs the address of a server, such as http://10.0.0.1:8000", key=SERVER_FLAG)
         expanded.append(f"{short_flags[arg]}={json.dumps({'engine': 'external', 'base_url': urls})}")
     return expanded
 
@@ -38,5 +39,5 @@ def pop_taskset_id(args: Sequence[str]) -> tuple[str | None, list[str]]:
     if not args or args[0].startswith(("-", "@")):
         return None, list(args)
     if hint := find_file_hint(args[0]):
-        raise_config_invalid([("", f"{args[0]!r} is not a taskset: {hint}")])
+        raise ConfigInvalid(f"{args[0]!r} is not a taskset: {hint}")
     return args[0], list(args[1:])

@@ -31,7 +31,7 @@ from ramify.client.http_client import (
 )
 from ramify.client.replica_pool import Replica, ReplicaPool
 from ramify.client.stall_clock import StallClock
-from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused
+from ramify.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused, WeightsReplaced
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 from ramify.wire.lifecycle import AsyncService
@@ -67,7 +67,8 @@ class InferenceClient(AsyncService):
     async def start(self) -> Self:
         """Connect to the servers; wait until all are up, or until some are and the others take too long.
 
-        Raises ProviderError if none is up within `server_wait_timeout` seconds, or TokensRequired if one is no engine.
+        Raises ProviderError if none is up within `server_wait_timeout` seconds, and EngineIncompatible if one is
+        not an engine.
         """
         if self._is_open:
             raise ProviderError("the client is already started")
@@ -326,7 +327,7 @@ class InferenceClient(AsyncService):
         }
         errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
         for replica, error in errors.items():
-            if results or not isinstance(error, WeightsRefused):
+            if results or not isinstance(error, WeightsRefused | WeightsReplaced):
                 self._pool.eject(replica, f"{operation}: {error.name}: {error.message}")
         if not results:
             raise next(iter(errors.values()))

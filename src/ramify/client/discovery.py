@@ -10,7 +10,7 @@ from ramify.client.native_adapter import NativeAdapter
 from ramify.client.replica_pool import Replica
 from ramify.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.config.schema import is_dict, is_list
-from ramify.errors import ProviderError, TokensRequired
+from ramify.errors import EngineIncompatible, ProviderError
 from ramify.trace.version import PolicyVersion
 
 MODELS_PATH = "/v1/models"
@@ -19,7 +19,7 @@ MODELS_PATH = "/v1/models"
 async def detect_engine(replica: Replica, version: PolicyVersion | None) -> EngineAdapter:
     """Return an adapter for the server. `version` names the weights of an engine that reports no version.
 
-    Raises TokensRequired if the server is neither the native engine nor vLLM.
+    Raises EngineIncompatible if the server is neither the native engine nor vLLM.
     """
     model = _parse_first_model(await _get_models(replica), replica.url)
     owner = model.get("owned_by")
@@ -76,5 +76,5 @@ def _parse_model(model: dict[str, Any], url: str) -> tuple[str, PolicyVersion | 
         raise ProviderError(f"{url}{MODELS_PATH} names no model with a max_model_len: {error!r}") from error
 
 
-def _tokens_required_error(url: str, reason: str) -> TokensRequired:
-    return TokensRequired(f"{url} does not return token ids and logprobs: {reason}")
+def _tokens_required_error(url: str, reason: str) -> EngineIncompatible:
+    return EngineIncompatible(f"{url} does not return token ids and logprobs: {reason}")

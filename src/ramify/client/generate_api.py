@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.client.completion import ClientSampling, FinishReason
-from ramify.errors import ProviderError, TokensRequired
+from ramify.errors import EngineIncompatible, ProviderError
 from ramify.images import ProcessedImage
 from ramify.trace import Usage
 from ramify.trace.annotation import TOP_DTYPE
@@ -136,13 +136,13 @@ def get_only_choice(response: GenerateResponse, server: str) -> GenerateChoice:
 def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the sampled token ids and their logprobs.
 
-    Raises TokensRequired if the server sends none, and ProviderError if they are not usable for training.
+    Raises EngineIncompatible if the server sends none, and ProviderError if they are not usable for training.
     """
     logprobs = choice.flat_logprobs
     if logprobs is None and choice.logprobs is not None and choice.logprobs.content is not None:
         logprobs = [entry.logprob for entry in choice.logprobs.content]
     if choice.token_ids is None or logprobs is None:
-        raise TokensRequired(f"{server} sent a response without token ids and logprobs")
+        raise EngineIncompatible(f"{server} sent a response without token ids and logprobs")
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
     if choice.token_ids and not 0 <= min(choice.token_ids) <= max(choice.token_ids) < TOKEN_ID_LIMIT:
@@ -182,7 +182,7 @@ def parse_prompt_logprobs(
     """Return the logprob of every prompt token from `start` on given those before it; NaN for others and the first."""
     table, first = response.prompt_logprobs, min(max(1, start), len(token_ids))
     if table is None or len(table) != len(token_ids):
-        raise TokensRequired(f"{server} sent a response without prompt logprobs")
+        raise EngineIncompatible(f"{server} sent a response without prompt logprobs; use a native or vLLM server")
     try:
         logprobs = [
             float((entry or {})[str(int(token_id))]["logprob"])

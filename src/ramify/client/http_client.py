@@ -24,7 +24,7 @@ from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
     ImageMissing,
-    OriginRefused,
+    PeerRefused,
     ProcessReplaced,
     ProviderError,
     QueueFull,
@@ -45,7 +45,7 @@ FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
         ContextOverflow,
         DeadlineExceeded,
         ImageMissing,
-        OriginRefused,
+        PeerRefused,
         ProcessReplaced,
         QueueFull,
         RequestInvalid,
@@ -209,10 +209,8 @@ def error_from_response(http: HttpClient, path: str, response: HttpResponse) -> 
     status = response.status
     error: RamifyError
     if name in FAILURES_BY_NAME:
-        error = FAILURES_BY_NAME[name](message)
-        if isinstance(error, ImageMissing):
-            hashes = fields.get("hashes")
-            error.hashes = tuple(map(str, hashes)) if is_list(hashes) else ()
+        hashes = fields.get("hashes")
+        error = ImageMissing(message, list(map(str, hashes))) if is_list(hashes) else FAILURES_BY_NAME[name](message)
     elif status == 400 and CONTEXT_OVERFLOW_RE.search(message):
         error = ContextOverflow(message)
     elif status in (400, 422):

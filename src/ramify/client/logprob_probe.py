@@ -13,7 +13,7 @@ from ramify.client.completion import ClientSampling
 from ramify.client.generate_api import GENERATE_PATH, GenerateRequest, GenerateResponse, decode_json
 from ramify.client.http_client import send_request
 from ramify.client.replica_pool import Replica
-from ramify.errors import LogprobMismatch, TokensRequired
+from ramify.errors import EngineIncompatible
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((3, 5, 7), (11, 4, 9, 6), (8,), (5, 5, 12, 10))
 TEMPERATURE = 2.0  # compared with temperature 1
@@ -23,7 +23,7 @@ MIN_SPREAD = 0.05  # nats between the compared tokens; a smaller spread may be r
 
 
 async def check_logprobs(replica: Replica) -> None:
-    """Raise LogprobMismatch unless the server computes logprobs after temperature."""
+    """Raise EngineIncompatible unless the server computes logprobs after temperature."""
     for prompt_ids in PROMPTS:
         plain = await _get_top_logprobs(replica, prompt_ids, 1.0)
         tempered = await _get_top_logprobs(replica, prompt_ids, TEMPERATURE)
@@ -40,9 +40,9 @@ async def check_logprobs(replica: Replica) -> None:
             reason = "its logprobs do not depend on the temperature; start vLLM with --logprobs-mode processed_logprobs"
         else:
             reason = f"between T = 1 and T = {TEMPERATURE:g} its logprobs scale by {slope:.2f}, expected 0.5"
-        raise LogprobMismatch(f"{replica.url} cannot be trained on: {reason}")
+        raise EngineIncompatible(f"{replica.url} cannot be trained on: {reason}")
     reason = f"after {len(PROMPTS)} prompts all tokens are equally likely"
-    raise LogprobMismatch(f"{replica.url}: cannot tell whether its logprobs follow the temperature: {reason}")
+    raise EngineIncompatible(f"{replica.url}: cannot tell whether its logprobs follow the temperature: {reason}")
 
 
 def _fit_slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
@@ -62,7 +62,7 @@ async def _get_top_logprobs(replica: Replica, prompt_ids: tuple[int, ...], tempe
         content = logprobs.content if logprobs is not None else None
         return {_parse_token_id(entry): float(entry["logprob"]) for entry in (content or [])[0].top_logprobs}
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise TokensRequired(f"{replica.url} returns no logprobs of the most likely tokens: {error!r}") from error
+        raise EngineIncompatible(f"{replica.url} returns no logprobs of the most likely tokens: {error!r}") from error
 
 
 def _parse_token_id(entry: dict[str, object]) -> int:

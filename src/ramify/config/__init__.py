@@ -4,18 +4,17 @@ One idea: all three are layers of one plain table, which is validated once, when
 whatever a file can set (entries of lists, variants, plugin tables), and one error lists all wrong keys and values.
 """
 
-from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values, raise_section_problems
-from ramify.config.component import parse_component, read_top_level_keys
+from ramify.config.base import Config, RunName, expand_model_name, get_explicit_values
 from ramify.config.dump import dry_run, dump_toml, write_toml
 from ramify.config.hints import COMMAND_HINTS, LOSS_HINTS, find_file_hint
-from ramify.config.origins import add_origins
 from ramify.config.parser import (
+    add_origins,
     parse,
-    parse_problems,
+    parse_component,
     parse_section,
     pop_flags,
-    raise_config_invalid,
     read_stored_config,
+    read_top_level_keys,
 )
 
 __all__ = [
@@ -31,11 +30,8 @@ __all__ = [
     "get_explicit_values",
     "parse",
     "parse_component",
-    "parse_problems",
     "parse_section",
     "pop_flags",
-    "raise_config_invalid",
-    "raise_section_problems",
     "read_stored_config",
     "read_top_level_keys",
     "write_toml",

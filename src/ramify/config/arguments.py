@@ -14,14 +14,7 @@ from typing import Any
 
 from ramify.config.hints import find_file_hint
 from ramify.config.schema import child_options, element_options, is_container, is_list, is_list_type, is_model_type
-
-
-class ArgumentProblem(Exception):
-    """A file or flag that cannot be used, with the key it was meant for."""
-
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(key, reason)
-        self.key, self.reason = key, reason
+from ramify.errors import ConfigInvalid, ConfigProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +38,7 @@ class FlagArgument:
         return "--" + ".".join(self.path)
 
 
-Argument = FileArgument | FlagArgument | ArgumentProblem
+Argument = FileArgument | FlagArgument | ConfigProblem  # a problem is an argument that cannot be used
 
 
 def split_arguments(cls: type, args: Sequence[str]) -> list[Argument]:
@@ -59,10 +52,10 @@ def split_arguments(cls: type, args: Sequence[str]) -> list[Argument]:
         elif is_short_flag(token):
             while remaining and not remaining[0].startswith(("--", "@")):
                 remaining.pop(0)
-            arguments.append(ArgumentProblem("", f"unknown flag {token}; --help lists the flags"))
+            arguments.append(ConfigProblem("", f"unknown flag {token}; --help lists the flags"))
         elif token == "--" or not token.startswith("--"):
             hint = find_file_hint(token) or "a file is '@ FILE', a flag '--key value'"
-            arguments.append(ArgumentProblem("", f"unexpected argument {token!r}: {hint}"))
+            arguments.append(ConfigProblem("", f"unexpected argument {token!r}: {hint}"))
         else:
             name, equals, value = token[2:].partition("=")
             path = tuple(name.split("."))
@@ -85,12 +78,10 @@ def is_short_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and word[1].isalpha()
 
 
-def _file_argument(section: tuple[str, ...], token: str, remaining: list[str]) -> FileArgument | ArgumentProblem:
+def _file_argument(section: tuple[str, ...], token: str, remaining: list[str]) -> FileArgument | ConfigProblem:
     if token != "@":
         return FileArgument(section, token[1:])
-    return (
-        FileArgument(section, remaining.pop(0)) if remaining else ArgumentProblem(".".join(section), "@ needs a file")
-    )
+    return FileArgument(section, remaining.pop(0)) if remaining else ConfigProblem(".".join(section), "@ needs a file")
 
 
 def options_at(cls: type, path: Sequence[str]) -> list[Any]:
@@ -112,7 +103,7 @@ def is_switch(options: Sequence[Any]) -> bool:
 
 
 def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
-    """Return the values of a flag as the value of a key with these options. Raises ArgumentProblem."""
+    """Return the values of a flag as the value of a key with these options. Raises ConfigInvalid."""
     options = [option for option in options if option is not NoneType] if NoneType in options else options
     lists = [option for option in options if is_list_type(option)]
     if not values:
@@ -120,7 +111,7 @@ def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
             return True
         if any(is_model_type(option) for option in options):
             return {}  # `--wandb`: the section with its defaults
-        raise ArgumentProblem(key, "needs a value" + (f" (an empty list is --{key}=[])" if lists else ""))
+        raise ConfigInvalid("needs a value" + (f" (an empty list is --{key}=[])" if lists else ""), key=key)
     if lists:
         parsed = _json_or_text(values[0]) if len(values) == 1 else None
         if is_list(parsed):
@@ -128,7 +119,7 @@ def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
         if len(values) > 1 or len(lists) == len(options):
             return [parse_value(key, element_options(lists[0]), [value]) for value in values]
     if len(values) > 1 and options:
-        raise ArgumentProblem(key, f"takes one value, got {' '.join(map(repr, values))}")
+        raise ConfigInvalid(f"takes one value, got {' '.join(map(repr, values))}", key=key)
     if not options:
         return list(values) if len(values) > 1 else values[0]
     return _json_or_text(values[0]) if _is_ambiguous(options) else values[0]

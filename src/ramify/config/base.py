@@ -7,17 +7,16 @@ unless the input sets them.
 """
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from types import NoneType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from ramify.config.schema import annotation_options, is_dict, model_tag_key
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigProblem
 
 NONE_LITERAL = "None"  # None in a TOML file, which has no null
 
@@ -34,17 +33,11 @@ RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 
 
 class SectionProblems(ValueError):
-    """All rules that a combination of values of a section breaks. A message may begin with a key below the section."""
+    """All problems of a section, for pydantic, which collects the errors of all sections."""
 
-    def __init__(self, messages: Sequence[str]) -> None:
-        super().__init__("; ".join(messages))
-        self.messages = messages
-
-
-def raise_section_problems(*problems: Iterable[str]) -> None:
-    """Raise SectionProblems with the messages of all problems, if there are any, for use in a validator."""
-    if messages := list(itertools.chain(*problems)):
-        raise SectionProblems(messages)
+    def __init__(self, *problems: tuple[str, str]) -> None:
+        self.problems = [ConfigProblem(*problem) for problem in problems]
+        super().__init__("; ".join(map(str, self.problems)))
 
 
 class Config(BaseModel):
@@ -69,9 +62,19 @@ class Config(BaseModel):
             return data
         for key, value in data.items():
             if isinstance(value, str | PurePath) and "\0" in str(value):
-                raise ConfigInvalid(f"{key}: a NUL character is not allowed, found {str(value)!r}; remove it")
+                raise SectionProblems((key, f"a NUL character is not allowed, found {str(value)!r}; remove it"))
         fields = cls.model_fields
         return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
+
+    def find_problems(self) -> Iterable[tuple[str, str]]:
+        """Yield each rule that the values break together, as the key of a value below this section and a text."""
+        return ()
+
+    @model_validator(mode="after")
+    def _has_no_problems(self) -> Self:
+        if problems := list(self.find_problems()):
+            raise SectionProblems(*problems)
+        return self
 
 
 def get_explicit_values(config: Config) -> dict[str, Any]:

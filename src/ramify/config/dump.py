@@ -68,7 +68,7 @@ def _dump_section(key: KeyPath, model: BaseModel, dumped: dict[str, Any]) -> dic
 
 def _dump_value(key: KeyPath, value: Any, dumped: Any) -> Any:
     if dumped is None:
-        raise ConfigInvalid(f"{format_key(key)}: None cannot be written to a TOML file; leave the key out")
+        raise ConfigInvalid("None cannot be written to a TOML file; leave the key out", key=format_key(key))
     if isinstance(value, BaseModel):
         return _dump_section(key, value, dumped)
     if is_dict(dumped):

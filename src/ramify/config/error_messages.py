@@ -5,7 +5,6 @@ mapped to its key in the data. The message says what was expected, what was give
 unknown key which one was probably meant.
 """
 
-import re
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -25,18 +24,22 @@ from ramify.config.schema import (
     is_list,
     is_model_type,
     iter_keys,
+    parse_key,
     section_keys,
     select_variant,
     union_tag_key,
     variant_tags,
 )
+from ramify.errors import ConfigProblem
 from ramify.names import find_similar
 
 MAX_VALUE_CHARS = 80  # of a value in a message
 
 
-def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: Sequence[str] = ()) -> dict[str, str]:
-    """Return one message per key; the errors that the members of a union report for one value are joined with "or".
+def explain_errors(
+    error: ValidationError, layers: ConfigLayers, command_flags: Sequence[str] = ()
+) -> list[ConfigProblem]:
+    """Return one problem per key; the errors that the members of a union report for one value are joined with "or".
 
     `command_flags` are flags of the command that are not keys; they are suggested for misspelt flags.
     """
@@ -61,9 +64,12 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 given[key] = _format_value(table.get(key[-1]))
             case "value_error":
                 cause = details.get("ctx", {}).get("error", details["msg"])
-                messages = cause.messages if isinstance(cause, SectionProblems) else [str(cause)]
-                for rule_key, rules in _group_by_key(key, messages, layers).items():
-                    add(rule_key, "; ".join(rules))
+                rules: dict[KeyPath, list[str]] = {}
+                problems = cause.problems if isinstance(cause, SectionProblems) else [ConfigProblem("", str(cause))]
+                for problem in problems:
+                    rules.setdefault((*key, *parse_key(problem.key)), []).append(problem.text)
+                for rule_key, texts in rules.items():
+                    add(rule_key, "; ".join(texts))
                 continue
             case "list_type" if is_dict(details["input"]):
                 brackets = f"[[{format_key(key)}]]"
@@ -74,10 +80,10 @@ def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: 
                 expectation = details["msg"].replace("Input should be", "expected").split(", unable to parse")[0]
                 given[key] = _format_value(details["input"])
         add(key, expectation)
-    return {
-        format_key(key): _format_problem(parts, given.get(key), _find_origin(key, parts, layers))
+    return [
+        ConfigProblem(format_key(key), _join_expectations(parts, given.get(key)), _find_origin(key, parts, layers))
         for key, parts in expectations.items()
-    }
+    ]
 
 
 def _describe_unknown(key: KeyPath, layers: ConfigLayers) -> str:
@@ -91,17 +97,17 @@ def _belongs_to_variant(key: KeyPath, layers: ConfigLayers) -> bool:
 
 
 def _is_flag(key: KeyPath, layers: ConfigLayers) -> bool:
-    return (layers.find_origin(key) or "").startswith("--")
+    return layers.find_origin(key).startswith("--")
 
 
-def _find_origin(key: KeyPath, expectations: list[str], layers: ConfigLayers) -> str | None:
-    """Return the file or flag that set the value; None if the message already names the flag."""
-    return None if expectations[0].startswith("unknown flag") else layers.find_origin(key)
+def _find_origin(key: KeyPath, expectations: list[str], layers: ConfigLayers) -> str:
+    """Return the file or flag that set the value; "" if the message already names the flag."""
+    return "" if expectations[0].startswith("unknown flag") else layers.find_origin(key)
 
 
-def _format_problem(expectations: list[str], given: str | None, origin: str | None) -> str:
+def _join_expectations(expectations: list[str], given: str | None) -> str:
     message = expectations[0] + "".join(f" or {part.removeprefix('expected ')}" for part in expectations[1:])
-    return message + (f", got {given}" if given else "") + (f" ({origin})" if origin else "")
+    return message + (f", got {given}" if given else "")
 
 
 def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyPath:
@@ -113,25 +119,6 @@ def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> K
         elif missing and position + 1 == len(location):
             key = (*key, part)
     return key
-
-
-def _group_by_key(section: KeyPath, messages: Sequence[str], layers: ConfigLayers) -> dict[KeyPath, list[str]]:
-    """Return the messages of a section's validator by the key that each is about."""
-    groups: dict[KeyPath, list[str]] = {}
-    for message in messages:
-        key, text = _extend_key(section, message, layers)
-        groups.setdefault(key, []).append(text)
-    return groups
-
-
-def _extend_key(key: KeyPath, message: str, layers: ConfigLayers) -> tuple[KeyPath, str]:
-    """Return the key and the message of a validator's error; a message may begin with a key below that of the error."""
-    match = re.match(r"([a-z]\w*(?:\.\w+)*): ", message)
-    parts = match[1].split(".") if match else []
-    options, _ = _options_and_data(key, layers)
-    if match is None or not reduce(child_options, parts, options):
-        return key, message
-    return (*key, *(int(part) if part.isdecimal() else part for part in parts)), message[match.end() :]
 
 
 def _options_and_data(key: KeyPath, layers: ConfigLayers) -> tuple[list[Any], Any]:

@@ -88,7 +88,7 @@ def _find_key(root: HelpKey, path: str) -> HelpKey:
         if not children:
             names = sorted({".".join(map(str, other)) for other in iter_keys(root.models[0])})
             hint = suggest(path, names, "--help lists the sections")
-            raise ConfigInvalid(f"--help: there is no key {path!r}; {hint}")
+            raise ConfigInvalid(f"there is no key {path!r}; {hint}", key="--help")
         key = replace(children[0], options=[option for child in children for option in child.options])
     return key
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import reduce
 from pathlib import PurePath
 
-from ramify.config.schema import child_options
+from ramify.config.schema import child_options, parse_key
 
 WANDB_SINK = 'monitor.sinks = [{ type = "wandb", project = "NAME" }]'
 DATA_HINT = "data is '-d {}' for `ramify sft`, and 'dataset --taskset.path {}' for `ramify rl` and `ramify eval`"
@@ -97,8 +97,7 @@ LOSS_HINTS: Mapping[str, str] = {
 def find_key_hint(cls: type, name: str) -> str | None:
     """Return the key of the configuration `cls` that users of other trainers call `name`; None if there is none."""
     for hint in KEY_HINTS.get(name, ()):
-        parts = (int(part) if part.isdecimal() else part for part in hint.partition(" = ")[0].split("."))
-        if reduce(child_options, parts, [cls]):
+        if reduce(child_options, parse_key(hint.partition(" = ")[0]), [cls]):
             return hint
     return None
 

@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from ramify.config.arguments import (
-    ArgumentProblem,
     FileArgument,
     FlagArgument,
     is_switch,
@@ -35,6 +34,7 @@ from ramify.config.schema import (
     is_tuple,
     select_variant,
 )
+from ramify.errors import ConfigInvalid
 
 TomlTable = dict[str, Any]
 
@@ -47,17 +47,17 @@ class ConfigLayers:
         self.data: TomlTable = copy.deepcopy(dict(base or {}))
         self._origins: dict[KeyPath, str] = {}
 
-    def find_origin(self, key: KeyPath) -> str | None:
-        """Return the file or flag that set the value at `key`; for a section, only if a single one set all of it."""
+    def find_origin(self, key: KeyPath) -> str:
+        """Return the file or flag that set the value at `key`; "" if none did, or several set parts of a section."""
         prefixes = (key[:length] for length in range(len(key), -1, -1))
         outer = next((self._origins[prefix] for prefix in prefixes if prefix in self._origins), None)
         origins = {origin for other, origin in self._origins.items() if other[: len(key)] == key}
         if outer is not None:
             origins.add(outer)
-        return origins.pop() if len(origins) == 1 else None
+        return origins.pop() if len(origins) == 1 else ""
 
     def add_file(self, file: FileArgument) -> None:
-        """Merge a TOML file into its section. Raises ArgumentProblem."""
+        """Merge a TOML file into its section. Raises ConfigInvalid."""
         table = _read_toml(file.filename)
         if not file.section:
             self.data = merge_tables(self.data, table)
@@ -69,15 +69,14 @@ class ConfigLayers:
         self._record_origins(key, table, file.filename)
 
     def add_flag(self, flag: FlagArgument) -> None:
-        """Set the key of a flag. Raises ArgumentProblem."""
+        """Set the key of a flag. Raises ConfigInvalid."""
         path, options = flag.path, options_at(self.cls, flag.path)
         if not options and not flag.values and path[0].startswith("no-"):
             path = (path[0].removeprefix("no-"), *path[1:])
             positive = options_at(self.cls, path)
             if not is_switch(positive) and type(None) not in positive:
-                raise ArgumentProblem(
-                    format_key(flag.path), f"only a switch or an optional key can be negated ({flag.text})"
-                )
+                problem = f"only a switch or an optional key can be negated ({flag.text})"
+                raise ConfigInvalid(problem, key=format_key(flag.path))
             value: Any = False if is_switch(positive) else None
             key, container = self._resolve(path)
         else:
@@ -119,35 +118,35 @@ def _read_toml(filename: str) -> TomlTable:
     try:
         return tomllib.loads(Path(filename).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArgumentProblem(filename, f"cannot be read: {error.strerror or error}") from error
+        raise ConfigInvalid(f"cannot be read: {error.strerror or error}", key=filename) from error
     except UnicodeDecodeError as error:
-        raise ArgumentProblem(filename, f"is not UTF-8 text (byte {error.start})") from error
+        raise ConfigInvalid(f"is not UTF-8 text (byte {error.start})", key=filename) from error
     except tomllib.TOMLDecodeError as error:
-        raise ArgumentProblem(filename, f"is not TOML: {error}") from error
+        raise ConfigInvalid(f"is not TOML: {error}", key=filename) from error
     except RecursionError as error:
-        raise ArgumentProblem(filename, "is nested too deeply") from error
+        raise ConfigInvalid("is nested too deeply", key=filename) from error
     except ValueError as error:  # a NUL character in the name
-        raise ArgumentProblem(repr(filename), f"cannot be read: {error}") from error
+        raise ConfigInvalid(f"cannot be read: {error}", key=repr(filename)) from error
 
 
 def _parse_index(key: KeyPath, part: str, size: int) -> int:
     if not part.isdecimal():
-        raise ArgumentProblem(f"{format_key(key)}.{part}", f"entries of {format_key(key)} are numbered from 0")
+        raise ConfigInvalid(f"entries of {format_key(key)} are numbered from 0", key=f"{format_key(key)}.{part}")
     if int(part) >= size:
         entries = f"{size} entries (0 to {size - 1})" if size > 1 else "1 entry (0)" if size else "no entries"
         reason = f"{format_key(key)} has {entries}; a file, or --{format_key(key)} with a JSON list, can add more"
-        raise ArgumentProblem(f"{format_key(key)}.{part}", reason)
+        raise ConfigInvalid(reason, key=f"{format_key(key)}.{part}")
     return int(part)
 
 
 def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any, *, part: str) -> Any:
-    """Return the table or list at `key`, and create it if it is not set. Raises ArgumentProblem for other values."""
+    """Return the table or list at `key`, and create it if it is not set. Raises ConfigInvalid for other values."""
     child: Any = container[key[-1]] if has_key(container, key[-1]) else None
     if (child is None or child == NONE_LITERAL) and (not options or any(map(is_container, options))):
         child = _copy_list(default) if any(map(is_list_type, options)) else {}
         container[key[-1]] = child
     if not is_dict(child) and not is_list(child):
-        raise ArgumentProblem(f"{format_key(key)}.{part}", f"{format_key(key)} is a value, not a section")
+        raise ConfigInvalid(f"{format_key(key)} is a value, not a section", key=f"{format_key(key)}.{part}")
     return child
 
 

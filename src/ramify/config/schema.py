@@ -22,6 +22,11 @@ def format_key(key: Iterable[str | int]) -> str:
     return ".".join(map(str, key))
 
 
+def parse_key(text: str) -> KeyPath:
+    """Return the key of its dotted form."""
+    return tuple(int(part) if part.isdecimal() else part for part in text.split(".") if part)
+
+
 def is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
     """Return whether a value is a table."""
     return isinstance(value, dict)

@@ -12,24 +12,26 @@ from ramify.errors import (
     DeadlineExceeded,
     ImageMissing,
     ModelNotFound,
+    PeerRefused,
     ProcessReplaced,
     QueueFull,
     QuotaExceeded,
     RamifyError,
     RequestInvalid,
-    SecretUnknown,
     TemplateRefused,
     WeightsRefused,
+    WeightsReplaced,
 )
 
 T = TypeVar("T")
 HTTP_STATUS: dict[type[RamifyError], int] = {
-    SecretUnknown: 401,
+    PeerRefused: 401,
     RequestInvalid: 400,
     TemplateRefused: 400,
     ModelNotFound: 404,
     ImageMissing: 409,
     WeightsRefused: 409,
+    WeightsReplaced: 409,
     ProcessReplaced: 409,
     QueueFull: 503,
     QuotaExceeded: 429,

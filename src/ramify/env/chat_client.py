@@ -6,12 +6,12 @@ connection would need an owner that closes it.
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ramify.async_calls import retry
 from ramify.config import Config
@@ -42,11 +42,10 @@ class ExternalModelConfig(Config):
     model: str = ""
     api_key_env: str | None = None
 
-    @model_validator(mode="after")
-    def _other_endpoints_need_a_model(self) -> "ExternalModelConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a missing name of a model that is not one of the run's."""
         if not self.model and not self.base_url.startswith(RUN_MODEL_PREFIX):
-            raise ValueError("model: required, the name of the model at the endpoint")
-        return self
+            yield "model", "required, the name of the model at the endpoint"
 
     def resolve(self) -> tuple[str, str]:
         """Return address and model. Raises ConfigInvalid if the run has no such model.

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_problems, parse_section, raise_config_invalid
+from ramify.config import Config, parse_section
 from ramify.env.plugin_config import get_config_class
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, ConfigProblem
 from ramify.errors.origin import describe_exception
 from ramify.names import suggest
 
@@ -128,7 +128,7 @@ def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None
     """Return the class and the validated config described by a table, without creating the plugin."""
     table_key = table_key or kind
     if not isinstance(table.get("id"), str) or not table["id"]:
-        raise_config_invalid([(f"{table_key}.id", f"required: the name of a {kind}")])
+        raise ConfigInvalid(f"required: the name of a {kind}", key=f"{table_key}.id")
     cls = find_plugin_class(kind, table["id"], table_key=table_key)
     return cls, parse_section(get_config_class(cls, Config), dict(table), key=table_key)
 
@@ -139,14 +139,14 @@ def resolve_plugins(tables: Iterable[tuple[str, str, Mapping[str, Any]]]) -> lis
     Raises ConfigInvalid with the problems of all tables.
     """
     resolved: list[tuple[type, Config]] = []
-    problems: list[tuple[str, str]] = []
+    problems: list[ConfigProblem] = []
     for kind, table_key, table in tables:
         try:
             resolved.append(resolve_plugin(kind, table, table_key=table_key))
         except ConfigInvalid as error:
-            problems += parse_problems(error)
+            problems += error.problems
     if problems:
-        raise_config_invalid(problems)
+        raise ConfigInvalid(problems=problems)
     return resolved
 
 
@@ -164,12 +164,12 @@ def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> ty
     if "." in id:
         return _load_class(config_key, kind, plugin_kind, id)
     if file := _find_similar_file(id):
-        return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; did you mean {file}?")])
+        raise ConfigInvalid(f"unknown {kind} {id!r}; did you mean {file}?", key=config_key)
     if id.isidentifier() and id not in sys.stdlib_module_names and importlib.util.find_spec(id) is not None:
         return _load_class(config_key, kind, plugin_kind, id)
     names = sorted({*plugin_kind.builtin_paths, *entry_points.names})
     hint = suggest(id, names, f"expected one of {', '.join(names)}, a module, module:Class or file.py")
-    return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; {hint}")])
+    raise ConfigInvalid(f"unknown {kind} {id!r}; {hint}", key=config_key)
 
 
 def _find_similar_file(id: str) -> Path | None:
@@ -191,13 +191,13 @@ def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path
     if not name and len(candidates) != 1:
         advice = f"select one as {module_path}:Class" if names else "define one in it, or select another module"
         text = f"{module_path} should have one {kind} class, it has {listed}; {advice}"
-        raise_config_invalid([(config_key, text)])
+        raise ConfigInvalid(text, key=config_key)
     cls = getattr(module, name, None) if name else candidates[0]
     if cls is None:
         hint = suggest(name, names, f"its {kind} classes: {listed}", "{}")
-        raise_config_invalid([(config_key, f"{module_path} has no {name}; {hint}")])
+        raise ConfigInvalid(f"{module_path} has no {name}; {hint}", key=config_key)
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise_config_invalid([(config_key, f"{import_path} is not a {kind}: it does not derive from {base.__name__}")])
+        raise ConfigInvalid(f"{import_path} is not a {kind}: it does not derive from {base.__name__}", key=config_key)
     return cls
 
 
@@ -231,11 +231,9 @@ def _import_module(config_key: str, module_path: str) -> ModuleType:
         means_file = file.is_file() and module_path.startswith(str(error.name))
         hint = f"to use the file, write {file}:Class" if means_file else "is its package installed in this environment?"
         reason = f"there is no module {error.name!r} ({hint})"
-    except Exception as error:  # noqa: BLE001 - importing a user's module may raise anything
-        return raise_config_invalid(
-            [(config_key, f"{module_path} cannot be imported: {describe_exception(error)}")], cause=error
-        )
-    return raise_config_invalid([(config_key, f"{module_path}: {reason}")])
+    except Exception as error:
+        raise ConfigInvalid(f"{module_path} cannot be imported: {describe_exception(error)}", key=config_key) from error
+    raise ConfigInvalid(f"{module_path}: {reason}", key=config_key)
 
 
 def load_module_from_file(path: Path) -> ModuleType:

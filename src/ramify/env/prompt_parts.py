@@ -4,13 +4,13 @@ from typing import Any
 
 from ramify.config.schema import is_dict, is_list, is_tuple
 from ramify.dialects.media import MEDIA_ADVICE, media_to_url
-from ramify.errors import ValueRefused
+from ramify.errors import OperationInvalid
 from ramify.trace import Media
 from ramify.trace.plain_data import to_plain
 
 
 def to_plain_prompt(prompt: Any) -> Any:
-    """Return a prompt whose messages have parts of plain data. Raises ValueRefused, which names the part."""
+    """Return a prompt whose messages have parts of plain data. Raises OperationInvalid, which names the part."""
     if not is_list(prompt) and not is_tuple(prompt):
         return prompt
     return tuple(_to_plain_message(message, f"task.prompt[{index}]") for index, message in enumerate(prompt))
@@ -35,5 +35,5 @@ def _to_plain_part(part: Any, key: str) -> Any:
         return {"type": "image_url", "image_url": {"url": media_to_url(part)}}
     try:
         return to_plain(part, key)
-    except ValueRefused as error:
-        raise ValueRefused(f"{error.message}; {MEDIA_ADVICE} as the part") from error
+    except OperationInvalid as error:
+        raise OperationInvalid(f"{error.message}; {MEDIA_ADVICE} as the part") from error

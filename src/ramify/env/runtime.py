@@ -4,7 +4,7 @@
 
 A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
 it. A failure of the runtime itself raises `SandboxError`, which is retried, also if something outside has killed the
-box. If a program ends its own box, for example by using too much memory, later calls raise `AgentExit`, which is the
+box. If a program ends its own box, for example by using too much memory, later calls raise `AgentFailed`, which is the
 agent's fault.
 
 What a runtime enforces depends on its kind and on the machine. `capabilities` states it, and `check_task` refuses a

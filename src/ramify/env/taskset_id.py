@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
-from ramify.config import raise_config_invalid
 from ramify.env.taskset import Taskset
+from ramify.errors import ConfigInvalid
 
 DEFINITIONS_DIR = "notebook"  # directory below the output for the definitions of notebooks and scripts
 MAIN_MODULE = "__main__"
@@ -46,9 +46,8 @@ def get_class_id(cls: type, definitions_dir: Path) -> str:
     Raises ConfigInvalid if the source of the class, or of something it uses, is not available.
     """
     if "." in cls.__qualname__:
-        raise_config_invalid(
-            [("taskset", f"{cls.__qualname__} is defined inside a function or class; define it at the top level")]
-        )
+        problem = f"{cls.__qualname__} is defined inside a function or class; define it at the top level"
+        raise ConfigInvalid(problem, key="taskset")
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     if cls.__module__ == MAIN_MODULE or module is None:
@@ -95,7 +94,7 @@ class _DefinitionCollector:
         if source is None:
             kind = type(value).__qualname__
             text = f"it uses {name!r}, a {kind} whose source is not available; put the taskset into a .py file"
-            raise_config_invalid([("taskset", text)])
+            raise ConfigInvalid(text, key="taskset")
         for used in _list_global_names(source):
             if used in self._namespace:
                 self.add(used, self._namespace[used])

@@ -2,8 +2,8 @@
 
 The model sees a JSON schema, built from the function's annotations and docstring, and writes arguments, which are
 validated against the same annotations. Wrong arguments and failing tools are part of the conversation: the model gets
-an error text. Only `SandboxError`, `EnvironmentFault` and `AgentExit` are raised, since no reply of the model can fix a
-lost sandbox or a tool whose result nobody can read.
+an error text. Only `SandboxError`, `EnvironmentFault` and `AgentFailed` are raised, since no reply of the model can fix
+a lost sandbox or a tool whose result nobody can read.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
-from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
 from ramify.images.image_header import detect_format
 from ramify.names import find_duplicates, find_similar
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
@@ -60,7 +60,7 @@ class Tool(ABC):
         """Run the tool and return its result. Errors are returned as text that starts with `error:`."""
         try:
             return await self.execute(context, _parse_arguments(arguments))
-        except (SandboxError, EnvironmentFault, AgentExit):
+        except (SandboxError, EnvironmentFault, AgentFailed):
             raise
         except ToolArgumentsInvalid as error:
             return _truncate(f"error: {self.name}: {error}")

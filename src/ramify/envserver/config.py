@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config, raise_config_invalid
+from ramify.config import Config
+from ramify.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig, check_source_names
@@ -112,7 +113,7 @@ class EnvServerConfig(Config):
     max_open_requests: int = Field(default=8192, ge=1)
     """Most open requests; further ones are refused."""
     max_worker_crashes: int = Field(default=3, ge=1)
-    """Lost workers after which an attempt that ran on them fails with WorkerDied."""
+    """Lost workers after which an attempt that ran on them fails with ProcessDied."""
     worker_startup_timeout: float = Field(default=120.0, gt=0)
     """Seconds until a worker must be ready; up to half may be spent waiting for the inference servers."""
     max_startup_failures: int = Field(default=3, ge=1)
@@ -148,7 +149,7 @@ class EnvServerConfig(Config):
             return None
         secret = os.environ.get(self.secret_env)
         if not secret:
-            raise_config_invalid([("secret_env", f"the variable {self.secret_env} is not set")])
+            raise ConfigInvalid(f"the variable {self.secret_env} is not set", key="secret_env")
         return secret
 
     def select_source(self) -> "SelectedSource":
@@ -156,14 +157,14 @@ class EnvServerConfig(Config):
         kinds = {"train": self.train, "eval": self.eval}
         sources_by_key = {f"{kind}/{source.source_name}": source for kind in kinds for source in kinds[kind]}
         if not sources_by_key:
-            raise_config_invalid([("train", "a server needs a source: add [[train]] or [[eval]]")])
+            raise ConfigInvalid("a server needs a source: add [[train]] or [[eval]]", key="train")
         listed = ", ".join(sources_by_key)
         if self.source is None:
             if len(sources_by_key) > 1:
-                raise_config_invalid([("source", f"there are several sources; select one of {listed}")])
+                raise ConfigInvalid(f"there are several sources; select one of {listed}", key="source")
             return SelectedSource(*next(iter(sources_by_key.items())))
         if self.source not in sources_by_key:
-            raise_config_invalid([("source", f"unknown source {self.source!r}; expected one of {listed}")])
+            raise ConfigInvalid(f"unknown source {self.source!r}; expected one of {listed}", key="source")
         return SelectedSource(self.source, sources_by_key[self.source])
 
 
@@ -180,7 +181,7 @@ class SelectedSource:
         addresses = self.config.addresses
         if len(addresses) > 1:
             flag = f"--{self.kind}.NUMBER.address {addresses[0]}"
-            raise_config_invalid([("address", f"{self.key} has {len(addresses)} env servers; select one with {flag}")])
+            raise ConfigInvalid(f"{self.key} has {len(addresses)} env servers; select one with {flag}", key="address")
         return addresses[0] if addresses else DEFAULT_ADDRESS
 
     def log_path(self, output: Path) -> Path:

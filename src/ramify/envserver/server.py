@@ -2,8 +2,8 @@
 
 If a worker is lost, its attempts are rerun on other workers. The number of reruns is bounded: a killed worker counts
 against all its attempts, a hung one only against the rollout whose code blocked the event loop, if that is known. A
-rollout whose agent has sent requests that blocked two workers fails with AgentHang, because no third worker would fare
-better.
+rollout whose agent has sent requests that blocked two workers fails with AgentFailed, because no third worker would
+fare better.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from ramify.envserver.messages import (
 )
 from ramify.envserver.worker_pool import WorkerPool
 from ramify.envserver.worker_process import WorkerProcess
-from ramify.errors import AgentHang, EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
+from ramify.errors import AgentFailed, EnvironmentChanged, PeerLost, ProcessDied, RamifyError, RequestCancelled
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 from ramify.wire.lifecycle import AsyncService
 
@@ -90,7 +90,7 @@ class EnvServer(AsyncService):
     async def start(self) -> Self:
         """Start the server and return when the first worker is ready.
 
-        Raises ConfigInvalid or WorkerDied if no worker boots.
+        Raises ConfigInvalid or ProcessDied if no worker boots.
         """
         self._loop_monitor = LoopMonitor()
         self.log = EnvServerLog(self.log_path)
@@ -188,12 +188,12 @@ class EnvServer(AsyncService):
             worker = await self.pool.acquire()
             try:
                 return await worker.client.call(method, request.message, timeout=deadline - time.monotonic())
-            except (PeerLost, WorkerDied):
+            except (PeerLost, ProcessDied):
                 continue
             finally:
                 self.pool.release(worker)
         assert worker is not None  # `max_worker_crashes` is at least 1
-        raise WorkerDied(
+        raise ProcessDied(
             f"{self.config.max_worker_crashes} workers were lost while they ran {method}; the last {worker.reason}"
         )
 
@@ -242,7 +242,7 @@ class EnvServer(AsyncService):
                 message = await self._run_on_worker(worker, rollout, request, deadline)
                 response = msgspec.structs.replace(message.decode(RolloutResponse), crashes=reruns)
                 return WireMessage.encode(response, *message.blobs)
-            except (PeerLost, WorkerDied):
+            except (PeerLost, ProcessDied):
                 reruns += 1
                 crashes += worker.hung_rollout_id in (None, rollout.id)
                 agent_hangs += worker.hung_rollout_id == rollout.id and worker.is_hung_by_agent
@@ -250,12 +250,12 @@ class EnvServer(AsyncService):
             finally:
                 self.pool.release(worker)
             if agent_hangs >= MAX_AGENT_HANGS:
-                raise AgentHang(f"requests of {rollout.id} blocked {agent_hangs} workers; the last {worker.reason}")
+                raise AgentFailed(f"requests of {rollout.id} blocked {agent_hangs} workers; the last {worker.reason}")
             if (
                 crashes >= self.config.max_worker_crashes
                 or reruns >= MAX_MOVES_PER_CRASH * self.config.max_worker_crashes
             ):
-                raise WorkerDied(f"{reruns} workers were lost while they ran {rollout.id}; the last {worker.reason}")
+                raise ProcessDied(f"{reruns} workers were lost while they ran {rollout.id}; the last {worker.reason}")
 
     async def _run_on_worker(
         self, worker: WorkerProcess, rollout: RolloutRequest, request: IncomingRequest, deadline: float

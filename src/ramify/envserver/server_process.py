@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import IO
 
 from ramify.envserver.config import EnvServerConfig
-from ramify.errors import WorkerDied
+from ramify.errors import ProcessDied
 from ramify.processes.server_process import ServerProcess
 from ramify.store import wrap_storage_errors
 
@@ -17,7 +17,7 @@ class EnvServerProcess(ServerProcess):
     Its output is in `logs/env-server.log` of the run directory; what its workers print is in the log of the source.
     """
 
-    title, exit_error = "the env server", WorkerDied
+    title, exit_error = "the env server", ProcessDied
 
     def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
         stop_timeout, log_path = config.shutdown_timeout + STOP_MARGIN, config.output / "logs" / "env-server.log"

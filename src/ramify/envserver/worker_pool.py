@@ -22,7 +22,7 @@ from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, Selected
 from ramify.envserver.log import EnvServerLog
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
 from ramify.envserver.worker_process import WorkerProcess, WorkerState
-from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, WorkerDied
+from ramify.errors import EnvironmentChanged, PeerLost, ProcessDied, RamifyError
 from ramify.processes.interpreter import find_other_interpreter
 from ramify.wire import LoopMonitor, WireMessage, WireSettings
 
@@ -82,7 +82,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop all workers."""
         self._closed = True
-        self._fail_waiters(WorkerDied("the env server is closing"))
+        self._fail_waiters(ProcessDied("the env server is closing"))
         for task in list(self._tasks):
             if task.get_name() != "end":
                 task.cancel()
@@ -169,7 +169,7 @@ class WorkerPool:
 
     async def _send_addresses(self, worker: WorkerProcess, update: AddressUpdate) -> None:
         """Send addresses to a worker. A worker whose event loop is blocked gets them when it continues."""
-        with contextlib.suppress(PeerLost, WorkerDied):
+        with contextlib.suppress(PeerLost, ProcessDied):
             await worker.client.call("addresses", WireMessage.encode(update), timeout=2 * self.config.hang_timeout)
 
     # -- scaling -------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class WorkerPool:
             if worker.is_boot_aborted:
                 self._scale_up("new addresses")
                 return
-            boot_error = error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")
+            boot_error = error if isinstance(error, RamifyError) else ProcessDied(f"{worker.id}: {error}")
             self._on_boot_failed(worker, boot_error)
             return
         finally:
@@ -320,7 +320,7 @@ class WorkerPool:
             return
         if error.retryable:
             count = self._boot_failures_in_a_row
-            error = WorkerDied(f"{count} workers in a row did not boot; the last: {error.name}: {error.message}")
+            error = ProcessDied(f"{count} workers in a row did not boot; the last: {error.name}: {error.message}")
         self.boot_error = error
         self._first_boot_done.set()
         if not self._ready_workers():
@@ -355,5 +355,5 @@ class WorkerPool:
 
 def _attempt_error(boot_error: RamifyError) -> RamifyError:
     """Return the error for an attempt if workers fail to boot."""
-    error_class = EnvironmentChanged if isinstance(boot_error, EnvironmentChanged) else WorkerDied
+    error_class = EnvironmentChanged if isinstance(boot_error, EnvironmentChanged) else ProcessDied
     return error_class(boot_error.message)

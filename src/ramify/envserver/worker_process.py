@@ -23,7 +23,7 @@ import psutil
 from ramify.async_calls import cancel_all
 from ramify.envserver.log import EnvServerLog, WorkerOutput
 from ramify.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, WorkerSpec
-from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
+from ramify.errors import DeadlineExceeded, ProcessDied, RamifyError
 from ramify.gateway.config import REQUEST_TASK_PREFIX
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import describe_exit
@@ -87,7 +87,7 @@ class WorkerProcess:
     async def boot(self, spec: WorkerSpec, settings: WireSettings, *, private_temp: bool, timeout: float) -> None:
         """Start the process and wait until it is ready.
 
-        Raises the error that it reports, WorkerDied if it exits, or DeadlineExceeded after `timeout` seconds.
+        Raises the error that it reports, ProcessDied if it exits, or DeadlineExceeded after `timeout` seconds.
         """
         spec.id, spec.secret = self.id, self._secret
         temp_dir = self._temp_root / self.id
@@ -112,7 +112,7 @@ class WorkerProcess:
     async def _connect(
         self, address: str, settings: WireSettings, exit_task: "asyncio.Task[None]", timeout: float
     ) -> None:
-        """Connect to the process. Raises WorkerDied if it exits meanwhile."""
+        """Connect to the process. Raises ProcessDied if it exits meanwhile."""
         self._client = WireClient(
             address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._loop_monitor
         )
@@ -149,18 +149,18 @@ class WorkerProcess:
                 self._kill_and_fail_requests()
             return self._exit_task, await _read_pipe(report)
 
-    def _boot_error(self, exit_description: str) -> WorkerDied:
+    def _boot_error(self, exit_description: str) -> ProcessDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
         output = f"; its output:\n{tail}" if tail else ""
-        return WorkerDied(f"{self.id} {self.reason or exit_description} while it booted{output}")
+        return ProcessDied(f"{self.id} {self.reason or exit_description} while it booted{output}")
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def client(self) -> WireClient:
-        """The connection to the worker. Raises WorkerDied if there is none."""
+        """The connection to the worker. Raises ProcessDied if there is none."""
         if self._client is None or self.state not in LIVE_STATES:
-            raise WorkerDied(f"{self.id} {self.reason or 'is not ready'}")
+            raise ProcessDied(f"{self.id} {self.reason or 'is not ready'}")
         return self._client
 
     @property

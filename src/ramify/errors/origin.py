@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from ramify.errors.failure import safe_message
+from ramify.errors import safe_message
 
 MAX_LINE_CHARS = 160  # of a source line in a message
 

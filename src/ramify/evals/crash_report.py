@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from ramify.errors import WorkerDied
+from ramify.errors import ProcessDied
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET, describe_exit
 from ramify.processes.watcher import die_with_parent
 
@@ -53,7 +53,7 @@ class CrashReporter:
         text = self._page[:].rstrip(b"\0").decode("utf-8", "replace")
         if text == "finished":
             return code if code >= 0 else SIGNAL_EXIT_OFFSET - code
-        print(f"{WorkerDied.name}: the process of this eval {describe_exit(code)} {text}; {ADVICE}", file=sys.stderr)
+        print(f"{ProcessDied.name}: the process of this eval {describe_exit(code)} {text}; {ADVICE}", file=sys.stderr)
         return code if code > 0 else SIGNAL_EXIT_OFFSET - code if code else 1
 
     def set_running(self, phase_by_rollout: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 
-from ramify.errors import AgentHang, Failure, WorkerDied
+from ramify.errors import AgentFailed, Failure, ProcessDied
 from ramify.evals.config import EvalConfig
 from ramify.evals.plan import PlannedRollout
 from ramify.evals.policy import ServedPolicy
@@ -99,14 +99,14 @@ async def _open_in_workers(
                     timeout=environment.source.max_tries * environment.source.max_attempt_seconds(rollout.task.timeout)
                     + WORKER_WAIT_TIMEOUT,
                 )
-            except (AgentHang, WorkerDied) as error:
+            except (AgentFailed, ProcessDied) as error:
                 return [_make_failed_trace(environment, rollout, error)]
             return result.episode.traces
 
         yield run_in_worker
 
 
-def _make_failed_trace(environment: Environment, rollout: PlannedRollout, error: AgentHang | WorkerDied) -> Trace:
+def _make_failed_trace(environment: Environment, rollout: PlannedRollout, error: AgentFailed | ProcessDied) -> Trace:
     """Return the trace of a rollout whose workers all died."""
     trace = Trace(
         id=rollout.id,

@@ -22,7 +22,7 @@ from collections.abc import Generator, Mapping
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from ramify.errors import WorkerDied
+from ramify.errors import ProcessDied
 from ramify.evals.crash_report import CrashReporter
 from ramify.processes.cleanup import kill_descendants
 from ramify.terminal import escape_controls
@@ -119,7 +119,7 @@ class Watchdog:
             if self._stop_requested and blocked_for > SHUTDOWN_TIMEOUT:
                 self._terminate(f"interrupted; {_describe_block(monitor, blocked_for)}", EXIT_INTERRUPTED)
             if blocked_for > self._hang_timeout:
-                self._terminate(f"{WorkerDied.name}: hung: {_describe_block(monitor, blocked_for)}", EXIT_FAILED)
+                self._terminate(f"{ProcessDied.name}: hung: {_describe_block(monitor, blocked_for)}", EXIT_FAILED)
 
     def _terminate(self, message: str, exit_code: int) -> NoReturn:
         """Kill all child processes and exit immediately."""

@@ -26,9 +26,9 @@ class SamplingConfig(Config):
     def check_trainable(self) -> None:
         """Raise ConfigInvalid if rollouts with these parameters cannot be trained on."""
         if problems := self.find_training_problems():
-            raise ConfigInvalid("\n".join(problems))
+            raise ConfigInvalid(problems=problems)
 
-    def find_training_problems(self) -> list[str]:
+    def find_training_problems(self) -> list[tuple[str, str]]:
         """Return each parameter with which the recorded logprobs would not be those of the sampled distribution."""
         rules = {
             "temperature": (self.temperature > 0, "above 0"),
@@ -37,7 +37,7 @@ class SamplingConfig(Config):
             "min_p": (self.min_p == 0, "0"),
         }
         return [
-            f"sampling.{key}: {getattr(self, key):g} cannot be trained on, expected {expected}"
+            (f"sampling.{key}", f"{getattr(self, key):g} cannot be trained on, expected {expected}")
             for key, (is_valid, expected) in rules.items()
             if not is_valid
         ]

@@ -24,7 +24,7 @@ from ramify.dialects.http_format import decode_body, get_http_status
 from ramify.dialects.model_call import ModelReply, ParsedRequest
 from ramify.dialects.openai_responses import RESPONSE_PREFIX, ResponsesDialect
 from ramify.dialects.response_store import ResponseStore
-from ramify.errors import QuotaExceeded, RamifyError, RequestInvalid, SecretUnknown
+from ramify.errors import PeerRefused, QuotaExceeded, RamifyError, RequestInvalid
 from ramify.gateway.config import REQUEST_TASK_PREFIX
 from ramify.gateway.prompt_size import check_num_chars, count_chars
 from ramify.gateway.request_dedup import SharedCall
@@ -242,7 +242,7 @@ def _error_response(dialect: Dialect, error: RamifyError) -> JSONResponse:
 def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:
     """Return the error of a finished call, or None. A call is cancelled only when its session ends."""
     if reply_future.cancelled():
-        return SecretUnknown("the rollout has ended")
+        return PeerRefused("the rollout has ended")
     error = reply_future.exception()
     if error is None or isinstance(error, RamifyError):
         return error

@@ -22,7 +22,7 @@ from ramify.client.http_client import (
     error_from_response,
     read_body,
 )
-from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
+from ramify.errors import ConfigInvalid, EngineIncompatible, ModelNotFound, ProviderError, RequestInvalid
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.render import load_renderer
@@ -63,7 +63,7 @@ async def connect_policy(
                 max_model_len=max_model_len if isinstance(max_model_len, int) else None,
                 vocab_size=read_vocab_size(path),
             )
-        except (TokensRequired, LogprobMismatch) as error:
+        except EngineIncompatible as error:
             reason = error.message
     if client_mode == "tokens":
         raise ConfigInvalid(f"client: 'tokens' is not possible: {reason}")

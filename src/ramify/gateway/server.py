@@ -20,7 +20,7 @@ from ramify.dialects.anthropic_messages import MessagesDialect
 from ramify.dialects.http_format import get_http_status
 from ramify.dialects.openai_chat import ChatCompletionsDialect
 from ramify.dialects.openai_responses import CompactionDialect, ConversationDialect, ResponsesDialect
-from ramify.errors import RamifyError, SecretUnknown
+from ramify.errors import PeerRefused, RamifyError
 from ramify.gateway.http_handlers import (
     ConversationHandler,
     ReplyHandler,
@@ -86,11 +86,11 @@ class Gateway(AsyncService):
         session.close()
 
     def get_session(self, http: HttpRequest) -> RolloutSession:
-        """Return the session of a request's API key. Raises SecretUnknown if there is none."""
+        """Return the session of a request's API key. Raises PeerRefused if there is none."""
         scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
         secret = http.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if secret not in self._sessions:
-            raise SecretUnknown("the api key belongs to no running rollout" if secret else "the request has no api key")
+            raise PeerRefused("the api key belongs to no running rollout" if secret else "the request has no api key")
         return self._sessions[secret]
 
     def _build_app(self) -> Starlette:
@@ -117,7 +117,7 @@ class Gateway(AsyncService):
         """Respond to an unknown path or method, in a form that is valid in all dialects."""
         assert isinstance(error, HTTPException)
         message = f"{http.method} {http.url.path}: {error.detail}"
-        with contextlib.suppress(SecretUnknown):
+        with contextlib.suppress(PeerRefused):
             self.get_session(http).record_refusal(http.url.path, error.status_code, NOT_FOUND, message)
         error_body = {"type": NOT_FOUND, "message": message, "code": "not_found"}
         return JSONResponse({"type": "error", "error": error_body}, error.status_code)

@@ -21,13 +21,13 @@ from ramify.dialects.message_parser import remove_prefill
 from ramify.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
 from ramify.dialects.response_store import ResponseStore
 from ramify.errors import (
+    EngineIncompatible,
     EnvironmentFault,
     ImageInvalid,
     ModelNotFound,
     ProviderError,
     RequestInvalid,
     TemplateRefused,
-    TokensRequired,
 )
 from ramify.gateway.budget import BudgetGrant, RolloutBudget
 from ramify.gateway.call_ids import CallIdRegistry
@@ -85,7 +85,7 @@ class RolloutSession:
         if is_training:
             sampling.check_trainable()
             if not policy.trainable:
-                raise TokensRequired(f"{policy.name} returns no token ids and logprobs, so it cannot be trained on")
+                raise EngineIncompatible(f"{policy.name} returns no token ids and logprobs, so it cannot be trained on")
         self.trace, self.policy, self.sampling = trace, policy, sampling
         self.models, self._serves_any_model = dict(models or {}), serves_any_model
         self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries

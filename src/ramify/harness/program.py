@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
 from ramify.env.runtime import Capability, ExecResult, ResourceLimits
-from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
 from ramify.gateway.main_calls import find_side_calls
 from ramify.harness.base import Harness
 from ramify.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
@@ -95,7 +95,7 @@ class ProgramHarness(Harness):
             try:
                 result = await _wait_or_stop(process, session, context, stop_hooks, replied)
             except BaseException:
-                with contextlib.suppress(AgentExit, SandboxError):  # the reason why it is killed matters, not this
+                with contextlib.suppress(AgentFailed, SandboxError):  # the reason why it is killed matters, not this
                     self._record(context, await _kill(process), session)
                 raise
         if isinstance(result, str):
@@ -244,7 +244,7 @@ async def _kill(process: RuntimeProcess) -> ExecResult:
 def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: RolloutContext) -> str:
     """Return the stop reason of a program that has exited.
 
-    Raises AgentExit if it failed before the first reply, and ProviderError if it failed because the engine did.
+    Raises AgentFailed if it failed before the first reply, and ProviderError if it failed because the engine did.
     """
     if session.exhausted_limit is not None:
         return session.exhausted_limit
@@ -257,7 +257,7 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
         output = _put_last_line_first(_shorten_output(result.stderr or result.stdout, EXCERPT_CHARS))
         assert context.runtime is not None
         ending = f"{_describe_exit(result.returncode, context.runtime.get_limits(context.task))} before the first reply"
-        raise AgentExit(f"the program {ending}{output and f': {output}'}")
+        raise AgentFailed(f"the program {ending}{output and f': {output}'}")
     return "exit"
 
 

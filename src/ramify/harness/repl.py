@@ -4,7 +4,7 @@
 
 The code belongs to the policy, so whatever it does to its REPL is the policy's fault. Code that runs too long is
 interrupted. A REPL that exits, ignores the interrupt or sends an invalid message is replaced by a new one, and the
-model is told that its variables are lost; after `max_restarts` of them the rollout ends with `AgentExit`.
+model is told that its variables are lost; after `max_restarts` of them the rollout ends with `AgentFailed`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.env import Runtime, RuntimeProcess
-from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 
 REPL_SCRIPT = Path(__file__).with_name("repl_script.py").read_text()
 START_TIMEOUT = 60.0  # seconds for the interpreter to start
@@ -85,7 +85,7 @@ class Repl:
         self._num_lost = 0
 
     async def run(self, code: str) -> ReplResult:
-        """Run code and return what it printed. Raises AgentExit if the code ended its REPL too often."""
+        """Run code and return what it printed. Raises AgentFailed if the code ended its REPL too often."""
         try:
             process = self._process or await self._start()
             await self._send(process, {"op": "run", "code": code})
@@ -94,7 +94,7 @@ class Repl:
             await self.close()
             self._num_lost += 1
             if self._num_lost > self._settings.max_restarts:
-                raise AgentExit(
+                raise AgentFailed(
                     f"the agent's code ended its REPL {self._num_lost} times; the last time {lost}"
                 ) from lost
             return ReplResult(f"error: {lost}. A new REPL starts with the next code; all variables you set are lost.")
@@ -136,7 +136,9 @@ class Repl:
             await self._receive(process, START_TIMEOUT)
         except (ReplLost, TimeoutError) as error:
             if self._num_lost:  # an earlier REPL of the agent ran in this box and may have broken it
-                raise AgentExit(f"a REPL cannot be started again after the agent's code ended one: {error}") from error
+                raise AgentFailed(
+                    f"a REPL cannot be started again after the agent's code ended one: {error}"
+                ) from error
             await self.close()
             raise SandboxError(f"a REPL did not start: {error or f'no answer in {START_TIMEOUT:g} s'}") from error
         return process

@@ -119,9 +119,7 @@ class UploadedImages:
     def _find(self, hashes: Sequence[str]) -> dict[str, ProcessedImage]:
         with self._lock:
             if missing := [hash for hash in dict.fromkeys(hashes) if hash not in self._images]:
-                error = ImageMissing(f"upload these images first: {', '.join(missing)}")
-                error.hashes = tuple(missing)
-                raise error
+                raise ImageMissing(f"upload these images first: {', '.join(missing)}", missing)
             for hash in hashes:
                 self._images.move_to_end(hash)
                 self._unused_since.pop(hash, None)

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
-from ramify.errors import ContextOverflow, ImageMissing, ModelNotFound, RamifyError, RequestInvalid
+from ramify.errors import ContextOverflow, ModelNotFound, RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.grammar import GrammarCompiler, GrammarState
 from ramify.infer.images import ImageReference
@@ -164,8 +164,7 @@ def build_error_body(error: RamifyError) -> dict[str, Any]:
     """Return the body for an error. Its code is the status, or OpenAI's word if it has one for the error."""
     has_word = isinstance(error, ContextOverflow | ModelNotFound)
     body = format_openai_error(error.message, error.name, get_error_code(error) if has_word else get_status(error))
-    if isinstance(error, ImageMissing):
-        body["error"]["hashes"] = list(error.hashes)
+    body["error"] |= error.details
     return body
 
 

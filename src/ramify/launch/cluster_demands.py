@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ramify.config import raise_config_invalid
+from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import MAX_THREADS_WITH_GPU
 from ramify.launch.launcher import ClusterNode
@@ -62,8 +62,8 @@ def build_demands(
     names = [node.name for node in nodes]
     if unknown := find_unknown_nodes(demands, nodes):
         listed = f"nodes: {', '.join(names)}"
-        raise_config_invalid(
-            [
+        raise ConfigInvalid(
+            problems=[
                 (f"{role}.nodes", f"the cluster has no node {name!r}; {suggest(name, names, listed)}")
                 for role, unknown_names in unknown.items()
                 for name in unknown_names
@@ -103,7 +103,7 @@ class _DemandBuilder:
         derived_ranks = max(1, min(self.num_gpus // 4, int(room))) if can_shard else 1
         num_ranks = placement.num_ranks or derived_ranks
         if problem := find_rank_problem(self.config.model.name, num_ranks):
-            raise_config_invalid([("cluster.trainer.num_ranks", problem)])
+            raise ConfigInvalid(problem, key="cluster.trainer.num_ranks")
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
         return self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, num_ranks=num_ranks)
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ramify.config import raise_config_invalid
-from ramify.errors import ClusterTooSmall
+from ramify.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.cluster_demands import build_demands
 from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode
@@ -48,7 +47,7 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlaceme
     """
     if len(nodes) > 1 and config.cluster.shared_directory is None:
         problem = f"the cluster has {len(nodes)} nodes, so a directory that all of them reach is needed"
-        raise_config_invalid([("cluster.shared_directory", problem)])
+        raise ConfigInvalid(problem, key="cluster.shared_directory")
     find_size = cache(ModelSize.from_name)
 
     def place(max_derived_cores: int | None = None) -> ClusterPlacement:

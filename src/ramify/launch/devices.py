@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ramify.config import raise_config_invalid
+from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.machine import count_usable_cores
 from ramify.names import format_count
@@ -144,19 +144,19 @@ def allocate_devices(
     if trainer_gpus > 1 and not trainer_on_gpu:
         problem = f"{trainer_gpus} requires a trainer on GPUs; it runs on the CPU (trainer.device is {trainer!r})"
         advice = "set trainer.device to 'cuda', or launch.trainer_gpus to 1"
-        raise_config_invalid([("launch.trainer_gpus", f"{problem}: {advice}")])
+        raise ConfigInvalid(f"{problem}: {advice}", key="launch.trainer_gpus")
     if trainer_gpus > 1 and both_on_gpu and placement != "split":
-        raise_config_invalid([("launch.trainer_gpus", f"{trainer_gpus} requires launch.gpu_placement = 'split'")])
+        raise ConfigInvalid(f"{trainer_gpus} requires launch.gpu_placement = 'split'", key="launch.trainer_gpus")
     if placement != "auto" and not both_on_gpu:
         component = "engine" if trainer_on_gpu else "trainer"
         problem = f"{placement!r} requires both engine and trainer on GPUs; the {component} has none"
-        raise_config_invalid([("launch.gpu_placement", problem)])
+        raise ConfigInvalid(problem, key="launch.gpu_placement")
     is_split = both_on_gpu and (placement == "split" or (placement == "auto" and len(gpus) > 1))
     num_needed = (1 + trainer_gpus) if is_split else trainer_gpus if trainer_on_gpu else int(engine_on_gpu)
     if len(gpus) < num_needed:
         if assumed_gpu_bytes is None or gpus:
             problem = f"the run needs {format_count(num_needed, 'GPU')}, found {len(gpus)}"
-            raise_config_invalid([("launch.gpu_placement", problem)])
+            raise ConfigInvalid(problem, key="launch.gpu_placement")
         gpus = assume_gpus(num_needed, assumed_gpu_bytes)
     threads = max(1, cores // 2 if inference != "none" else cores - 1)
 

@@ -8,7 +8,8 @@ import json
 import re
 from typing import Any, cast
 
-from ramify.config import dump_toml, raise_config_invalid
+from ramify.config import dump_toml
+from ramify.errors import ConfigInvalid
 from ramify.orchestrate.cluster_config import ClusterConfig, KubernetesConfig
 from ramify.orchestrate.config import RunConfig
 
@@ -84,7 +85,7 @@ def _check_cluster(config: RunConfig) -> ClusterConfig:
         ),
     ]
     if problems := [(key, f"expected {what}, got none") for key, is_set, what in needed if not is_set]:
-        raise_config_invalid(problems)
+        raise ConfigInvalid(problems=problems)
     return cluster
 
 

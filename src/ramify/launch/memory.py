@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ramify.config import Config, raise_config_invalid
-from ramify.errors import ModelNotFound, WeightsRefused
+from ramify.config import Config
+from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations
 from ramify.launch.machine import get_usable_memory
@@ -142,7 +142,9 @@ def check_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations
     """Raise ConfigInvalid if a GPU or the machine has too little memory, with settings that would fit."""
     if problems := _find_shortages(config, model, devices):
         advice = _format_fitting_settings(config, model, devices)
-        raise_config_invalid([*(("launch", problem) for problem in problems[:-1]), ("launch", problems[-1] + advice)])
+        raise ConfigInvalid(
+            problems=[*(("launch", problem) for problem in problems[:-1]), ("launch", problems[-1] + advice)]
+        )
 
 
 def find_long_path_warning(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> str | None:

@@ -6,15 +6,13 @@ with an interpreter of its own is checked there.
 """
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ramify.config import parse_problems, raise_config_invalid
-from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
+from ramify.errors import ConfigInvalid, ConfigProblem, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.processes.interpreter import find_other_interpreter
 
 if TYPE_CHECKING:
@@ -34,25 +32,25 @@ def check_plugin_tables(config: "RunConfig", *, include_start_checks: bool = Fal
     """
     request = {**_build_request(config), "start": include_start_checks}
     replies = [_check_in(python, part) for python, part in _split_by_interpreter(request).items()]
-    if problems := [(key, text) for reply in replies for key, text in reply["problems"]]:
-        raise_config_invalid(problems)
+    if problems := [problem for reply in replies for problem in reply["problems"]]:
+        raise ConfigInvalid(problems=problems)
     names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
     names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
     return {names[key]: identity for reply in replies for key, identity in reply["environments"].items()}
 
 
 def raise_with_plugin_problems(
-    config: "RunConfig", problems: Sequence[tuple[str, str]], *, include_start_checks: bool = False
+    config: "RunConfig", problems: Sequence[ConfigProblem], *, include_start_checks: bool = False
 ) -> NoReturn:
     """Raise ConfigInvalid with problems that were found elsewhere and all problems of the plugin tables."""
-    plugin_problems: list[tuple[str, str]] = []
+    plugin_problems: list[ConfigProblem] = []
     try:
         check_plugin_tables(config, include_start_checks=include_start_checks)
     except ConfigInvalid as error:
-        plugin_problems = parse_problems(error)
+        plugin_problems = error.problems
     except (EnvironmentFault, DeadlineExceeded):
         pass  # the check is repeated when the other problems are solved
-    raise_config_invalid([*problems, *plugin_problems])
+    raise ConfigInvalid(problems=[*problems, *plugin_problems])
 
 
 def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]:
@@ -64,7 +62,7 @@ def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]
         try:
             python = find_other_interpreter(source["python"]) or this_python
         except ConfigInvalid as error:
-            raise_config_invalid([(f"{key}.python", error.message)], cause=error)
+            raise ConfigInvalid(error.message, key=f"{key}.python") from error
         requests.setdefault(python, {**sources_only, "sources": {}})["sources"][key] = source
     return requests
 
@@ -118,26 +116,26 @@ def check_request(request: dict[str, Any]) -> dict[str, Any]:
     from ramify.env.decorators import MISSING_REWARD_ADVICE
     from ramify.rollout import Environment, SourceConfig
 
-    problems: list[tuple[str, str]] = []
+    problems: list[ConfigProblem] = []
     environments: dict[str, dict[str, Any]] = {}
     for source_key, table in request["sources"].items():
         try:
-            environment = Environment.load(SourceConfig(**table))
+            environment = Environment.load(SourceConfig(**table), key=source_key)
             environments[source_key] = environment.identity
             if source_key.startswith("train.") and not environment.has_rewards:
                 text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
-                problems.append((f"{source_key}.taskset", text))
+                problems.append(ConfigProblem(f"{source_key}.taskset", text))
             if environment.taskset.requires_vision:
                 problems += _find_vision_problems(source_key, environment, request)
         except ConfigInvalid as error:
-            problems += [_prefix_key(source_key, key, text) for key, text in parse_problems(error)]
+            problems += [problem._replace(key=_prefix_key(source_key, problem.key)) for problem in error.problems]
             continue
         if request.get("start"):
             problems += _find_first_task_problems(source_key, environment, request)
     try:
         resolved = plugin.resolve_plugins(request["tables"])
     except ConfigInvalid as error:
-        problems += parse_problems(error)
+        problems += error.problems
     else:
         problems += _find_group_size_problems(request, [plugin_class for plugin_class, _ in resolved])
     if request.get("start") and request["loss"] is not None:
@@ -147,67 +145,68 @@ def check_request(request: dict[str, Any]) -> dict[str, Any]:
 
 def _find_first_task_problems(
     source_key: str, environment: "Environment", request: dict[str, Any]
-) -> list[tuple[str, str]]:
+) -> list[ConfigProblem]:
     from ramify.rollout.prompt_image_check import check_prompt_images
 
     key = f"{source_key}.taskset"
     try:
         task = next(environment.iter_tasks(), None)
         if task is None:
-            return [(key, "has no tasks")]
+            return [ConfigProblem(key, "has no tasks")]
         environment.check_task(task)
         has_images = check_prompt_images(task)
     except RamifyError as error:
-        return [(key, error.message)]
+        return [ConfigProblem(key, error.message)]
     except Exception as error:  # noqa: BLE001 - `load` is user code
-        return [(key, f"load raised {type(error).__name__}: {error}")]
+        return [ConfigProblem(key, f"load raised {type(error).__name__}: {error}")]
     if has_images and not environment.taskset.requires_vision:
         return _find_vision_problems(source_key, environment, request)
     return []
 
 
-def _find_vision_problems(
-    source_key: str, environment: "Environment", request: dict[str, Any]
-) -> list[tuple[str, str]]:
+def _find_vision_problems(source_key: str, environment: "Environment", request: dict[str, Any]) -> list[ConfigProblem]:
     """Return why the run cannot train or evaluate on a source with images."""
     from ramify.model.image_support import find_image_problem
 
-    problems: list[tuple[str, str]] = []
+    problems: list[ConfigProblem] = []
     if reason := find_image_problem(request["model"], request["engine"]):
-        problems.append((f"{source_key}.taskset", f"{environment.name} {reason}"))
+        problems.append(ConfigProblem(f"{source_key}.taskset", f"{environment.name} {reason}"))
     if score_model := request["score_models"].get(source_key):
         problem = (
             f"{environment.name} has images, and rollouts with images cannot be scored by the model {score_model!r}"
         )
-        problems.append((f"{source_key}.algorithm", f"{problem}; use an algorithm without teacher and without beta"))
+        problems.append(
+            ConfigProblem(f"{source_key}.algorithm", f"{problem}; use an algorithm without teacher and without beta")
+        )
     return problems
 
 
-def _find_group_size_problems(request: dict[str, Any], plugin_classes: Sequence[Any]) -> list[tuple[str, str]]:
+def _find_group_size_problems(request: dict[str, Any], plugin_classes: Sequence[Any]) -> list[ConfigProblem]:
     """Return the settings that give groups of one attempt to algorithms that compare attempts."""
-    problems: list[tuple[str, str]] = []
+    problems: list[ConfigProblem] = []
     for (kind, table_key, table), plugin_class in zip(request["tables"], plugin_classes):
         source_key = table_key.removesuffix(".algorithm")
         if kind == "algorithm" and source_key in request["groups_of_one"] and plugin_class.compares_attempts:
             text = f"1 gives the algorithm {table['id']!r} of {source_key} nothing to compare"
-            problems.append((request["groups_of_one"][source_key], f"{text}; use at least 2, or opd, sft or rae"))
+            problems.append(
+                ConfigProblem(request["groups_of_one"][source_key], f"{text}; use at least 2, or opd, sft or rae")
+            )
     return problems
 
 
-def _find_loss_problems(loss: dict[str, Any]) -> list[tuple[str, str]]:
+def _find_loss_problems(loss: dict[str, Any]) -> list[ConfigProblem]:
     from ramify.train.losses import load_loss
 
     try:
         load_loss(loss["id"], loss["options"])
     except ConfigInvalid as error:
-        return [("trainer.loss", error.message)]
+        return [ConfigProblem("trainer.loss", error.message)]
     return []
 
 
-def _prefix_key(key_prefix: str, key: str, text: str) -> tuple[str, str]:
-    """Return a problem of a source with keys that are relative to the whole configuration."""
-    prefixed = re.sub(r"did you mean (?=[a-z]\w*\.)", f"did you mean {key_prefix}.", text)
-    return (f"{key_prefix}.{key}" if key else key_prefix, prefixed)
+def _prefix_key(source_key: str, key: str) -> str:
+    """Return a key of a source, or of one of its tables, relative to the whole configuration."""
+    return key if key.startswith(f"{source_key}.") else f"{source_key}.{key}".removesuffix(".")
 
 
 if __name__ == "__main__":

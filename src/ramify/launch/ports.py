@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
-from ramify.config import raise_config_invalid
+from ramify.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.listener import to_bind_error
 
@@ -89,7 +89,7 @@ def _reserve(listener_name: str, address: str) -> tuple[int, socket.socket | Non
     except ValueError:  # the port is not a number
         host = port = None
     if host is None or port is None:
-        raise_config_invalid([(listener_name, f"expected {url.scheme or 'tcp'}://HOST:PORT, got {address}")])
+        raise ConfigInvalid(f"expected {url.scheme or 'tcp'}://HOST:PORT, got {address}", key=listener_name)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     last_error = OSError()
     for candidate in [port] if port else random.sample(PORT_RANGE, MAX_BIND_TRIES):

@@ -5,7 +5,7 @@ models than the policy's, which another run may still have to train. So a run fo
 Problems that appear only when the model is loaded are left to the run.
 """
 
-from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
+from ramify.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems
@@ -36,20 +36,20 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
                     check_environments(store, environments)
 
 
-def _find_address_problems(config: RunConfig) -> list[tuple[str, str]]:
+def _find_address_problems(config: RunConfig) -> list[ConfigProblem]:
     try:
         check_bind_address(config.orchestrator.address, config.secret)
     except ConfigInvalid as error:
-        return [("orchestrator.address", error.message.removeprefix("address: "))]
+        return [ConfigProblem("orchestrator.address", problem.text) for problem in error.problems]
     return []
 
 
-def _find_model_problems(config: RunConfig) -> list[tuple[str, str]]:
+def _find_model_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return problems of the model's name and renderer. A missing model is a problem unless the run downloads it."""
     try:
         load_renderer(resolve_model_path(config.model.name), config.renderer)
     except ModelNotFound as error:
-        return [] if is_hub_id(config.model.name) else [("model.name", error.message)]
+        return [] if is_hub_id(config.model.name) else [ConfigProblem("model.name", error.message)]
     except RamifyError as error:
-        return [("renderer", error.message)]
+        return [ConfigProblem("renderer", error.message)]
     return []

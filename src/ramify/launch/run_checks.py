@@ -6,14 +6,11 @@ One error lists all problems, those of plugin tables included.
 import contextlib
 from typing import Any, cast
 
-from ramify.config import parse_problems
-from ramify.errors import ConfigInvalid, ModelNotFound
+from ramify.errors import ConfigInvalid, ConfigProblem, ModelNotFound
 from ramify.launch.disk import estimate_disk
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import fetch_model, has_weights, is_hub_id, read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
-
-Problems = list[tuple[str, str]]  # keys, and what is wrong with their values
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
@@ -22,7 +19,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
         raise_with_plugin_problems(config, problems)
 
 
-def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
+def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[ConfigProblem]:
     """Download models that are hub ids, and return the problems of models, ranks and packages.
 
     A dry run needs no model.
@@ -30,7 +27,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> Problems:
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_lora_problems(config)]
     problems += _find_weight_problems(config)
     if not dry_run:
-        problems += [(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
+        problems += [ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
         if not problems:  # a download may take minutes
             problems += _download_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
@@ -50,13 +47,13 @@ def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
     return missing
 
 
-def _download_models(config: RunConfig) -> Problems:
-    problems: Problems = []
+def _download_models(config: RunConfig) -> list[ConfigProblem]:
+    problems: list[ConfigProblem] = []
     for key, name in _list_started_models(config).items():
         try:
             fetch_model(name)
         except ModelNotFound as error:
-            problems.append((key, error.message))
+            problems.append(ConfigProblem(key, error.message))
     return problems
 
 
@@ -66,35 +63,35 @@ def _list_started_models(config: RunConfig) -> dict[str, str]:
     return {"model.name": config.model.name, **models}
 
 
-def _find_weight_problems(config: RunConfig) -> Problems:
+def _find_weight_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return a problem for each model directory that lacks weight files; files of hub ids are downloaded."""
-    problems: Problems = []
+    problems: list[ConfigProblem] = []
     for key, name in _list_started_models(config).items():
         with contextlib.suppress(ModelNotFound):
             directory = resolve_model_path(name)
             if not is_hub_id(name) and not has_weights(directory):
                 text = "has no weights, or not all that its index lists; expected *.safetensors files"
-                problems.append((key, f"{directory} {text} beside config.json"))
+                problems.append(ConfigProblem(key, f"{directory} {text} beside config.json"))
     return problems
 
 
-def _find_rank_problems(config: RunConfig) -> Problems:
+def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
     if config.launch.trainer_gpus == 1:
         return []
     from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
 
     problem = find_rank_problem(config.model.name, config.launch.trainer_gpus)
-    return [("launch.trainer_gpus", problem)] if problem else []
+    return [ConfigProblem("launch.trainer_gpus", problem)] if problem else []
 
 
-def _find_disk_problems(config: RunConfig) -> Problems:
+def _find_disk_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return what is wrong with the disk of the run; a model that is not here may be trained on another machine."""
     estimate = estimate_disk(config)
     problem = None if estimate is None or estimate.is_guessed else estimate.find_problem()
-    return [("output", problem)] if problem else []
+    return [ConfigProblem("output", problem)] if problem else []
 
 
-def _find_sink_problems(config: RunConfig) -> Problems:
+def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     if not config.monitor.sinks:
         return []
     from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
@@ -102,18 +99,18 @@ def _find_sink_problems(config: RunConfig) -> Problems:
     try:
         check_sinks_installed(config)
     except ConfigInvalid as error:
-        return parse_problems(error)
+        return error.problems
     return []
 
 
-def _find_lora_problems(config: RunConfig) -> Problems:
+def _find_lora_problems(config: RunConfig) -> list[ConfigProblem]:
     problem = config.trainer.lora.find_missing_package()
-    return [("trainer.lora", problem)] if problem else []
+    return [ConfigProblem("trainer.lora", problem)] if problem else []
 
 
-def _find_top_k_problems(config: RunConfig) -> Problems:
+def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return each `top_k` that exceeds the vocabulary of a teacher that the run starts and that is here."""
-    problems: Problems = []
+    problems: list[ConfigProblem] = []
     for number, source in enumerate(config.train):
         teacher, top_k = config.models.get(source.score_model or ""), cast(Any, source.top_k)
         if teacher is None or not teacher.is_managed or not isinstance(top_k, int):  # the plugin check refuses others
@@ -122,5 +119,5 @@ def _find_top_k_problems(config: RunConfig) -> Problems:
             vocab_size = read_vocab_size(resolve_model_path(teacher.name))
             if vocab_size is not None and top_k > vocab_size:
                 text = f"expected at most {vocab_size}, the vocabulary of models.{source.score_model}, got {top_k}"
-                problems.append((f"train.{number}.algorithm.top_k", text))
+                problems.append(ConfigProblem(f"train.{number}.algorithm.top_k", text))
     return problems

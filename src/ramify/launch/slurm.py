@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.config import raise_config_invalid
+from ramify.errors import ConfigInvalid
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 from ramify.processes.probe import run_probe
 
@@ -127,9 +127,9 @@ def build_batch_script(
     """
     cluster = config.cluster
     if cluster.num_nodes is None:
-        raise_config_invalid([("cluster.num_nodes", "expected the number of nodes to allocate, got none")])
+        raise ConfigInvalid("expected the number of nodes to allocate, got none", key="cluster.num_nodes")
     if problems := _find_setup_problems(cluster.slurm.setup):
-        raise_config_invalid(problems)
+        raise ConfigInvalid(problems=problems)
     node, slurm = cluster.node, cluster.slurm
     options = {
         "--job-name": config.path.name.replace("/", "-"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
-from ramify.config import raise_config_invalid
+from ramify.errors import ConfigInvalid
 from ramify.monitor.sink_threads import MonitorSinks, SinkFactory
 from ramify.monitor.sinks import ConsoleSink, TensorBoardSink, TrackioSink, WandbSink
 from ramify.orchestrate.config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
@@ -18,7 +18,7 @@ def check_sinks_installed(config: RunConfig) -> None:
         if find_spec(sink.type) is None
     ]
     if missing:
-        raise_config_invalid(missing)
+        raise ConfigInvalid(problems=missing)
 
 
 def open_monitor_sinks(config: RunConfig, print_line: Callable[[str], None] = print) -> MonitorSinks:

@@ -17,7 +17,7 @@ A state machine without clock or I/O: events in, decisions out.
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from ramify.errors import TransitionRefused
+from ramify.errors import OperationInvalid
 
 WINDOW_FRACTION = 0.3  # size of the window, as a fraction of the slots
 
@@ -130,9 +130,9 @@ class AdmissionControl:
     # -- events --------------------------------------------------------------------------------------------------
 
     def issue_group(self, group: int) -> None:
-        """Give a slot to a new group. Raises TransitionRefused if none is free."""
+        """Give a slot to a new group. Raises OperationInvalid if none is free."""
         if self.num_free_slots < 1:
-            raise TransitionRefused(
+            raise OperationInvalid(
                 f"group {group} cannot be issued: {self.num_active} of {self.limits.slots} slots held"
             )
         self.restore_group(group)
@@ -179,5 +179,5 @@ class AdmissionControl:
 def _remove(groups: list[int], group: int, target_state: str) -> None:
     index = bisect_left(groups, group)
     if index == len(groups) or groups[index] != group:
-        raise TransitionRefused(f"group {group} cannot become {target_state}: it is not in a state that allows it")
+        raise OperationInvalid(f"group {group} cannot become {target_state}: it is not in a state that allows it")
     del groups[index]

@@ -12,7 +12,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from ramify.async_calls import call_storage
-from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
+from ramify.errors import EnvironmentFault, Failure, RunStalled
 from ramify.evals.stats import format_score
 from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.run_context import RunContext
@@ -112,11 +112,11 @@ def describe_recent_drops(ledger: Ledger, total: int, limit: int = MAX_DESCRIBED
 
 
 async def watch_patience(run: RunContext) -> None:
-    """Raise NoTrainableGroups, or record it as a failure, after `patience` groups without a trainable one."""
+    """Raise RunStalled, or record it as a failure, after `patience` groups without a trainable one."""
     patience = run.core.patience
     while not run.core.admission.is_finished:
         await patience.exceeded.wait()
-        error = NoTrainableGroups(await patience.report(run.ledger))
+        error = RunStalled(await patience.report(run.ledger))
         if run.core.admission.is_finished:  # groups after the last batch do not matter
             return
         if run.config.orchestrator.on_no_signal == "end":
@@ -125,15 +125,15 @@ async def watch_patience(run: RunContext) -> None:
 
 
 async def warn_without_signal(run: RunContext) -> None:
-    """Record NoTrainableGroups as a failure each time that `warning_groups` groups in a row cannot be trained on."""
+    """Record RunStalled as a failure each time that `warning_groups` groups in a row cannot be trained on."""
     patience = run.core.patience
     while not run.core.admission.is_finished:
         await patience.warning_due.wait()
         patience.warning_due.clear()
-        _warn_about_rewards(run, NoTrainableGroups(f"warning: {patience.describe(run.ledger)}"))
+        _warn_about_rewards(run, RunStalled(f"warning: {patience.describe(run.ledger)}"))
 
 
-def _warn_about_rewards(run: RunContext, error: NoTrainableGroups) -> None:
+def _warn_about_rewards(run: RunContext, error: RunStalled) -> None:
     print(f"{error.name}: {error.message}", flush=True)
     run.progress.record_failure("rewards", Failure.from_exception(error))
 

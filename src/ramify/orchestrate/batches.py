@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization, NormalizationType, normalize_forests
 from ramify.orchestrate.top_logprobs import TopLogprobsByNode
 from ramify.store.ledger import BatchRecord
@@ -36,13 +36,13 @@ class BatchGroup:
     def build_forest(self, traces: Sequence[Trace], seq_len: int | None) -> Forest:
         """Build the forest of the group from its traces; traces without an annotation are left out.
 
-        Raises BatchCorrupt if an annotated trace is missing.
+        Raises DataCorrupt if an annotated trace is missing.
         """
         annotations_by_trace: dict[str, list[Annotation]] = {}
         for annotation in self.annotations:
             annotations_by_trace.setdefault(annotation.trace_id, []).append(annotation)
         if missing := sorted(annotations_by_trace.keys() - {trace.id for trace in traces}):
-            raise BatchCorrupt(f"group {self.number} has annotations of traces {missing}, which are not in the run")
+            raise DataCorrupt(f"group {self.number} has annotations of traces {missing}, which are not in the run")
         annotated = [
             AnnotatedTrace(trace, tuple(annotations_by_trace[trace.id]), self.temperature, self.source_name)
             for trace in traces
@@ -60,23 +60,23 @@ def encode_batch(step: int, scored_groups: Sequence[tuple[BatchGroup, Forest]], 
 
 
 def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | None]:
-    """Return the groups of a batch in order, and its `seq_len`. Raises BatchCorrupt."""
+    """Return the groups of a batch in order, and its `seq_len`. Raises DataCorrupt."""
     try:
         content = msgspec.msgpack.decode(stored_batch.annotations, type=_StoredBatch)
         groups = [_decode_group(group) for group in content.groups]
     except (msgspec.MsgspecError, ValueError) as error:
-        raise BatchCorrupt(f"the annotations of batch {stored_batch.step} cannot be read: {error}") from error
+        raise DataCorrupt(f"the annotations of batch {stored_batch.step} cannot be read: {error}") from error
     numbers = [group.number for group in groups]
     expected = list(stored_batch.group_numbers)
     if numbers != expected:
-        raise BatchCorrupt(f"batch {stored_batch.step} has groups {expected}, its annotations are of {numbers}")
+        raise DataCorrupt(f"batch {stored_batch.step} has groups {expected}, its annotations are of {numbers}")
     return groups, content.seq_len
 
 
 def rebuild_forests(
     stored_batch: BatchRecord, read_traces: ReadTraces, read_top_logprobs: ReadTopLogprobs
 ) -> list[Forest]:
-    """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed.
+    """Rebuild the forests of a batch from the stored traces. Raises DataCorrupt if they changed.
 
     `read_top_logprobs` is called for groups that use the likeliest tokens of a teacher.
     """
@@ -90,7 +90,7 @@ def rebuild_forests(
     forests = normalize_groups(groups, forests)
     counts = count_entries(forests)
     if counts != stored_batch.counts:
-        raise BatchCorrupt(
+        raise DataCorrupt(
             f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
         )
     return forests
@@ -103,7 +103,7 @@ def _add_top_logprobs(group: BatchGroup, top_logprobs: TopLogprobsByNode) -> Bat
             top = top_logprobs.get((annotation.trace_id, annotation.node))
             if top is None:
                 problem = f"no likeliest tokens of node {annotation.node} of trace {annotation.trace_id}"
-                raise BatchCorrupt(f"group {group.number} has {problem}, which its batch refers to")
+                raise DataCorrupt(f"group {group.number} has {problem}, which its batch refers to")
             annotation = replace(annotation, ref_top=top[:, : annotation.top_k])
         annotations.append(annotation)
     return replace(group, annotations=tuple(annotations))

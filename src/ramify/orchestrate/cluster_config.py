@@ -1,10 +1,11 @@
 """`[cluster]`: where the processes of a run are placed when it runs on several nodes."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ramify.config import Config
 
@@ -102,14 +103,12 @@ class SlurmConfig(Config):
             raise ValueError(f"expected [DAYS-]HH:MM:SS, got {text!r}")
         return text
 
-    @model_validator(mode="after")
-    def _time_limit_exceeds_stop_seconds(self) -> "SlurmConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a time limit with which the job would be asked to stop at its start, and requeued without end."""
         seconds = _count_seconds(self.time_limit)
-        if 0 < seconds <= self.stop_seconds:  # the job would be asked to stop at its start, and requeued without end
-            expected = f"expected more than stop_seconds ({self.stop_seconds} s)"
-            advice = "raise it, or lower stop_seconds"
-            raise ValueError(f"time_limit: {expected}, got {self.time_limit!r} ({seconds} s); {advice}")
-        return self
+        if 0 < seconds <= self.stop_seconds:
+            problem = f"expected more than stop_seconds ({self.stop_seconds} s), got {self.time_limit!r} ({seconds} s)"
+            yield "time_limit", f"{problem}; raise it, or lower stop_seconds"
 
 
 class KubernetesConfig(Config):
@@ -153,18 +152,13 @@ class ClusterConfig(Config):
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
-    @model_validator(mode="after")
-    def _several_nodes_share_a_directory(self) -> "ClusterConfig":
-        if self.is_distributed and (self.num_nodes or 1) > 1 and self.shared_directory is None:
-            raise ValueError("shared_directory: several nodes need a directory that all of them reach")
-        return self
-
-    @model_validator(mode="after")
-    def _shared_directory_is_absolute(self) -> "ClusterConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a shared directory that not all nodes can reach."""
         directory = self.shared_directory
+        if self.is_distributed and (self.num_nodes or 1) > 1 and directory is None:
+            yield "shared_directory", "several nodes need a directory that all of them reach"
         if self.is_distributed and directory is not None and not directory.is_absolute():
-            raise ValueError(f"shared_directory: expected an absolute path, the same on all nodes, got {directory}")
-        return self
+            yield "shared_directory", f"expected an absolute path, the same on all nodes, got {directory}"
 
     @property
     def is_distributed(self) -> bool:

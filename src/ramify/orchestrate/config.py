@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from ramify.config import Config, RunName, raise_section_problems
+from ramify.config import Config, RunName
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
@@ -88,36 +88,34 @@ class TrainSourceConfig(ServedSourceConfig):
     def _default_algorithm_to_grpo(cls, table: dict[str, Any]) -> dict[str, Any]:
         return {**DEFAULT_ALGORITHM, **table}
 
-    @model_validator(mode="after")
-    def _settings_fit_together(self) -> "TrainSourceConfig":
-        raise_section_problems(
-            self._find_model_problems(),
-            self._find_normalization_problems(),
-            self.sampling.find_training_problems(),
-        )
-        return self
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield each setting that does not fit the others."""
+        yield from super().find_problems()
+        yield from self._find_model_problems()
+        yield from self._find_normalization_problems()
+        yield from self.sampling.find_training_problems()
 
-    def _find_model_problems(self) -> Iterator[str]:
+    def _find_model_problems(self) -> Iterator[tuple[str, str]]:
         id, beta = self.algorithm["id"], self.algorithm.get("beta")
         if self.teacher is None and id in TEACHER_ALGORITHMS:
             misplaced = "; write `teacher` beside `algorithm`, not in it" if "teacher" in self.algorithm else ""
-            yield f"algorithm.id: {id!r} needs `teacher`, the name of a model in [models]{misplaced}"
+            yield "algorithm.id", f"{id!r} needs `teacher`, the name of a model in [models]{misplaced}"
         if id in PLUGIN_KINDS["algorithm"].builtin_paths:
             if self.teacher is not None and id not in TEACHER_ALGORITHMS:
-                yield f"teacher: the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do"
+                yield "teacher", f"the algorithm {id!r} has none; {' and '.join(TEACHER_ALGORITHMS)} do"
                 return  # so the rules for a teacher do not apply
             if self.reference is not None and not beta:
-                yield f"reference: the algorithm {id!r} uses none without beta"
+                yield "reference", f"the algorithm {id!r} uses none without beta"
                 return
         if self.score_model is not None and self.sampling.temperature != 1:
             problem = f"expected 1 with the algorithm {id!r}, whose other model scores at temperature 1"
-            yield f"sampling.temperature: {problem}, got {self.sampling.temperature:g}"
+            yield "sampling.temperature", f"{problem}, got {self.sampling.temperature:g}"
         if self.sampler_model is not None and self.endpoint is not None:
-            yield "endpoint: not allowed with the algorithm 'sft', whose teacher samples"
+            yield "endpoint", "not allowed with the algorithm 'sft', whose teacher samples"
 
-    def _find_normalization_problems(self) -> Iterator[str]:
+    def _find_normalization_problems(self) -> Iterator[tuple[str, str]]:
         if (self.normalization == "fixed") != (self.normalization_tokens is not None):
-            yield "normalization_tokens: required with normalization = 'fixed', and only then"
+            yield "normalization_tokens", "required with normalization = 'fixed', and only then"
 
     @property
     def sampler_model(self) -> str | None:
@@ -169,11 +167,10 @@ class EvalSourceConfig(ServedSourceConfig):
     hold_weights: bool | None = None
     """Do not update weights during the eval. Default: true if the run's engines serve it."""
 
-    @model_validator(mode="after")
-    def _hold_weights_requires_run_inference(self) -> "EvalSourceConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a hold of weights that the run does not serve."""
         if self.hold_weights and self.endpoint is not None:
-            raise ValueError("hold_weights requires the run's inference; `endpoint` serves other weights")
-        return self
+            yield "hold_weights", "requires the run's inference; `endpoint` serves other weights"
 
 
 def uses_model(source: ServedSourceConfig, name: str) -> bool:
@@ -206,7 +203,7 @@ class OrchestratorConfig(Config):
     """Consecutive groups without a trainable one, after which `on_no_signal` applies. None: never. After 32 of
     them, the run warns."""
     on_no_signal: Literal["end", "warn"] = "end"
-    """`end` ends the run with `NoTrainableGroups`, `warn` reports it and continues."""
+    """`end` ends the run with `RunStalled`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without progress after which the run fails with `RunStalled`."""
     address: str = "tcp://127.0.0.1:0"
@@ -217,14 +214,13 @@ class OrchestratorConfig(Config):
     """Host names that requests to `/stop` may use, besides the host of `status_address`, IP addresses, names without a
     dot and this machine's name."""
 
-    @model_validator(mode="after")
-    def _batch_size_is_multiple_of_group_size(self) -> "OrchestratorConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a batch size that is not a multiple of the group size."""
         if remainder := self.batch_size % self.group_size:
             smaller = self.batch_size - remainder
             multiples = " or ".join(str(size) for size in (smaller, smaller + self.group_size) if size)
             problem = f"{self.batch_size} is not a multiple of group_size {self.group_size}"
-            raise ValueError(f"batch_size: {problem}; use {multiples}")
-        return self
+            yield "batch_size", f"{problem}; use {multiples}"
 
     @property
     def admission_limits(self) -> AdmissionLimits:
@@ -351,55 +347,54 @@ class RunConfig(Config):
 
     _source_names_must_be_unique = field_validator("train", "eval")(check_source_names)
 
-    @model_validator(mode="after")
-    def _settings_fit_together(self) -> "RunConfig":
-        raise_section_problems(
-            self._find_source_problems(),
-            self._find_weights_url_problems(),
-            self._find_model_name_problems(),
-            self._find_cluster_problems(),
-        )
-        return self
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield each setting that does not fit the others."""
+        yield from super().find_problems()
+        yield from self._find_source_problems()
+        yield from self._find_weights_url_problems()
+        yield from self._find_model_name_problems()
+        yield from self._find_cluster_problems()
 
-    def _find_source_problems(self) -> Iterator[str]:
+    def _find_source_problems(self) -> Iterator[tuple[str, str]]:
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             for number, source in enumerate(sources):
                 if source.address is not None and source.pool != ElasticPoolConfig():
-                    yield f"{kind}.{number}: pool is not allowed with `address`: the run does not start that server"
+                    yield f"{kind}.{number}", "pool is not allowed with `address`: the run does not start that server"
                 if source.seq_len is not None and source.seq_len > self.seq_len:
-                    yield f"{kind}.{number}.seq_len: {source.seq_len} is longer than the run's seq_len, {self.seq_len}"
+                    problem = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
+                    yield f"{kind}.{number}.seq_len", problem
 
-    def _find_weights_url_problems(self) -> Iterator[str]:
+    def _find_weights_url_problems(self) -> Iterator[tuple[str, str]]:
         if self.weights.url is not None and isinstance(self.inference, VLLMConfig):
-            yield "weights.url: vLLM reads weights from a directory; use cluster.shared_directory"
+            yield "weights.url", "vLLM reads weights from a directory; use cluster.shared_directory"
 
-    def _find_model_name_problems(self) -> Iterator[str]:
+    def _find_model_name_problems(self) -> Iterator[tuple[str, str]]:
         for name in self.models:
             if not MODEL_NAME.fullmatch(name):
-                yield f"models.{name}: expected letters, digits, - and _ in the name of a model"
+                yield f"models.{name}", "expected letters, digits, - and _ in the name of a model"
         for number, source in enumerate(self.train):
             for key in ("teacher", "reference"):
                 name = getattr(source, key)
                 if name is None or name in self.models or (key == "reference" and name == START_REFERENCE):
                     continue
                 hint = suggest(name, self.models, f"models: {', '.join(self.models) or 'none'}")
-                yield f"train.{number}.{key}: there is no [models.{name}]; {hint}"
+                yield f"train.{number}.{key}", f"there is no [models.{name}]; {hint}"
 
-    def _find_cluster_problems(self) -> Iterator[str]:
+    def _find_cluster_problems(self) -> Iterator[tuple[str, str]]:
         if not self.cluster.is_distributed:
             return
         for key, instead in LOCAL_LAUNCH_KEYS.items():
             if getattr(self.launch, key) != LaunchConfig.model_fields[key].default:
-                yield f"launch.{key}: not allowed on a cluster; {instead}"
+                yield f"launch.{key}", f"not allowed on a cluster; {instead}"
         if self.weights.transport != "disk":
             reason = "reaches only engines on the trainer's node"
-            yield f"weights.transport: {self.weights.transport!r} {reason}; use 'disk' on a cluster"
+            yield "weights.transport", f"{self.weights.transport!r} {reason}; use 'disk' on a cluster"
         if isinstance(self.inference, ExternalConfig) and self.cluster.engines != EnginePlacementConfig():
-            yield "cluster.engines: not allowed with inference.base_url: the run does not start these servers"
+            yield "cluster.engines", "not allowed with inference.base_url: the run does not start these servers"
         if (self.cluster.engines.gpus or 0) > 1 and isinstance(self.inference, EngineConfig):
-            yield "cluster.engines.gpus: the native engine uses one GPU; use inference.engine = 'vllm'"
+            yield "cluster.engines.gpus", "the native engine uses one GPU; use inference.engine = 'vllm'"
         if self.record_batches:
-            yield "record_batches: not supported on a cluster: the trainer's nodes lack the run directory"
+            yield "record_batches", "not supported on a cluster: the trainer's nodes lack the run directory"
 
     @property
     def all_models(self) -> dict[str, NamedModelConfig]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.errors import ConfigInvalid, Failure, RamifyError, TokensRequired
+from ramify.errors import ConfigInvalid, EngineIncompatible, Failure, RamifyError
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
@@ -15,7 +15,7 @@ from ramify.store.environments import ObservedEnvironment, get_task_numbers
 from ramify.trace import Trace
 
 QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker
-SERVER_FAILURES = ("PeerLost", "WorkerDied")  # failures of the server rather than of the attempt
+SERVER_FAILURES = ("PeerLost", "ProcessDied")  # failures of the server rather than of the attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +97,12 @@ async def build_connected_source(
 ) -> ConnectedSource:
     """Build the source of connected env servers, and count its tasks.
 
-    Raises PeerLost, WorkerDied, TokensRequired, EnvironmentChanged or ConfigInvalid.
+    Raises PeerLost, ProcessDied, EngineIncompatible, EnvironmentChanged or ConfigInvalid.
     """
     name, tasks = config.source_name, TaskCache(config.source_name, servers, timeout=config.timeouts.load)
     info = servers.info
     if isinstance(config, TrainSourceConfig) and not info.trainable:
-        raise TokensRequired(f"train source {name}: its endpoint does not return token ids and logprobs")
+        raise EngineIncompatible(f"train source {name}: its endpoint does not return token ids and logprobs")
     if isinstance(config, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
             f"train source {name}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"

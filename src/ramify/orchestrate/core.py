@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from ramify.errors import ConfigInvalid, Failure, TransitionRefused
+from ramify.errors import ConfigInvalid, Failure, OperationInvalid
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
 from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
 from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
@@ -306,9 +306,9 @@ class OrchestratorCore:
         return registration
 
     async def drop_open_groups(self) -> None:
-        """Drop all open groups with the reason RUN_ENDED. Raises TransitionRefused before the last batch is formed."""
+        """Drop all open groups with the reason RUN_ENDED. Raises OperationInvalid before the last batch is formed."""
         if not self.admission.is_finished:
-            raise TransitionRefused(f"the run cannot finish: batch {self.admission.next_step} is not formed yet")
+            raise OperationInvalid(f"the run cannot finish: batch {self.admission.next_step} is not formed yet")
         for group in self.ledger.open_groups():
             await self.drop_group(group.number, DropReason.RUN_ENDED)
 

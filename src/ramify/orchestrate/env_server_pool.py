@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from ramify.async_calls import WatchTasks
 from ramify.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
 from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
-from ramify.errors import EnvironmentChanged, Failure, PeerLost, RamifyError, WorkerDied
+from ramify.errors import EnvironmentChanged, Failure, PeerLost, ProcessDied, RamifyError
 from ramify.orchestrate.connected_env_server import ConnectedEnvServer
 from ramify.trace import Trace
 from ramify.wire import WireSettings
@@ -181,7 +181,7 @@ class EnvServerPool(AsyncService):
                 is_alone = isinstance(error, PeerLost) and not self.up_servers  # otherwise another may be restarting
                 if not num_failovers_left or is_alone:
                     raise
-            except WorkerDied:
+            except ProcessDied:
                 server.check_now.set()  # it may have no worker at all
                 raise
         raise AssertionError  # the last iteration returns or raises
@@ -243,7 +243,7 @@ class EnvServerPool(AsyncService):
     async def _check_server(self, server: ConnectedEnvServer, is_check_due: bool) -> None:
         """Tell a server the current addresses, and check its health if that is due.
 
-        Raises PeerLost, WorkerDied if the server has no worker, or EnvironmentChanged.
+        Raises PeerLost, ProcessDied if the server has no worker, or EnvironmentChanged.
         """
         client = await server.connect(self._secret, self._settings)
         await server.send_update(client, self._get_update())
@@ -253,7 +253,7 @@ class EnvServerPool(AsyncService):
         server.is_broken = health.state == "broken"
         if health.state != "ok":
             reason = health.reason or health.state
-            raise WorkerDied(f"the env server of source {self.name} has no worker: {reason}")
+            raise ProcessDied(f"the env server of source {self.name} has no worker: {reason}")
         if server.state is ServerState.DOWN:
             self._check_environment(server.address, await client.info(count_tasks=False, timeout=CONTROL_TIMEOUT))
         if server.state is ServerState.DOWN:  # it may have been removed meanwhile

@@ -11,7 +11,7 @@ from ramify.async_calls import fail_after
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.generate_api import decode_json
 from ramify.client.http_client import HttpClient, RequestFailed, send_request
-from ramify.errors import ProviderError, RamifyError, RequestInvalid, TokenizerMismatch, TokensRequired
+from ramify.errors import EngineIncompatible, ProviderError, RamifyError, RequestInvalid
 from ramify.infer.config import NamedModelConfig
 from ramify.orchestrate.address_book import AddressBook, get_model_key
 from ramify.render.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ async def connect_model(
 
     With `must_score`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
     client follows the addresses in `address_book`. Raises ProviderError if no server answers within `timeout` seconds,
-    TokensRequired or TokenizerMismatch.
+    or EngineIncompatible.
     """
     client = InferenceClient(config.base_url, ClientConfig(server_wait_timeout=timeout))
     if address_book is not None:
@@ -51,20 +51,17 @@ async def connect_model(
         elif must_score:
             await client.score(token_ids, timeout=PROBE_TIMEOUT, start=1)
     except RamifyError as error:
-        problem = f"models.{name}: {error.message}"
-        if isinstance(error, TokensRequired):
-            raise TokensRequired(f"{problem}; use a native or vLLM server for a teacher or reference") from error
-        raise type(error)(problem) from error
+        raise type(error)(f"models.{name}: {error.message}") from error
     return client
 
 
 async def check_tokenizer(url: str, tokenizer: Tokenizer) -> None:
-    """Raise TokenizerMismatch unless a server tokenizes as `tokenizer` does: a text, and every added token."""
+    """Raise EngineIncompatible unless a server tokenizes as `tokenizer` does: a text, and every added token."""
     for text in (PROBE_TEXT, "".join(tokenizer.added_tokens)):
         expected, actual = tokenizer.encode(text).ids.tolist(), await _tokenize(url, text)
         if actual != expected:
             difference = next((i for i, pair in enumerate(zip(actual, expected)) if pair[0] != pair[1]), len(actual))
-            raise TokenizerMismatch(
+            raise EngineIncompatible(
                 f"{url} has another tokenizer than {tokenizer.name}: they tokenize {text[:24]!r}... differently from "
                 f"token {difference} on; use a model with the policy's tokenizer"
             )
@@ -82,4 +79,6 @@ async def _tokenize(url: str, text: str) -> list[int]:
     except RequestFailed as error:
         raise ProviderError(str(error)) from error
     except (ProviderError, RequestInvalid, KeyError, TypeError, ValueError) as error:
-        raise TokenizerMismatch(f"{url} does not tokenize a text, so tokenizers cannot be compared: {error}") from error
+        raise EngineIncompatible(
+            f"{url} does not tokenize a text, so tokenizers cannot be compared: {error}"
+        ) from error

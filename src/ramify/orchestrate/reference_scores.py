@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ramify.async_calls import cancel_all
-from ramify.errors import BatchCorrupt, ModelUnsupported
+from ramify.errors import DataCorrupt, ModelUnsupported
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.store.ledger import GroupRecord
 from ramify.trace import Annotation, Trace
@@ -192,9 +192,9 @@ def encode_scores(scores: NodeScores) -> bytes:
 
 
 def decode_scores(data: bytes) -> NodeScores:
-    """Return the scores that `encode_scores` encoded. Raises BatchCorrupt."""
+    """Return the scores that `encode_scores` encoded. Raises DataCorrupt."""
     try:
         rows = msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]])
         return {(trace_id, node): NodeScore(np.frombuffer(values, "<f4")) for trace_id, node, values in rows}
     except (msgspec.MsgspecError, ValueError) as error:
-        raise BatchCorrupt(f"stored reference scores cannot be read: {error}") from error
+        raise DataCorrupt(f"stored reference scores cannot be read: {error}") from error

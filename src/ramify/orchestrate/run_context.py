@@ -16,7 +16,7 @@ from pathlib import Path
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad
 from ramify.envserver.messages import AddressUpdate
-from ramify.errors import ConfigInvalid, Failure, TokenizerMismatch
+from ramify.errors import ConfigInvalid, EngineIncompatible, Failure
 from ramify.evals.stats import format_score
 from ramify.fencing.directory_store import DirectoryStore
 from ramify.infer.config import ExternalConfig
@@ -306,7 +306,7 @@ class RunContext:
         config = self.config
         model_dir, min_group_size = resolve_model_path(config.model.name), config.orchestrator.min_group_size
         if (vocab_size := read_vocab_size(model_dir)) is None:
-            raise TokenizerMismatch(f"{model_dir / 'config.json'} has no vocab_size")
+            raise EngineIncompatible(f"{model_dir / 'config.json'} has no vocab_size")
         rules = ScoringRules(vocab_size, config.seq_len, plugins.filters, min_group_size)
         mix = build_source_mix(config, {name: source.num_tasks for name, source in train.items()})
         limits = config.orchestrator.admission_limits

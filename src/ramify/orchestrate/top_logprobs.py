@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.files import fsync_path, mkdir_and_fsync, replace_file, write_and_fsync
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.columns import StructuredArray
@@ -40,7 +40,7 @@ def write_top_logprobs(run: Path, group_number: int, top_logprobs: TopLogprobsBy
 
 
 def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
-    """Return the likeliest tokens of a group. Raises BatchCorrupt if the file is missing or damaged."""
+    """Return the likeliest tokens of a group. Raises DataCorrupt if the file is missing or damaged."""
     path = get_top_logprobs_path(run, group_number)
     try:
         data = path.read_bytes()
@@ -50,7 +50,7 @@ def read_top_logprobs(run: Path, group_number: int) -> TopLogprobsByNode:
         rows = msgspec.msgpack.decode(data[_CRC.size :], type=list[tuple[str, int, int, bytes]])
         return {(trace, node): np.frombuffer(top, TOP_DTYPE).reshape(-1, top_k) for trace, node, top_k, top in rows}
     except (OSError, struct.error, msgspec.MsgspecError, ValueError) as error:
-        raise BatchCorrupt(f"{path}: the teacher's likeliest tokens cannot be read: {error}") from error
+        raise DataCorrupt(f"{path}: the teacher's likeliest tokens cannot be read: {error}") from error
 
 
 def remove_top_logprobs(run: Path, group_number: int) -> None:

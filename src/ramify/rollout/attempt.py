@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.async_calls import fail_after
 from ramify.env import RolloutAgent, RolloutContext, Task, ToolSet, User
-from ramify.errors import ConfigInvalid, EnvironmentFault, Failure, RamifyError, TokensRequired, ValueRefused
+from ramify.errors import ConfigInvalid, EngineIncompatible, EnvironmentFault, Failure, OperationInvalid, RamifyError
 from ramify.gateway.main_calls import find_side_calls
 from ramify.gateway.policy import Policy
 from ramify.gateway.session import RolloutSession
@@ -64,11 +64,11 @@ async def run_attempt(
 
     Raises only errors that are known before the attempt starts: ConfigInvalid if the harness or the runtime cannot run
     the task, if the sampling parameters cannot be trained on, or if an endpoint is required and there is no gateway;
-    TokensRequired if the policy returns no tokens in training. `seed` determines all randomness of the attempt.
+    EngineIncompatible if the policy returns no tokens in training. `seed` determines all randomness of the attempt.
     """
     env.check_task(task)
     if train and not policy.trainable:
-        raise TokensRequired(f"{env.name} is trained on, but {policy.name} returns no token ids and logprobs")
+        raise EngineIncompatible(f"{env.name} is trained on, but {policy.name} returns no token ids and logprobs")
     if env.requires_endpoint and gateway is None:
         raise ConfigInvalid(f"{env.name} requires an `endpoint`, but there is no gateway")
     await env.start_pacer.wait_turn()
@@ -296,7 +296,7 @@ def _save_state_or_reason(state: SimpleNamespace) -> dict[str, str]:
     """Return the state in the form that `ramify replay` loads, or the reason why it cannot be saved."""
     try:
         return {"saved": save_state(state)}
-    except ValueRefused as error:
+    except OperationInvalid as error:
         return {"refused": error.message}
 
 
@@ -305,6 +305,6 @@ def _drop_unserializable_info(trace: Trace) -> None:
     for key in list(trace.info):
         try:
             to_plain(trace.info[key], f"info.{key}")
-        except ValueRefused as error:
+        except OperationInvalid as error:
             del trace.info[key]
             trace.errors.append(Failure.from_exception(error))

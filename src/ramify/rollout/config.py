@@ -26,7 +26,7 @@ class TimeoutsConfig(Config):
     """For all rewards and metrics together; `task.scoring_timeout` replaces it."""
     engine_stall: float = Field(default=600.0, gt=0)
     """For all waits of one rollout for an engine that makes no progress. These waits do not count towards
-    `harness.timeout`; a rollout that waits longer fails with EngineStalled."""
+    `harness.timeout`; a rollout that waits longer fails with ProviderError."""
 
 
 class SourceConfig(Config):

@@ -59,14 +59,19 @@ class Environment:
     _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 
     @classmethod
-    def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False) -> "Environment":
-        """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts."""
+    def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False, key: str = "") -> "Environment":
+        """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts.
+
+        `key` is the key of the source in its configuration, for messages about its tables.
+        """
         if (python := find_other_interpreter(source.python)) is not None:
-            raise ConfigInvalid(f"python: this process runs {sys.executable}; run it with {python} -m ramify")
+            raise ConfigInvalid(f"this process runs {sys.executable}; run it with {python} -m ramify", key="python")
         harness_table = {"id": "chat", **source.harness}
         runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
         tables = {"taskset": source.taskset, "harness": harness_table, "runtime": runtime_table}
-        *_, runtime = plugin.resolve_plugins([(kind, kind, table) for kind, table in tables.items()])
+        *_, runtime = plugin.resolve_plugins(
+            [(kind, f"{key}.{kind}".removeprefix("."), table) for kind, table in tables.items()]
+        )
         runtime_class: type[Runtime]
         runtime_class, runtime_config = runtime
         if describe_fallback(runtime_table):
@@ -80,7 +85,7 @@ class Environment:
         harness: Harness = _build_plugin("harness", harness_table)
         if not isinstance(runtime_config, RuntimeConfig):
             config_type = type(runtime_config).__qualname__
-            raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {config_type}")
+            raise ConfigInvalid(f"its config must derive from RuntimeConfig, found {config_type}", key="runtime")
         env = cls(
             source=source,
             taskset=taskset,

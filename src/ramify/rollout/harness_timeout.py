@@ -3,9 +3,9 @@
 Whether the engine makes progress is only known later, when its step counter is read again. So if the timeout passes
 while the agent waits for the engine, the outcome depends on what is seen next:
 
-    timeout passes on the wall clock ----> progress, and no stall before it: RolloutDeadline
+    timeout passes on the wall clock ----> progress, and no stall before it: BudgetExceeded
                                      \\---> progress after a stall: the agent gets the time of the stall back
-                                     \\---> stalls reach `stall_timeout` seconds: EngineStalled
+                                     \\---> stalls reach `stall_timeout` seconds: ProviderError
 """
 
 import asyncio
@@ -13,13 +13,13 @@ import time
 from types import TracebackType
 
 from ramify.client.stall_clock import StallClock
-from ramify.errors import EngineStalled, RamifyError, RolloutDeadline
+from ramify.errors import BudgetExceeded, ProviderError, RamifyError
 
 RECHECK_INTERVAL = 0.1  # seconds between two checks after the timeout has passed on the wall clock
 
 
 class HarnessTimeout:
-    """Raises RolloutDeadline after `timeout` seconds without stalls, EngineStalled after `stall_timeout` seconds of
+    """Raises BudgetExceeded after `timeout` seconds without stalls, ProviderError after `stall_timeout` seconds of
     stalls.
 
     Stalls before the block do not count. A TimeoutError that the block raises itself passes unchanged.
@@ -55,13 +55,13 @@ class HarnessTimeout:
         stalled = self._stall_clock.seconds - self._stalled_before
         deadline = self._started_at + self._timeout + self._stall_clock.ended_seconds - self._stalled_before
         if stalled >= self._stall_timeout:
-            self._failure = EngineStalled(
+            self._failure = ProviderError(
                 f"the engine made no progress for {stalled:.1f} s while the agent waited for it; "
                 f"timeouts.engine_stall allows {self._stall_timeout:g} s: look at the engine's process and log"
             )
         elif self._stall_clock.known_until >= deadline:
             uncounted = f", without {stalled:.1f} s in which the engine made no progress" if stalled else ""
-            self._failure = RolloutDeadline(f"harness took longer than {self._timeout:g} s{uncounted}")
+            self._failure = BudgetExceeded(f"harness took longer than {self._timeout:g} s{uncounted}")
         if self._failure is not None:
             self._scope.reschedule(loop.time())
             return

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.env import Runtime
-from ramify.errors import AgentExit
+from ramify.errors import AgentFailed
 
 
 async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:
@@ -18,7 +18,7 @@ async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path
         try:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             await runtime.download(path, target / path)
-        except (AgentExit, OSError, ValueError) as error:
+        except (AgentFailed, OSError, ValueError) as error:
             missing[path] = f"{type(error).__name__}: {error}"
             _remove_incomplete_copy(target / path)
     return missing

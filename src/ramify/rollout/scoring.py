@@ -11,7 +11,7 @@ from typing import Any
 from ramify.async_calls import fail_after
 from ramify.config.schema import is_list
 from ramify.env import Hook, RolloutContext, Task
-from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
+from ramify.errors import EnvironmentFault, Failure, OperationInvalid, RamifyError
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.trace import Trace
@@ -77,7 +77,7 @@ def _set_group_rewards(hook: Hook, values: Any, traces: Sequence[Trace]) -> None
     try:
         for trace, value in zip(traces, scores):
             trace.rewards[hook.name] = (value, hook.weight)
-    except ValueRefused:
+    except OperationInvalid:
         for trace, reward in zip(traces, previous_rewards):
             trace.rewards[hook.name] = reward
         raise

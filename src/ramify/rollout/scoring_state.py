@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ramify.errors import ValueRefused
+from ramify.errors import OperationInvalid
 from ramify.trace.plain_data import MAX_DEPTH
 
 SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
@@ -21,13 +21,13 @@ _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple
 
 
 def save_state(state: SimpleNamespace) -> str:
-    """Return the state as text. Raises ValueRefused, which names the attribute that cannot be saved."""
+    """Return the state as text. Raises OperationInvalid, which names the attribute that cannot be saved."""
     tagger = _Tagger()
     tagged = {name: tagger.tag(value, f"state.{name}") for name, value in vars(state).items()}
     try:
         return json.dumps(tagged)
     except ValueError as error:  # an int with more digits than Python converts
-        raise ValueRefused(f"state: {error}") from error
+        raise OperationInvalid(f"state: {error}") from error
 
 
 def load_state(text: str) -> SimpleNamespace:
@@ -43,11 +43,11 @@ class _Tagger:
 
     def tag(self, value: Any, location: str, depth: int = 0) -> Any:
         if depth == MAX_DEPTH:
-            raise ValueRefused(f"{location} is nested more than {MAX_DEPTH} deep")
+            raise OperationInvalid(f"{location} is nested more than {MAX_DEPTH} deep")
         kind = cast(type[Any], type(value))  # not isinstance: an instance of a subclass may have further attributes
         self._size += 1 + (len(value) if kind in (str, bytes) else 0)
         if self._size > MAX_STATE_SIZE:
-            raise ValueRefused(f"state is larger than {MAX_STATE_SIZE:,} characters")
+            raise OperationInvalid(f"state is larger than {MAX_STATE_SIZE:,} characters")
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is bytes:
@@ -60,7 +60,7 @@ class _Tagger:
             return ["dict", items]
         if kind in _SEQUENCE_TYPES.values():
             return [kind.__name__, [self.tag(item, f"{location}[{i}]", depth + 1) for i, item in enumerate(value)]]
-        raise ValueRefused(
+        raise OperationInvalid(
             f"{location} is a {kind.__qualname__}, and only values, lists, tuples, sets and dicts are saved"
         )
 

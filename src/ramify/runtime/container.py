@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from ramify.env.runtime import Capabilities, ExecResult, ResourceLimits, RuntimeConfig
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.runtime.config import ContainerRuntimeConfig
 from ramify.runtime.container_capabilities import find_capabilities, find_gateway_problem
 from ramify.runtime.container_engine import (
@@ -177,7 +177,7 @@ class ContainerRuntime(ShellRuntime):
         state = await self._inspect("{{.State.Running}} {{.State.OOMKilled}}")
         if state.startswith("false"):
             cause = "its programs used more memory than the limit" if "true" in state else "its first process ended"
-            raise AgentExit(f"the container has ended: {cause}")
+            raise AgentFailed(f"the container has ended: {cause}")
         raise SandboxError(f"the container does not run programs: {reason[-500:]}")
 
     async def _kill_marked(self, marker: str) -> None:
@@ -238,7 +238,7 @@ class ContainerRuntime(ShellRuntime):
         container = self._get_container()
         result = await self._get_engine().run("inspect", "--type", "container", "--format", template, container.name)
         if result.returncode:
-            error = AgentExit if "no such" in result.stderr.lower() else SandboxError
+            error = AgentFailed if "no such" in result.stderr.lower() else SandboxError
             raise error(f"the container has ended: {result.stderr.strip()[-500:]}")
         return result.stdout.strip()
 

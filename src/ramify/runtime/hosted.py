@@ -24,7 +24,7 @@ from typing import Any
 
 from ramify.env.runtime import Capabilities, Capability, ResourceLimits, RuntimeConfig
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 from ramify.runtime.config import HostedRuntimeConfig
 from ramify.runtime.hosted_process import HostedProcess, translate_sdk_errors
 from ramify.runtime.owner import get_machine_id, is_owner_alive, make_owner_name
@@ -173,7 +173,7 @@ class HostedRuntime(ShellRuntime):
         async with translate_sdk_errors("the sandbox does not answer", STOP_TIMEOUT):
             sandbox = await self._client.get(self._sandbox_id)
         if "OOM" in (sandbox.error_type or ""):
-            raise AgentExit("the sandbox has ended: its programs used more memory than the limit")
+            raise AgentFailed("the sandbox has ended: its programs used more memory than the limit")
         raise SandboxError(f"the sandbox is {sandbox.status} and does not run programs: {reason[-500:]}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from ramify.async_calls import cancel_all
-from ramify.errors import AgentExit, RamifyError, SandboxError
+from ramify.errors import AgentFailed, RamifyError, SandboxError
 from ramify.runtime.shell_process import ShellProcess
 
 OPEN_TIMEOUT = 60.0  # seconds for the provider to start a process
@@ -166,5 +166,5 @@ async def translate_sdk_errors(what: str, timeout: float) -> AsyncGenerator[None
     except Exception as error:
         name = type(error).__name__
         if name == "SandboxOOMError":
-            raise AgentExit(f"{what}: its programs used more memory than the limit") from error
+            raise AgentFailed(f"{what}: its programs used more memory than the limit") from error
         raise SandboxError(f"{what}: {name}: {error}") from error

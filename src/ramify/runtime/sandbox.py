@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 from ramify.runtime.box_files import BoxFiles
 from ramify.runtime.bwrap import (
@@ -319,7 +319,7 @@ class _Box:
         return listener
 
     async def find_end_error(self) -> RamifyError:
-        """Return the error of a box that has ended: SandboxError if nothing inside can have caused it, else AgentExit.
+        """Return the error of an ended sandbox: SandboxError if nothing inside can have caused it, else AgentFailed.
 
         The programs of a box run as the same user as its first program. What they can do to it is limited:
 
@@ -338,10 +338,10 @@ class _Box:
             async with asyncio.timeout(STOP_TIMEOUT):
                 exit_code = await self._bwrap.wait()
         if self._cgroup is not None and self._cgroup.num_oom_kills():
-            return AgentExit("the sandbox has ended: its programs used more memory than the limit")
+            return AgentFailed("the sandbox has ended: its programs used more memory than the limit")
         if not self._is_killed and (exit_code is None or exit_code < 0 or exit_code == KILLED_EXIT_CODE):
             return SandboxError("the sandbox was killed from outside; look for what kills processes on this machine")
-        return AgentExit("the sandbox has ended: its first program ended")
+        return AgentFailed("the sandbox has ended: its first program ended")
 
     def kill(self) -> None:
         """Kill all processes of the box. bwrap reaps the first of them and exits; if it is killed too, nobody may."""

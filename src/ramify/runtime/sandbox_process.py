@@ -1,7 +1,7 @@
 """A program in a sandbox.
 
 Programs of an agent can keep their box from answering, for example by using all its memory and processor time. A box
-that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentExit`). Only if no program was
+that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentFailed`). Only if no program was
 started yet, the failure is the machine's (`SandboxError`). `find_end_error` decides it for a box that has ended.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ramify.env.runtime import ExecResult
-from ramify.errors import AgentExit, RamifyError, SandboxError
+from ramify.errors import AgentFailed, RamifyError, SandboxError
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.runtime.piped_process import PipedProcess
 from ramify.runtime.sandbox_channel import InitReply, SandboxChannel
@@ -117,7 +117,7 @@ class SandboxProcess(PipedProcess):
     def _end_box(self, reason: str) -> RamifyError:
         """Kill the box, and return the error for a box that does not answer."""
         self._kill_box()
-        error_class = AgentExit if self._channel.has_started_program else SandboxError
+        error_class = AgentFailed if self._channel.has_started_program else SandboxError
         return error_class(f"the sandbox does not answer, and was killed: {reason}")
 
     def _handle_reply(self, reply: InitReply | None) -> None:

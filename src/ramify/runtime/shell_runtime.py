@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.errors import AgentExit, ConfigInvalid, RamifyError, SandboxError
+from ramify.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 from ramify.runtime.shell_files import ShellFiles
 from ramify.runtime.shell_process import (
     KILL_SCRIPT,
@@ -103,13 +103,13 @@ class ShellRuntime(Runtime):
 
     @abstractmethod
     async def _raise_unreachable(self, reason: str) -> None:
-        """Raise AgentExit if the box has ended, else SandboxError."""
+        """Raise AgentFailed if the box has ended, else SandboxError."""
 
     async def _kill_marked(self, marker: str) -> None:
         """Kill the programs of the box that carry a marker. Raises SandboxError if that is not possible."""
         try:
             result = await self._run_script(KILL_SCRIPT, marker, stdin=None, max_output=1000, timeout=KILL_TIMEOUT)
-        except AgentExit:
+        except AgentFailed:
             return  # the box has ended, and all its programs
         if result.returncode:
             raise SandboxError(f"programs of the box cannot be killed: {result.stderr.decode('utf-8', 'replace')}")

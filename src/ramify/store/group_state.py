@@ -10,7 +10,7 @@ A group never leaves its batch: the batch is served until its step is committed,
 
 from enum import Enum
 
-from ramify.errors import TransitionRefused
+from ramify.errors import OperationInvalid
 
 
 class GroupState(Enum):
@@ -49,7 +49,7 @@ class DropReason(Enum):
 
 
 def check_transition(subject: str, current: GroupState, target: GroupState) -> None:
-    """Raise TransitionRefused if `target` is not a successor of `current`; `subject` names the group or attempt."""
+    """Raise OperationInvalid if `target` is not a successor of `current`; `subject` names the group or attempt."""
     if target not in TRANSITIONS[current]:
         expected = " or ".join(sorted(state.value for state in TRANSITIONS[current])) or "no other state"
-        raise TransitionRefused(f"{subject} is {current.value} and cannot become {target.value}: expected {expected}")
+        raise OperationInvalid(f"{subject} is {current.value} and cannot become {target.value}: expected {expected}")

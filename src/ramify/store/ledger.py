@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, TransitionRefused
+from ramify.errors import ConfigInvalid, OperationInvalid
 from ramify.fencing.token import FencingToken, check_token
 from ramify.store.group_state import DropReason, GroupState, check_transition
 from ramify.store.index import make_damage_error
@@ -44,7 +44,7 @@ class Ledger:
     """The ledger's tables in `store`. A method that changes them returns when the change is durable.
 
     A group is identified by its number, an attempt by its group's number and its index in the group. A change that the
-    state machine of `ramify.store.group_state` does not allow raises TransitionRefused and leaves the ledger unchanged.
+    state machine of `ramify.store.group_state` does not allow raises OperationInvalid and leaves the ledger unchanged.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -85,7 +85,7 @@ class Ledger:
             issued = GroupState.ISSUED.value
             for number, group in enumerate(groups, next_number):
                 if group.number != number:
-                    raise TransitionRefused(f"group {group.number} cannot be issued: the next group is {number}")
+                    raise OperationInvalid(f"group {group.number} cannot be issued: the next group is {number}")
                 values = (group.source, group.task_number, group.epoch, group.size, group.incarnation, group.version)
                 _insert(connection, "groups", group.number, *values, issued, None, None, "")
                 query = "INSERT INTO attempts VALUES (?, ?, 1, ?, NULL, NULL, '', ?)"
@@ -106,7 +106,7 @@ class Ledger:
         def apply(connection: sqlite3.Connection) -> None:
             state = _get_attempt_state(connection, (group_number, attempt_index))
             if state is not GroupState.ISSUED:
-                raise TransitionRefused(
+                raise OperationInvalid(
                     f"attempt {attempt_index} of group {group_number} is {state.value} and cannot be retried"
                 )
             query = "UPDATE attempts SET tries = tries + 1, detail = ? WHERE number = ? AND attempt = ?"
@@ -190,7 +190,7 @@ class Ledger:
         def apply(connection: sqlite3.Connection) -> None:
             (next_step,) = connection.execute("SELECT coalesce(max(step) + 1, 0) FROM batches").fetchone()
             if batch.step != next_step:
-                raise TransitionRefused(f"batch {batch.step} cannot be recorded: the next batch is {next_step}")
+                raise OperationInvalid(f"batch {batch.step} cannot be recorded: the next batch is {next_step}")
             for number in batch.group_numbers:
                 _transition_group(connection, number, GroupState.BATCHED)
                 _transition_attempts(connection, number, GroupState.BATCHED)
@@ -212,9 +212,9 @@ class Ledger:
             _check_trainer(connection, incarnation)
             row = connection.execute("SELECT members FROM batches WHERE step = ?", (step,)).fetchone()
             if row is None:
-                raise TransitionRefused(f"batch {step} cannot be served: it was never recorded")
+                raise OperationInvalid(f"batch {step} cannot be served: it was never recorded")
             if step < _get_progress(connection, "committed"):
-                raise TransitionRefused(f"batch {step} cannot be served: its step is already committed")
+                raise OperationInvalid(f"batch {step} cannot be served: its step is already committed")
             connection.execute("INSERT OR IGNORE INTO served VALUES (?, ?, ?)", (incarnation, step, row[0]))
 
         await self._submit_change(apply)
@@ -226,7 +226,7 @@ class Ledger:
             _check_trainer(connection, incarnation)
             query = "SELECT 1 FROM served WHERE incarnation = ? AND step = ?"
             if not connection.execute(query, (incarnation, step)).fetchone():
-                raise TransitionRefused(f"step {step} cannot be acknowledged: its batch was not served to this trainer")
+                raise OperationInvalid(f"step {step} cannot be acknowledged: its batch was not served to this trainer")
             _set_progress(connection, "acknowledged", max(step + 1, _get_progress(connection, "acknowledged")))
 
         await self._submit_change(apply)
@@ -234,7 +234,7 @@ class Ledger:
     async def commit_version(self, commit: CommitRecord) -> None:
         """Make the steps before a version part of the history; call it once the version's checkpoint is durable.
 
-        A commit may be repeated. Raises TransitionRefused if the version was committed with another checkpoint, and
+        A commit may be repeated. Raises OperationInvalid if the version was committed with another checkpoint, and
         ProcessReplaced if another head has taken over the run: then the commit does not count.
         """
 
@@ -243,12 +243,12 @@ class Ledger:
             committed, acknowledged = (_get_progress(connection, name) for name in ("committed", "acknowledged"))
             if not committed <= commit.version <= acknowledged:
                 expected = f"expected {committed} to {acknowledged}"
-                raise TransitionRefused(f"version {commit.version} cannot be committed: {expected}")
+                raise OperationInvalid(f"version {commit.version} cannot be committed: {expected}")
             existing = _get_commit(connection, commit.version)
             if existing is not None and existing != commit:
                 trainer = FencingToken.from_number(existing.incarnation)
                 problem = f"it was committed by trainer {trainer} with checkpoint {existing.directory}"
-                raise TransitionRefused(f"version {commit.version} cannot be committed: {problem}")
+                raise OperationInvalid(f"version {commit.version} cannot be committed: {problem}")
             _set_commit(connection, commit)
             _move_steps(connection, GroupState.BATCHED, GroupState.TRAINED, "step < ?", commit.version)
             _set_progress(connection, "committed", commit.version)
@@ -295,7 +295,7 @@ class Ledger:
         def apply(connection: sqlite3.Connection) -> None:
             committed = _get_progress(connection, "committed")
             if not 0 <= version <= committed:
-                raise TransitionRefused(f"the history cannot end at version {version}: expected 0 to {committed}")
+                raise OperationInvalid(f"the history cannot end at version {version}: expected 0 to {committed}")
             _move_steps(connection, GroupState.TRAINED, GroupState.BATCHED, "step >= ?", version)
             connection.execute("DELETE FROM commits WHERE version > ?", (version,))
             if version and _get_commit(connection, version) is None:
@@ -497,7 +497,7 @@ def _delete_scoring_inputs(connection: sqlite3.Connection, group_number: int) ->
 def _transition_group(connection: sqlite3.Connection, group_number: int, target: GroupState) -> None:
     row = connection.execute("SELECT state FROM groups WHERE number = ?", (group_number,)).fetchone()
     if row is None:
-        raise TransitionRefused(f"group {group_number} was never issued and cannot become {target.value}")
+        raise OperationInvalid(f"group {group_number} was never issued and cannot become {target.value}")
     check_transition(f"group {group_number}", GroupState(row[0]), target)
     connection.execute("UPDATE groups SET state = ? WHERE number = ?", (target.value, group_number))
 
@@ -519,7 +519,7 @@ def _move_steps(connection: sqlite3.Connection, old: GroupState, new: GroupState
 def _get_attempt_state(connection: sqlite3.Connection, key: tuple[int, int]) -> GroupState:
     row = connection.execute("SELECT state FROM attempts WHERE number = ? AND attempt = ?", key).fetchone()
     if row is None:
-        raise TransitionRefused(f"attempt {key[1]} of group {key[0]} was never issued")
+        raise OperationInvalid(f"attempt {key[1]} of group {key[0]} was never issued")
     return GroupState(row[0])
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, TraceCorrupt
+from ramify.errors import ConfigInvalid, DataCorrupt, RunBusy, StorageFailed
 from ramify.files import fsync_path, unless_abandoned
 from ramify.images import ImageStore
 from ramify.images.image_store import MEDIA_DIR
@@ -78,7 +78,7 @@ class RunStore:
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
-        and its checksum are checked too. Raises SchemaUnsupported if another version of Ramify wrote the index.
+        and its checksum are checked too. Raises RunDamaged if another version of Ramify wrote the index.
         """
         with wrap_storage_errors(path):
             check_index_file(path)
@@ -207,8 +207,8 @@ class RunStore:
         data = self.segments.read(FrameLocation(*rows[0]))
         try:
             return decode_episode(data).traces
-        except TraceCorrupt as error:
-            raise TraceCorrupt(f"rollout {rollout_id} in {self.path}: {error.message}") from error
+        except DataCorrupt as error:
+            raise DataCorrupt(f"rollout {rollout_id} in {self.path}: {error.message}") from error
 
     def close(self) -> None:
         """Commit what is queued, store the checksum of the index, and release the run."""

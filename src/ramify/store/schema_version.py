@@ -3,17 +3,17 @@
 import sqlite3
 from pathlib import Path
 
-from ramify.errors import SchemaUnsupported
+from ramify.errors import RunDamaged
 
 SCHEMA_VERSION = 2  # version 1, which was never released, had no table of commits
 
 
 def check_version(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise SchemaUnsupported if the file has tables of another version. A new file has neither tables nor version."""
+    """Raise RunDamaged if the file has tables of another version. A new file has neither tables nor version."""
     version = read_version(connection)
     is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     if version != SCHEMA_VERSION and not is_new:
-        raise SchemaUnsupported(
+        raise RunDamaged(
             f"{path} has tables of version {version}; this version of ramify reads version {SCHEMA_VERSION}: "
             "use the version of ramify that wrote the run"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zstandard
 
-from ramify.errors import TraceCorrupt
+from ramify.errors import DataCorrupt
 from ramify.files import fsync_path
 from ramify.store.rollout_table import FrameLocation
 
@@ -37,21 +37,21 @@ class SegmentLog:
     def open(self, committed_lengths: dict[int, int]) -> None:
         """Open the log for appending; truncate each segment to its committed length.
 
-        Raises TraceCorrupt if a segment is missing or shorter than committed.
+        Raises DataCorrupt if a segment is missing or shorter than committed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.folder.glob("*.seg")):
             self._truncate_tail(path, committed_lengths.get(int(path.stem), 0))
         for number, length in committed_lengths.items():
             if length and not self.get_path(number).exists():
-                raise TraceCorrupt(f"{self.get_path(number)} is missing, but the run's index points into it")
+                raise DataCorrupt(f"{self.get_path(number)} is missing, but the run's index points into it")
         self.segment_number = max(committed_lengths, default=0)
         self._open_current(committed_lengths.get(self.segment_number, 0))
 
     def append(self, data: bytes) -> FrameLocation:
         """Write one frame and return its location. It is not durable before `sync`."""
         if self._fd is None:
-            raise TraceCorrupt(f"{self.folder} is not open for writing")
+            raise DataCorrupt(f"{self.folder} is not open for writing")
         compressed = self._compressor.compress(data)
         frame = FRAME_HEADER.pack(len(compressed), zlib.crc32(compressed)) + compressed
         if self.segment_length and self.segment_length + len(frame) > MAX_SEGMENT_BYTES:
@@ -81,18 +81,18 @@ class SegmentLog:
         self._open_current(length)
 
     def read(self, location: FrameLocation) -> bytes:
-        """Return the data of the frame at `location`. Raises TraceCorrupt if the frame is damaged."""
+        """Return the data of the frame at `location`. Raises DataCorrupt if the frame is damaged."""
         path = self.get_path(location.segment)
         try:
             with path.open("rb") as file:
                 file.seek(location.start)
                 frame = file.read(location.stop - location.start)
         except OSError as error:
-            raise TraceCorrupt(f"{path} cannot be read: {error.strerror}") from error
+            raise DataCorrupt(f"{path} cannot be read: {error.strerror}") from error
         length, checksum = FRAME_HEADER.unpack_from(frame) if len(frame) >= FRAME_HEADER.size else (-1, 0)
         compressed = frame[FRAME_HEADER.size :]
         if len(compressed) != length or zlib.crc32(compressed) != checksum:
-            raise TraceCorrupt(
+            raise DataCorrupt(
                 f"{path}: bytes [{location.start}, {location.stop}) are not the frame that was written there"
             )
         return zstandard.ZstdDecompressor().decompress(compressed)
@@ -138,7 +138,7 @@ class SegmentLog:
     def _truncate_tail(self, path: Path, length: int) -> None:
         size = path.stat().st_size
         if size < length:
-            raise TraceCorrupt(
+            raise DataCorrupt(
                 f"{path} has {size} bytes, but the run's index expects {length}: the disk lost synced data; "
                 f"restore the run from a copy, or start a new run with --fresh"
             )

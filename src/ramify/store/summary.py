@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import AgentExit, BudgetExceeded, ContextOverflow, Failure, RequestInvalid, failure_classes
+from ramify.errors import AgentFailed, BudgetExceeded, ContextOverflow, Failure, RequestInvalid, failure_classes
 from ramify.trace import Trace
 
 REVISION_KEY = "revision"  # the summary's key for the revision of the source's environment
@@ -56,7 +56,7 @@ def find_agent_failure(traces: Sequence[Trace]) -> Failure | None:
     if exits:
         last_line = str(exits[0].get("stderr", "")).strip().rpartition("\n")[2]
         message = f"the program exited with code {exits[0].get('exit_code')} after a reply"
-        return _build_agent_failure(AgentExit.name, ": ".join(filter(None, [message, refusal or last_line])))
+        return _build_agent_failure(AgentFailed.name, ": ".join(filter(None, [message, refusal or last_line])))
     return _build_agent_failure(refusals[-1]["name"], refusal) if refusals else None
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 import ramify as rf
 from ramify.tasksets.answers import extract_boxed, is_same_value
@@ -63,11 +63,10 @@ class ArithmeticConfig(RangesConfig, rf.TasksetConfig):
     operations: tuple[Operation, ...] = Field(default=("add", "subtract", "multiply", "divide"), min_length=1)
     seed: int = 0
 
-    @model_validator(mode="after")
-    def _operations_must_be_possible(self) -> "ArithmeticConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield operations with which too few stories are possible."""
         if set(self.operations) == {"divide"}:
-            raise ValueError("operations: divide alone gives too few stories; allow another operation too")
-        return self
+            yield "operations", "divide alone gives too few stories; allow another operation too"
 
 
 class Arithmetic(rf.Taskset):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 import ramify as rf
-from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault
+from ramify.errors import AgentFailed, ConfigInvalid, EnvironmentFault
 from ramify.tasksets.harbor_folder import HarborFolder, find_folders, resolve_variables
 from ramify.tasksets.pytest_reports import PYTEST_PROGRAM, find_not_passed, run_pytest
 
@@ -171,7 +171,7 @@ class Harbor(rf.Taskset):
         try:
             result = await runtime.run(f"{command} 2>&1", env=env, timeout=task.verifier_timeout)
             rewards = await _read_rewards(runtime, logs, _find_reward_files(folder))
-        except AgentExit as error:
+        except AgentFailed as error:
             trace.info[VERIFIER_KEY] = {"ended": error.message}
             return 0.0
         trace.info[VERIFIER_KEY] = {

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import ramify as rf
-from ramify.errors import AgentExit
+from ramify.errors import AgentFailed
 
 PLUGIN = Path(__file__).with_name("pytest_plugin.py")
 PLUGIN_MODULE = "ramify_test_reports"  # the name of the plugin in the box
@@ -48,7 +48,7 @@ async def run_pytest(
             timeout=timeout,
         )
         reports = await runtime.read(reports_file)
-    except (AgentExit, OSError, ValueError):  # the box has ended, or there is no such file, or it is too large
+    except (AgentFailed, OSError, ValueError):  # the box has ended, or there is no such file, or it is too large
         return {}
     return parse_outcomes(reports.decode("utf-8", "replace"), nonce)
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from pydantic import Field
 
 import ramify as rf
-from ramify.errors import AgentExit, ConfigInvalid, EnvironmentFault
+from ramify.errors import AgentFailed, ConfigInvalid, EnvironmentFault
 from ramify.tasksets.data_files import read_rows
 from ramify.tasksets.pytest_reports import find_not_passed, run_pytest
 from ramify.tasksets.splits import assign_split
@@ -119,7 +119,7 @@ class Swe(rf.Taskset):
         command = DIFF_SCRIPT.format(base=state.base, patch=PATCH_FILE)
         try:
             await runtime.run(command, timeout=DIFF_TIMEOUT)
-        except AgentExit:
+        except AgentFailed:
             return
 
     @rf.reward

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import SchemaUnsupported, TraceCorrupt, TraceInvalid, ValueRefused
+from ramify.errors import DataCorrupt, OperationInvalid
 from ramify.trace.columns import MEDIA_DTYPE, NODE_DTYPE, VERSION_DTYPE, Column, StructuredArray
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import TRACE_SCHEMA, TraceHeader
@@ -117,21 +117,21 @@ def encode_trace(trace: Trace) -> bytes:
 
 
 def decode_trace(data: bytes | bytearray | memoryview) -> Trace:
-    """Decode a trace; its arrays are read-only views of `data`. Raises TraceCorrupt or SchemaUnsupported."""
+    """Decode a trace; its arrays are read-only views of `data`. Raises DataCorrupt."""
     head, columns = parse_frame(data)
     if head.header is None or head.since != EMPTY_LENGTHS:
-        raise TraceCorrupt("this is a delta, not a complete trace: decode it with TraceDeltaDecoder")
+        raise DataCorrupt("this is a delta, not a complete trace: decode it with TraceDeltaDecoder")
     graph = MessageGraph()
     append_frame(graph, head, columns)
     return build_trace(head.header, graph)
 
 
 def build_trace(header: TraceHeader, graph: MessageGraph) -> Trace:
-    """Return the trace of a decoded header and graph. Raises TraceCorrupt if a field is invalid."""
+    """Return the trace of a decoded header and graph. Raises DataCorrupt if a field is invalid."""
     try:
         return Trace(**{name: getattr(header, name) for name in TraceHeader.__struct_fields__}, graph=graph)
-    except ValueRefused as error:
-        raise TraceCorrupt(f"the header of trace {header.id!r} is invalid: {error}") from error
+    except OperationInvalid as error:
+        raise DataCorrupt(f"the header of trace {header.id!r} is invalid: {error}") from error
 
 
 def encode_episode(episode: Episode) -> bytes:
@@ -146,8 +146,8 @@ def decode_episode(data: bytes | bytearray | memoryview) -> Episode:
     try:
         lengths = _decode_lengths(header)
         return Episode(tuple(decode_trace(part) for part in split_body(body, lengths)))
-    except (msgspec.MsgspecError, TraceInvalid) as error:
-        raise TraceCorrupt(f"the traces of the episode cannot be decoded: {error}") from error
+    except (msgspec.MsgspecError, OperationInvalid) as error:
+        raise DataCorrupt(f"the traces of the episode cannot be decoded: {error}") from error
 
 
 # -- frames --------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader,
         parts = zip(views, layout, strict=True)
         return frame_header, [np.frombuffer(view, dtype).reshape(shape) for view, (dtype, shape) in parts]
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise TraceCorrupt(f"the header of the frame cannot be read: {error}") from error
+        raise DataCorrupt(f"the header of the frame cannot be read: {error}") from error
 
 
 def append_frame(graph: MessageGraph, frame_header: TraceFrameHeader, columns: Sequence[npt.NDArray[Any]]) -> None:
@@ -213,26 +213,26 @@ def append_frame(graph: MessageGraph, frame_header: TraceFrameHeader, columns: S
 
 
 def _check_frame_header(frame_header: TraceFrameHeader) -> None:
-    """Raise TraceCorrupt if the lengths, tables and array specs of the header contradict each other."""
+    """Raise DataCorrupt if the lengths, tables and array specs of the header contradict each other."""
     since, until = frame_header.since, frame_header.until
     lengths = zip(msgspec.structs.astuple(since), msgspec.structs.astuple(until), strict=True)
     if any(start < 0 or stop < start for start, stop in lengths):
-        raise TraceCorrupt(f"the columns of the frame cannot grow from {since} to {until}")
+        raise DataCorrupt(f"the columns of the frame cannot grow from {since} to {until}")
     expected = (until.policies - since.policies, until.media - since.media)
     actual = (len(frame_header.policies), len(frame_header.media))
     if actual != expected:
-        raise TraceCorrupt(f"expected {expected} new policies and media, got {actual}")
+        raise DataCorrupt(f"expected {expected} new policies and media, got {actual}")
     if not all(media.has_valid_hash for media in frame_header.media):
-        raise TraceCorrupt("the hash of a media entry is not the SHA-256 of its data")
+        raise DataCorrupt("the hash of a media entry is not the SHA-256 of its data")
     header = frame_header.header
     if header is not None and (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
-        raise TraceCorrupt(f"a frame of trace {frame_header.trace!r} has the header of trace {header.id!r}")
+        raise DataCorrupt(f"a frame of trace {frame_header.trace!r} has the header of trace {header.id!r}")
     if len({(spec.node, spec.name) for spec in frame_header.arrays}) < len(frame_header.arrays):
-        raise TraceCorrupt("an array of a node is repeated")
+        raise DataCorrupt("an array of a node is repeated")
     for spec in frame_header.arrays:
         shape = spec.shape
         if not _DTYPE_RE.fullmatch(spec.dtype) or not 1 <= len(shape) <= 32 or min(shape) < 0:
-            raise TraceCorrupt(f"array {spec.name!r} of node {spec.node} cannot be {spec.dtype!r} of shape {shape}")
+            raise DataCorrupt(f"array {spec.name!r} of node {spec.node} cannot be {spec.dtype!r} of shape {shape}")
 
 
 def _check_columns(
@@ -244,10 +244,10 @@ def _check_columns(
     versions: StructuredArray,
     media_refs: StructuredArray,
 ) -> None:
-    """Raise TraceCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
+    """Raise DataCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
     since, until = frame_header.since, frame_header.until
     if len(tokens) and int(tokens.min()) < 0:
-        raise TraceCorrupt("a token id is negative")
+        raise DataCorrupt("a token id is negative")
     if len(nodes) + len(versions) <= MAX_ROWS_IN_PYTHON:
         num_tokens, num_sampled = _check_few_rows(frame_header, nodes, versions)
     else:
@@ -259,11 +259,11 @@ def _check_columns(
         valid = (media >= 0) & (media < until.media)
         valid &= (previous_stop <= start) & (start < stop) & (stop <= np.asarray(num_tokens)[owners])
         if not valid.all():
-            raise TraceCorrupt("the media references do not fit their table or their nodes")
+            raise DataCorrupt("the media references do not fit their table or their nodes")
     for spec in frame_header.arrays:
         node = spec.node - since.nodes
         if not 0 <= node < len(nodes) or spec.shape[0] not in (num_tokens[node], num_sampled[node]):
-            raise TraceCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {spec.node}")
+            raise DataCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {spec.node}")
 
 
 def _check_few_rows(
@@ -288,24 +288,24 @@ def _check_few_rows(
             and sampled_stop - sampled_start == sampled_size
             and 0 <= start <= end <= size
         ):
-            raise TraceCorrupt(f"node {node} violates the invariants of the message graph")
+            raise DataCorrupt(f"node {node} violates the invariants of the message graph")
         token_stop, logprob_stop, record_stop = stop, next_logprob_stop, next_record_stop
         num_tokens.append(size)
         num_sampled.append(sampled_size)
         node += 1
     if (token_stop, logprob_stop, record_stop) != (until.tokens, until.logprobs, until.records):
-        raise TraceCorrupt(f"the parts of the last node do not end at {until}")
+        raise DataCorrupt(f"the parts of the last node do not end at {until}")
     counts: dict[int, int] = {}  # of sampled tokens with a version, by node
     previous_owner = since.nodes
     for owner, policy, _, _, count in versions.tolist():
         if not previous_owner <= owner < until.nodes:
-            raise TraceCorrupt("the rows of a table are not in the order of the frame's nodes")
+            raise DataCorrupt("the rows of a table are not in the order of the frame's nodes")
         if not 0 <= policy < until.policies or count < 0:
-            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+            raise DataCorrupt("the weight versions do not fit the sampled tokens")
         counts[owner] = counts.get(owner, 0) + count
         previous_owner = owner
     if any(count != num_sampled[owner - since.nodes] for owner, count in counts.items()):
-        raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+        raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return num_tokens, num_sampled
 
 
@@ -314,7 +314,7 @@ def _check_many_rows(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the numbers of tokens and of sampled tokens of each node.
 
-    Raises TraceCorrupt if a row of the node table or the version table is invalid.
+    Raises DataCorrupt if a row of the node table or the version table is invalid.
     """
     sizes = _node_sizes(frame_header, nodes)
     num_sampled = sizes[1]
@@ -324,14 +324,14 @@ def _check_many_rows(
         valid = (policies >= 0) & (policies < frame_header.until.policies) & (versions["count"] >= 0)
         counts = np.bincount(owners, versions["count"], len(nodes))
         if not valid.all() or (counts != num_sampled)[owners].any():
-            raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+            raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return sizes[0], num_sampled
 
 
 def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.NDArray[np.int64]:
     """Return the lengths of each node's parts of the tokens, logprobs and records, one row per column.
 
-    All conditions of all nodes are one array of numbers that must not be negative. Raises TraceCorrupt.
+    All conditions of all nodes are one array of numbers that must not be negative. Raises DataCorrupt.
     """
     since, until, num_nodes = frame_header.since, frame_header.until, len(nodes)
     table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)
@@ -342,7 +342,7 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
     starts[:, :1] = [[since.tokens], [since.logprobs], [since.records]]
     ends = [until.tokens, until.logprobs, until.records]
     if (stops[:, -1].tolist() if num_nodes else [since.tokens, since.logprobs, since.records]) != ends:
-        raise TraceCorrupt(f"the parts of the last node do not end at {ends}")
+        raise DataCorrupt(f"the parts of the last node do not end at {ends}")
     sizes = stops - starts
     num_sampled = sampled_stop - sampled_start
     margins = np.array(
@@ -363,7 +363,7 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
     )
     if num_nodes and int(margins.min()) < 0:
         node = int(np.flatnonzero((margins < 0).any(axis=0))[0]) + since.nodes
-        raise TraceCorrupt(f"node {node} violates the invariants of the message graph")
+        raise DataCorrupt(f"node {node} violates the invariants of the message graph")
     return sizes
 
 
@@ -372,7 +372,7 @@ def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> Struc
     nodes = rows["node"].astype(np.int64)
     first, stop = frame_header.since.nodes, frame_header.until.nodes
     if len(nodes) and (nodes[0] < first or nodes[-1] >= stop or (nodes[1:] < nodes[:-1]).any()):
-        raise TraceCorrupt("the rows of a table are not in the order of the frame's nodes")
+        raise DataCorrupt("the rows of a table are not in the order of the frame's nodes")
     return nodes - first
 
 
@@ -398,20 +398,20 @@ def _parse_envelope(data: bytes | bytearray | memoryview, expected_kind: int) ->
     """Verify the prefix and the checksum, and return header and body."""
     view = memoryview(data).toreadonly().cast("B")
     if len(view) < _PREFIX.size:
-        raise TraceCorrupt(f"a trace has at least {_PREFIX.size} bytes, found {len(view)}")
+        raise DataCorrupt(f"a trace has at least {_PREFIX.size} bytes, found {len(view)}")
     magic, schema, kind, length, header_length, crc = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
-        raise TraceCorrupt(f"this is not a trace: it starts with {magic!r}, not {_MAGIC!r}")
+        raise DataCorrupt(f"this is not a trace: it starts with {magic!r}, not {_MAGIC!r}")
     if length != len(view) or _PREFIX.size + header_length > length:
-        raise TraceCorrupt(f"expected {length} bytes with a header of {header_length}, found {len(view)}")
+        raise DataCorrupt(f"expected {length} bytes with a header of {header_length}, found {len(view)}")
     if zlib.crc32(view[_PREFIX.size :], zlib.crc32(view[:_CRC_OFFSET])) != crc:
-        raise TraceCorrupt(f"the checksum of the {length} bytes does not match")
+        raise DataCorrupt(f"the checksum of the {length} bytes does not match")
     if schema > TRACE_SCHEMA:
-        raise SchemaUnsupported(f"this trace has schema {schema}; this version of ramify reads up to {TRACE_SCHEMA}")
+        raise DataCorrupt(f"this trace has schema {schema}; this version of ramify reads up to {TRACE_SCHEMA}")
     if schema < 1:
-        raise TraceCorrupt(f"schema {schema} does not exist")
+        raise DataCorrupt(f"schema {schema} does not exist")
     if kind != expected_kind:
-        raise TraceCorrupt(f"expected a {('frame', 'episode')[expected_kind]}, found kind {kind}")
+        raise DataCorrupt(f"expected a {('frame', 'episode')[expected_kind]}, found kind {kind}")
     header_stop = _PREFIX.size + header_length
     return view[_PREFIX.size : header_stop], view[align_up(header_stop) :]
 
@@ -424,7 +424,7 @@ def split_body(body: memoryview, lengths: Sequence[int]) -> list[memoryview]:
         views.append(body[offset : offset + length])
         offset += align_up(length)
     if offset != len(body) or any(length < 0 for length in lengths):
-        raise TraceCorrupt(f"expected columns of {offset} bytes, found {len(body)}")
+        raise DataCorrupt(f"expected columns of {offset} bytes, found {len(body)}")
     return views
 
 

@@ -7,7 +7,7 @@ delta is detected.
 
 import msgspec
 
-from ramify.errors import DeltaLost, DeltaRepeated, TraceInvalid
+from ramify.errors import DataCorrupt, OperationInvalid
 from ramify.trace.codec import ColumnLengths, append_frame, build_trace, encode_frame, parse_frame
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import TraceHeader
@@ -51,29 +51,29 @@ class TraceDeltaDecoder:
     def trace(self) -> Trace:
         """The trace so far. It shares its columns with the decoder and must not be modified."""
         if self._header is None:
-            raise TraceInvalid("no delta has been received yet")
+            raise OperationInvalid("no delta has been received yet")
         return build_trace(self._header, self._graph)
 
     def apply(self, data: bytes | bytearray | memoryview) -> None:
         """Append the next delta.
 
-        Raises DeltaLost, DeltaRepeated, TraceInvalid or TraceCorrupt; the trace is then unchanged.
+        Raises DataCorrupt or OperationInvalid; the trace is then unchanged.
         """
         frame_header, columns = parse_frame(data)
         trace, attempt, sequence = frame_header.trace, frame_header.attempt, frame_header.sequence
         graph, expected = self._graph, self._next_sequence
         if self._header is not None:
             if trace != self._header.id:
-                raise TraceInvalid(f"expected a delta of trace {self._header.id!r}, found one of {trace!r}")
+                raise OperationInvalid(f"expected a delta of trace {self._header.id!r}, found one of {trace!r}")
             if attempt < self._header.attempt:
-                raise DeltaRepeated(f"a delta of attempt {attempt} arrived during attempt {self._header.attempt}")
+                raise DataCorrupt(f"a delta of attempt {attempt} arrived during attempt {self._header.attempt}")
             if attempt > self._header.attempt:
                 graph, expected = MessageGraph(), 0
         if sequence < expected:
-            raise DeltaRepeated(f"delta {sequence} of trace {trace!r} was already applied")
+            raise DataCorrupt(f"delta {sequence} of trace {trace!r} was already applied")
         is_gap = sequence > expected or frame_header.since != ColumnLengths.from_graph(graph)
         if is_gap or (expected == 0 and frame_header.header is None):
-            raise DeltaLost(f"delta {expected} of trace {trace!r} is missing, found {sequence}")
+            raise DataCorrupt(f"delta {expected} of trace {trace!r} is missing, found {sequence}")
         if frame_header.header is not None:
             build_trace(frame_header.header, graph)  # raises if a field is invalid, before anything is changed
         append_frame(graph, frame_header, columns)

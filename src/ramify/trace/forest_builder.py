@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ramify.errors import TraceInvalid
+from ramify.errors import OperationInvalid
 from ramify.trace.annotation import AnnotatedTrace
 from ramify.trace.columns import Int32Array
 from ramify.trace.forest import Forest, MediaSpan, Targets, compute_subtree_ends
@@ -37,7 +37,7 @@ def build_forest(
     traces = [annotated.trace for annotated in annotated_traces]
     graphs = [trace.graph for trace in traces]
     if repeated := [id for id, count in Counter(trace.id for trace in traces).items() if count > 1]:
-        raise TraceInvalid(f"traces {repeated} are repeated, so their targets would count more than once")
+        raise OperationInvalid(f"traces {repeated} are repeated, so their targets would count more than once")
     group = build_targets(annotated_traces, seq_len, overlong)
     extents, flat_tokens = _find_trained_extents(graphs, group.targets)
     tree = RadixTree()
@@ -164,7 +164,9 @@ def _compute_position_ids(traces: Sequence[Trace], layout_indices: list[Int32Arr
             if MROPE_ARRAY in arrays:
                 start, stop = graph.token_start(node), graph.token_stop(node)
                 if arrays[MROPE_ARRAY].shape != (stop - start, 3):
-                    raise TraceInvalid(f"arrays.{MROPE_ARRAY} of node {node} of trace {trace.id!r} must be [tokens, 3]")
+                    raise OperationInvalid(
+                        f"arrays.{MROPE_ARRAY} of node {node} of trace {trace.id!r} must be [tokens, 3]"
+                    )
                 position_ids = np.tile(depths, (3, 1)) if position_ids is None else position_ids
                 node_indices = indices[start:stop]
                 in_layout = node_indices >= 0

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceCorrupt
+from ramify.errors import DataCorrupt
 from ramify.trace.columns import (
     MEDIA_DTYPE,
     NODE_DTYPE,
@@ -107,12 +107,12 @@ class MessageGraph:
         return next((part.stop - 1 for part in reversed(slices) if part.stop > part.start), -1)
 
     def read_record(self, node: int) -> NodeRecord:
-        """Decode the message and call of a node. Raises TraceCorrupt."""
+        """Decode the message and call of a node. Raises DataCorrupt."""
         stops = self.nodes.view["record_stop"]
         try:
             return decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TraceCorrupt(f"the message of node {node} cannot be decoded: {error}") from error
+            raise DataCorrupt(f"the message of node {node} cannot be decoded: {error}") from error
 
     def version_runs(self, node: int) -> tuple[VersionRun, ...]:
         """Return the weight versions of the node's sampled tokens."""

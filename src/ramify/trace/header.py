@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.errors import Failure, ValueRefused
+from ramify.errors import Failure, OperationInvalid
 from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_plain
 
 TRACE_SCHEMA = 1
@@ -64,12 +64,12 @@ FIELD_TYPES: dict[str, Any] = {
 
 
 def validate_field(name: str, value: Any) -> Any:
-    """Return the value of a header field as plain data. Raises ValueRefused, which names the field."""
+    """Return the value of a header field as plain data. Raises OperationInvalid, which names the field."""
     expected = FIELD_TYPES[name]
     if expected is str and _is_ascii_text(value):
         return value
     if not isinstance(value, expected):
-        raise ValueRefused(f"{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
+        raise OperationInvalid(f"{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
     if name in _FIELD_CHECKS:
         return CheckedDict(name, value, _FIELD_CHECKS[name])
     if isinstance(value, Timing):
@@ -80,7 +80,7 @@ def validate_field(name: str, value: Any) -> Any:
     if isinstance(value, list):
         for error in cast(list[object], value):
             if not isinstance(error, Failure):
-                raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
+                raise OperationInvalid(f"{name}: expected Failure, found a {type(error).__qualname__}")
         return list(cast(list[Failure], value))
     return expected(to_plain(value, name))
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceInvalid, ValueRefused
+from ramify.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, make_readonly
 from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
 from ramify.trace.plain_data import to_plain
@@ -20,7 +20,7 @@ decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
 
 
 def as_token_ids(values: npt.ArrayLike) -> Int32Array:
-    """Return token ids as int32. Raises TraceInvalid for floats and for ids that do not fit.
+    """Return token ids as int32. Raises OperationInvalid for floats and for ids that do not fit.
 
     The sign of ids that are already int32 is checked by `check_node`, because most of a long prompt is known already.
     """
@@ -30,17 +30,17 @@ def as_token_ids(values: npt.ArrayLike) -> Int32Array:
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TraceInvalid(f"token ids: expected a 1-D array of ints, found {array.dtype} of shape {array.shape}")
+        raise OperationInvalid(f"token ids: expected a 1-D array of ints, found {array.dtype} of shape {array.shape}")
     if int(array.min()) < 0 or int(array.max()) >= 2**31:
-        raise TraceInvalid("token ids: expected ids in [0, 2**31)")
+        raise OperationInvalid("token ids: expected ids in [0, 2**31)")
     return array.astype(np.int32)
 
 
 def as_logprobs(values: npt.ArrayLike) -> Float32Array:
-    """Return logprobs as float32. Raises TraceInvalid for None, which numpy would turn into NaN."""
+    """Return logprobs as float32. Raises OperationInvalid for None, which numpy would turn into NaN."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf":
-        raise TraceInvalid(f"logprobs: expected floats, found {array.dtype}")
+        raise OperationInvalid(f"logprobs: expected floats, found {array.dtype}")
     return array.astype(np.float32, copy=False)
 
 
@@ -52,54 +52,54 @@ def check_node(
     content_span: tuple[int, int],
     logprobs: Float32Array,
 ) -> None:
-    """Raise TraceInvalid if the tokens, spans and logprobs of a node do not fit together."""
+    """Raise OperationInvalid if the tokens, spans and logprobs of a node do not fit together."""
     if len(token_ids) and int(token_ids.min()) < 0:
-        raise TraceInvalid(f"token ids of node {node}: expected ids in [0, 2**31), found a negative one")
+        raise OperationInvalid(f"token ids of node {node}: expected ids in [0, 2**31), found a negative one")
     if not -1 <= parent < node:
-        raise TraceInvalid(f"parent {parent} of node {node}: expected an earlier node or -1")
+        raise OperationInvalid(f"parent {parent} of node {node}: expected an earlier node or -1")
     for name, (start, stop) in (("sampled", sampled_span), ("content", content_span)):
         if not 0 <= start <= stop <= len(token_ids):
-            raise TraceInvalid(f"{name} span [{start}, {stop}) of node {node} exceeds its {len(token_ids)} tokens")
+            raise OperationInvalid(f"{name} span [{start}, {stop}) of node {node} exceeds its {len(token_ids)} tokens")
     num_sampled = sampled_span[1] - sampled_span[0]
     if logprobs.shape != (num_sampled,):
-        raise TraceInvalid(f"node {node} has {num_sampled} sampled tokens but logprobs of shape {logprobs.shape}")
+        raise OperationInvalid(f"node {node} has {num_sampled} sampled tokens but logprobs of shape {logprobs.shape}")
 
 
 def check_versions(node: int, versions: Sequence[VersionRun], num_sampled: int) -> None:
     """Raise if the version runs, where there are any, do not cover the sampled tokens."""
     covered = sum(run.count for run in versions)
     if versions and covered != num_sampled:
-        raise TraceInvalid(f"node {node} has {num_sampled} sampled tokens but its versions cover {covered}")
+        raise OperationInvalid(f"node {node} has {num_sampled} sampled tokens but its versions cover {covered}")
     if any(run.count < 0 for run in versions):
-        raise TraceInvalid(f"a version run of node {node} has a negative count")
+        raise OperationInvalid(f"a version run of node {node} has a negative count")
     for run in versions:
         check_str(run.policy, "versions.policy")
 
 
 def check_media(node: int, media_refs: Sequence[MediaRef], media_table: Sequence[Media], num_tokens: int) -> None:
-    """Raise TraceInvalid if a reference is not to an entry of the table, or out of order or range."""
+    """Raise OperationInvalid if a reference is not to an entry of the table, or out of order or range."""
     previous_stop = 0
     for ref in media_refs:
         if not 0 <= ref.media < len(media_table):
-            raise TraceInvalid(f"node {node} refers to media {ref.media} of a table of {len(media_table)}")
+            raise OperationInvalid(f"node {node} refers to media {ref.media} of a table of {len(media_table)}")
         if not previous_stop <= ref.start < ref.stop <= num_tokens:
-            raise TraceInvalid(f"media [{ref.start}, {ref.stop}) of node {node} is out of order or range")
+            raise OperationInvalid(f"media [{ref.start}, {ref.stop}) of node {node} is out of order or range")
         previous_stop = ref.stop
 
 
 def check_str(value: object, key: str) -> None:
-    """Raise ValueRefused if the value is no str of valid Unicode."""
+    """Raise OperationInvalid if the value is no str of valid Unicode."""
     if not isinstance(value, str):
-        raise ValueRefused(f"{key}: expected str, found a {type(value).__qualname__}")
+        raise OperationInvalid(f"{key}: expected str, found a {type(value).__qualname__}")
     to_plain(value, key)
 
 
 def build_table(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
-    """Return the rows as a table of 32-bit ints. Raises TraceInvalid if they do not fit."""
+    """Return the rows as a table of 32-bit ints. Raises OperationInvalid if they do not fit."""
     try:
         return np.array(rows, dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TraceInvalid(f"{name}: expected 32-bit ints, found {rows}") from error
+        raise OperationInvalid(f"{name}: expected 32-bit ints, found {rows}") from error
 
 
 def encode_record(message: Message, call: ModelCall | None) -> bytes:
@@ -110,7 +110,7 @@ def encode_record(message: Message, call: ModelCall | None) -> bytes:
         record = _encode(NodeRecord(message, call))
         decode_record(record)
     except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
-        raise ValueRefused(f"the message or call of a node cannot be encoded: {error}") from error
+        raise OperationInvalid(f"the message or call of a node cannot be encoded: {error}") from error
     return record
 
 
@@ -128,9 +128,9 @@ def copy_node_array(
     check_str(name, f"arrays of node {node}")
     copy = np.array(array)
     if copy.dtype.kind not in ARRAY_DTYPE_KINDS:
-        raise ValueRefused(f"arrays.{name} of node {node}: dtype {copy.dtype} cannot be encoded")
+        raise OperationInvalid(f"arrays.{name} of node {node}: dtype {copy.dtype} cannot be encoded")
     if copy.ndim == 0 or len(copy) not in (num_tokens, num_sampled):
-        raise TraceInvalid(
+        raise OperationInvalid(
             f"arrays.{name} of node {node}: expected {num_tokens} or {num_sampled} entries (tokens or sampled tokens), "
             f"found shape {copy.shape}"
         )

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from ramify.errors import ValueRefused
+from ramify.errors import OperationInvalid
 
 MAX_DEPTH = 64  # of nested dicts and lists; a value that contains itself would be infinite
 
 
 def to_plain(value: object, key: str, depth: int = 0) -> Any:
-    """Convert `value` to None, bool, int, float, str, list and dict. Raises ValueRefused, which names `key`."""
+    """Convert `value` to None, bool, int, float, str, list and dict. Raises OperationInvalid, which names `key`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -25,10 +25,10 @@ def to_plain(value: object, key: str, depth: int = 0) -> Any:
         return float(value)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise ValueRefused(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
+            raise OperationInvalid(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
         return int(value)
     if depth == MAX_DEPTH and isinstance(value, Mapping | list | tuple):
-        raise ValueRefused(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {MAX_DEPTH} deep")
+        raise OperationInvalid(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
         inner = partial(to_plain, depth=depth + 1)
@@ -40,7 +40,7 @@ def to_plain(value: object, key: str, depth: int = 0) -> Any:
     if isinstance(value, np.bool_ | np.integer):
         return to_plain(cast(object, value.item()), key)
     name = type(value).__qualname__
-    raise ValueRefused(f"{key}: a {name} cannot be encoded; use None, bool, int, float, str, list or dict")
+    raise OperationInvalid(f"{key}: a {name} cannot be encoded; use None, bool, int, float, str, list or dict")
 
 
 def check_reward(value: object, key: str) -> Any:
@@ -50,7 +50,7 @@ def check_reward(value: object, key: str) -> Any:
     if isinstance(value, tuple | list) and len(cast(Sequence[object], value)) == 2:
         first, second = cast(Sequence[object], value)
         return (check_number(first, key), check_number(second, f"weight of {key}"))
-    raise ValueRefused(f"{key}: expected (score, weight) or None, found {_describe(cast(object, value))}")
+    raise OperationInvalid(f"{key}: expected (score, weight) or None, found {_describe(cast(object, value))}")
 
 
 def check_number(value: object, key: str) -> float:
@@ -59,10 +59,12 @@ def check_number(value: object, key: str) -> float:
         try:
             number = float(cast(float, value))
         except OverflowError:
-            raise ValueRefused(f"{key}: expected a finite number, found an int that is too large for a float") from None
+            raise OperationInvalid(
+                f"{key}: expected a finite number, found an int that is too large for a float"
+            ) from None
         if math.isfinite(number):
             return number
-    raise ValueRefused(f"{key}: expected a finite number, found {_describe(cast(object, value))}")
+    raise OperationInvalid(f"{key}: expected a finite number, found {_describe(cast(object, value))}")
 
 
 class CheckedDict(dict[str, Any]):
@@ -104,7 +106,7 @@ def _describe(value: object) -> str:
 
 def _check_key(key: object, path: str) -> str:
     if not isinstance(key, str):
-        raise ValueRefused(f"{path}: key {key!r} is a {type(key).__qualname__}; keys are str")
+        raise OperationInvalid(f"{path}: key {key!r} is a {type(key).__qualname__}; keys are str")
     return _check_text(key, path)
 
 
@@ -113,5 +115,5 @@ def _check_text(value: str, key: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueRefused(f"{key}: a str that is not valid Unicode: {error.reason} at {error.start}") from None
+            raise OperationInvalid(f"{key}: a str that is not valid Unicode: {error.reason} at {error.start}") from None
     return str.__str__(value)  # a plain str, also for an enum or another subclass

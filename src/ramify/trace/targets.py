@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceInvalid, ValueNotFinite
+from ramify.errors import OperationInvalid, ValueNotFinite
 from ramify.trace.annotation import TOP_DTYPE, AnnotatedTrace, Annotation
 from ramify.trace.columns import (
     NODE_DTYPE,
@@ -180,7 +180,7 @@ class _AnnotatedSpans:
                 starts[i], stops[i] = annotation.span
                 size = int(concatenated.node_sizes[nodes[i]])
                 if not 0 <= annotation.span[0] <= annotation.span[1] <= size:
-                    raise TraceInvalid(
+                    raise OperationInvalid(
                         f"span {annotation.span} exceeds the {size} tokens of node {annotation.node} of trace "
                         f"{annotation.trace_id!r}"
                     )
@@ -194,17 +194,19 @@ def _validate_annotations(annotated_trace: AnnotatedTrace) -> Sequence[Annotatio
     """Return the annotations after checking that each is of a different node of this trace."""
     trace = annotated_trace.trace
     if not 0 < annotated_trace.temperature < float("inf"):
-        raise TraceInvalid(
+        raise OperationInvalid(
             f"temperature of trace {trace.id!r} is {annotated_trace.temperature}: expected a finite number above 0"
         )
     seen: set[int] = set()
     for annotation in annotated_trace.annotations:
         if annotation.trace_id != trace.id:
-            raise TraceInvalid(f"an annotation of trace {annotation.trace_id!r} is attached to trace {trace.id!r}")
+            raise OperationInvalid(f"an annotation of trace {annotation.trace_id!r} is attached to trace {trace.id!r}")
         if not 0 <= annotation.node < len(trace.graph):
-            raise TraceInvalid(f"an annotation is of node {annotation.node}, which trace {trace.id!r} does not have")
+            raise OperationInvalid(
+                f"an annotation is of node {annotation.node}, which trace {trace.id!r} does not have"
+            )
         if annotation.node in seen:
-            raise TraceInvalid(f"node {annotation.node} of trace {trace.id!r} has two annotations")
+            raise OperationInvalid(f"node {annotation.node} of trace {trace.id!r} has two annotations")
         seen.add(annotation.node)
     return annotated_trace.annotations
 
@@ -307,7 +309,7 @@ def _expand_per_token(annotations: Sequence[Annotation], name: str, lengths: Int
     for annotation, value, length in zip(annotations, values, lengths.tolist(), strict=True):
         array = np.asarray(value, np.float32)
         if array.shape not in ((), (length,)):
-            raise TraceInvalid(
+            raise OperationInvalid(
                 f"{name} of node {annotation.node} of trace {annotation.trace_id!r} has shape {array.shape}: "
                 f"expected one number, or {length}, one per token"
             )
@@ -326,7 +328,7 @@ def _expand_top(annotations: Sequence[Annotation], lengths: Int32Array) -> Struc
         if annotation.ref_top is None or not annotation.top_k:
             continue
         if annotation.ref_top.shape != (length, annotation.top_k):
-            raise TraceInvalid(
+            raise OperationInvalid(
                 f"ref_top of node {annotation.node} of trace {annotation.trace_id!r} has shape "
                 f"{annotation.ref_top.shape}: expected {(length, annotation.top_k)}"
             )
@@ -346,7 +348,7 @@ def _reject_untrainable(
 ) -> None:
     """Raise if a target cannot be used by its loss; the message names the token."""
 
-    def reject(is_wrong: Mask, problem: str, error_class: type[TraceInvalid | ValueNotFinite] = TraceInvalid) -> None:
+    def reject(is_wrong: Mask, problem: str, error_class: type[OperationInvalid] = OperationInvalid) -> None:
         if is_wrong.any():
             entry = int(is_wrong.argmax())
             annotation = annotations[int(targets.call[entry])]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceInvalid, ValueRefused
+from ramify.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, make_readonly
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import FIELD_TYPES, TraceHeader, validate_field
@@ -155,10 +155,12 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
         for name, expected in {"hash": str, "mime": str, "data": bytes}.items():
             value = getattr(media, name)
             if not isinstance(value, expected):
-                raise ValueRefused(f"media.{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
+                raise OperationInvalid(
+                    f"media.{name}: expected {expected.__name__}, found a {type(value).__qualname__}"
+                )
         to_plain([media.hash, media.mime], "media")
         if not media.has_valid_hash:
-            raise ValueRefused(f"media.hash: expected the SHA-256 of its data, found {media.hash!r:.80}")
+            raise OperationInvalid(f"media.hash: expected the SHA-256 of its data, found {media.hash!r:.80}")
         table = self.graph.media
         for index, entry in enumerate(table):
             if entry.hash == media.hash:
@@ -375,10 +377,12 @@ class Episode:
     def __post_init__(self) -> None:
         keys = {(trace.episode, trace.group, trace.attempt) for trace in self.traces}
         if len(keys) != 1:
-            raise TraceInvalid(f"the traces of an episode must share episode, group and attempt, found {sorted(keys)}")
+            raise OperationInvalid(
+                f"the traces of an episode must share episode, group and attempt, found {sorted(keys)}"
+            )
         agents = [trace.agent for trace in self.traces]
         if len(set(agents)) < len(agents):
-            raise TraceInvalid(f"the traces of an episode must be of different agents, found {agents}")
+            raise OperationInvalid(f"the traces of an episode must be of different agents, found {agents}")
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import CallConflict, TraceInvalid
+from ramify.errors import OperationInvalid
 from ramify.trace.columns import Int32Array
 from ramify.trace.graph import MessageGraph
 from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun
@@ -86,12 +86,12 @@ class TraceBuilder:
         """Record the turn and return the node of its reply; a repeated call id returns the existing node.
 
         The work in Python is proportional to the number of new messages. If the turn is invalid, the trace is
-        unchanged. Raises TraceInvalid, or CallConflict if a repeated call differs from the recorded one.
+        unchanged. Raises OperationInvalid, also if a repeated call differs from the recorded one.
         """
         graph = self._trace.graph
         prompt_ids, reply_ids = as_token_ids(turn.prompt_ids), as_token_ids(turn.reply_ids)
         if not -1 <= turn.prefix_node < len(graph):
-            raise TraceInvalid(
+            raise OperationInvalid(
                 f"prefix_node of call {turn.call.id!r}: expected a node of the trace, which has {len(graph)}, "
                 f"found {turn.prefix_node}"
             )
@@ -196,13 +196,13 @@ def _is_empty_next_message(graph: MessageGraph, node: int, turn: Turn, message_i
 
 
 def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
-    """Raise TraceInvalid if the spans of the new messages or the media are out of order or range."""
+    """Raise OperationInvalid if the spans of the new messages or the media are out of order or range."""
     call_id, spans = turn.call.id, turn.spans
     previous_stop = spans[first_new - 1].stop if first_new else 0
     for index, span in enumerate(spans[first_new:], first_new):
         start, stop = span.content_span
         if not previous_stop <= start <= stop <= span.stop <= num_prompt_tokens:
-            raise TraceInvalid(
+            raise OperationInvalid(
                 f"message {index} of call {call_id!r}: content_span [{start}, {stop}) and stop {span.stop} must be in "
                 f"order between {previous_stop} and the prompt's {num_prompt_tokens} tokens"
             )
@@ -211,17 +211,17 @@ def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
     for item in turn.media:
         index = item.message_index
         if not 0 <= index < len(spans):
-            raise TraceInvalid(f"media of call {call_id!r} refers to message {index} of {len(spans)}")
+            raise OperationInvalid(f"media of call {call_id!r} refers to message {index} of {len(spans)}")
         start = max(spans[index - 1].stop if index else 0, previous_stop)
         if not start <= item.start < item.stop <= spans[index].stop:
-            raise TraceInvalid(
+            raise OperationInvalid(
                 f"media [{item.start}, {item.stop}) of call {call_id!r} is out of order or outside message {index}"
             )
         previous_stop = item.stop
 
 
 def _check_same_call(graph: MessageGraph, node: int, turn: Turn, prompt_ids: Int32Array, reply_ids: Int32Array) -> None:
-    """Raise CallConflict if the turn differs from the one that `node` records."""
+    """Raise OperationInvalid if the turn differs from the one that `node` records."""
     prefix_length = graph.path_length(turn.prefix_node)
     sampled_start, sampled_stop, logprobs_stop = (
         int(graph.nodes.view[node][name]) for name in ("sampled_start", "sampled_stop", "logprobs_stop")
@@ -238,4 +238,4 @@ def _check_same_call(graph: MessageGraph, node: int, turn: Turn, prompt_ids: Int
         "other logprobs": not np.array_equal(as_logprobs(turn.logprobs), logprobs, equal_nan=True),
     }
     if differences := [name for name, differs in checks.items() if differs]:
-        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with {' and '.join(differences)}")
+        raise OperationInvalid(f"call {turn.call.id!r} was recorded as node {node} with {' and '.join(differences)}")

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import BatchCorrupt, TraceCorrupt
+from ramify.errors import DataCorrupt
 from ramify.trace import DroppedTargets, Forest, Media, MediaSpan, PolicyVersion, Targets
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.codec import ALIGNMENT, align_up, byte_view, split_body
@@ -94,7 +94,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes | bytearray | memoryview) -> Batch:
-    """Decode a batch; its arrays are read-only views over `data`. Raises BatchCorrupt."""
+    """Decode a batch; its arrays are read-only views over `data`. Raises DataCorrupt."""
     view = memoryview(data).toreadonly().cast("B")
     try:
         magic, length, crc = _PREAMBLE.unpack_from(view)
@@ -108,8 +108,8 @@ def decode_batch(data: bytes | bytearray | memoryview) -> Batch:
         parts = split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
         columns = (np.frombuffer(part, dtype).reshape(shape) for part, (dtype, shape) in zip(parts, layout))
         return Batch(header.step, [_decode_forest(pack, columns) for pack in header.packs], header.entry_counts)
-    except (struct.error, msgspec.MsgspecError, ValueError, TraceCorrupt) as error:
-        raise BatchCorrupt(f"not a batch ({len(view)} bytes): {error}") from error
+    except (struct.error, msgspec.MsgspecError, ValueError, DataCorrupt) as error:
+        raise DataCorrupt(f"not a batch ({len(view)} bytes): {error}") from error
 
 
 def _list_columns(header: _PackHeader) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:

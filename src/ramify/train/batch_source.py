@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import BatchCorrupt, ConfigInvalid
+from ramify.errors import ConfigInvalid, DataCorrupt
 from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
 from ramify.trace.version import PolicyVersion
@@ -77,14 +77,14 @@ class BatchRecording:
         return sorted({step for step, _, _ in self._list_files()})
 
     def read_shares(self, step: int) -> list[Batch]:
-        """Read all shares of a step. Raises BatchCorrupt if they do not add up to one batch."""
+        """Read all shares of a step. Raises DataCorrupt if they do not add up to one batch."""
         shares = [_read_batch(path) for _, _, path in self._list_files(step)]
         counts = count_entries([pack for share in shares for pack in share.packs])
         if any(share.entry_counts.get(name, 0) != count for share in shares for name, count in counts.items()):
             expected = dict(shares[0].entry_counts)
             problem = f"the shares of step {step} hold {counts} entries, its batch {expected}"
             reason = "one is missing, or they were recorded by different trainers"
-            raise BatchCorrupt(f"{self.directory}: {problem}: {reason}")
+            raise DataCorrupt(f"{self.directory}: {problem}: {reason}")
         return shares
 
     def _list_files(self, step: int | None = None) -> list[tuple[int, int, Path]]:
@@ -97,8 +97,8 @@ class BatchRecording:
 def _read_batch(path: Path) -> Batch:
     try:
         return decode_batch(path.read_bytes())
-    except BatchCorrupt as error:
-        raise BatchCorrupt(f"{path}: {error.message}") from error
+    except DataCorrupt as error:
+        raise DataCorrupt(f"{path}: {error.message}") from error
 
 
 class ReplayBatchSource(BatchSource):

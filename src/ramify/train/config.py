@@ -1,5 +1,6 @@
 """Configuration of training. Importable without torch."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,16 +56,15 @@ class LossConfig(Config):
     options: dict[str, Any] = {}
     """Keyword arguments of the loss, such as `{ high = 0.28 }`."""
 
-    @model_validator(mode="after")
-    def _loss_and_options_exist(self) -> "LossConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the id or the options of a built-in loss; the trainer checks an import path."""
         from ramify.train.losses import load_loss
 
-        if "." not in self.id and ":" not in self.id:  # an import path is checked when the trainer loads it
+        if "." not in self.id and ":" not in self.id:
             try:
                 load_loss(self.id, self.options)
             except ConfigInvalid as error:
-                raise ValueError(str(error)) from error
-        return self
+                yield "", error.message
 
 
 class LoraConfig(Config):

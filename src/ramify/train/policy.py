@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ramify.errors import ModelUnsupported, RamifyError, TokenizerMismatch
+from ramify.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
@@ -123,7 +123,7 @@ class PolicyModel(nn.Module):
     def _run_model(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return logprob, entropy, and the logprobs of the reference's likeliest tokens [entries, k]."""
         if (token_id := int(inputs.forest.token_ids.max(initial=0))) >= self.vocab_size:
-            raise TokenizerMismatch(
+            raise EngineIncompatible(
                 f"a batch holds token id {token_id}, but the vocabulary of the model is 0 to {self.vocab_size - 1}; "
                 "use the tokenizer and the weights of one model"
             )

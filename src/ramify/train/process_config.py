@@ -1,10 +1,11 @@
 """Configuration of `ramify trainer`. Importable without torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
@@ -24,11 +25,10 @@ class WeightsConfig(Config):
     """An object store to which published weights are copied, such as `s3://bucket/weights`, or another URL that fsspec
     knows. Native engines that do not find a directory fetch it from there, once per node."""
 
-    @model_validator(mode="after")
-    def _url_needs_directories(self) -> "WeightsConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a URL beside a transport that writes too few directories to copy."""
         if self.url is not None and self.transport == "ipc":
-            raise ValueError("url: not allowed with transport = 'ipc', which writes few versions to directories")
-        return self
+            yield "url", "not allowed with transport = 'ipc', which writes few versions to directories"
 
     def url_for(self, run: Path) -> str | None:
         """Return the URL below which the versions of a run are; None without one."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
+from ramify.errors import DataCorrupt, DeadlineExceeded, PeerLost, QueueFull
 from ramify.fencing.token import FencingToken
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec
@@ -91,7 +91,7 @@ class RemoteBatchSource(BatchSource):
                 return None
             try:
                 batch = decode_batch(reply.blobs[0])
-            except BatchCorrupt:
+            except DataCorrupt:
                 reply = self._call_with_retries("batch", request)
                 batch = decode_batch(reply.blobs[0])
         except DeadlineExceeded:

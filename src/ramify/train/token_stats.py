@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.files import write_atomically
 from ramify.store import wrap_storage_errors
@@ -114,19 +114,19 @@ def list_token_stats(run: Path, step: int, incarnation: int) -> list[Path]:
 def read_token_stats(run: Path, step: int, incarnation: int) -> TokenStats:
     """Return the values of all tokens that the trainer of `incarnation` trained in a step.
 
-    Raises BatchCorrupt if they are missing or damaged.
+    Raises DataCorrupt if they are missing or damaged.
     """
     paths = list_token_stats(run, step, incarnation)
     if not paths:
         problem = f"{run} has no token stats of step {step} by trainer {FencingToken.from_number(incarnation)}"
-        raise BatchCorrupt(f"{problem}; expected trainer.record_token_stats = true")
+        raise DataCorrupt(f"{problem}; expected trainer.record_token_stats = true")
     try:
         parts: list[TokenStats] = []
         for path in paths:
             with np.load(path, allow_pickle=False) as archive:
                 parts.append(TokenStats(*(archive[column.name] for column in fields(TokenStats))))
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise BatchCorrupt(f"the token stats of step {step} of {run} cannot be read: {error}") from error
+        raise DataCorrupt(f"the token stats of step {step} of {run} cannot be read: {error}") from error
     return TokenStats(**_concat_columns(parts))
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from ramify.bounded_cache import BoundedCache
-from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, RamifyError
+from ramify.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, RamifyError
 from ramify.evals.report import compute_scores, summarize_rollouts
 from ramify.images import elide_data_urls
 from ramify.store import Ledger, RolloutRecord, RunStore
@@ -336,7 +336,7 @@ class RunQueries:
         key = None if training is None else find_token_stats(store.path, training, trace.id)
         try:
             token_stats = None if key is None else self._token_stats.get_or_make(key, key.read)
-        except BatchCorrupt:  # the other values can still be shown
+        except DataCorrupt:  # the other values can still be shown
             token_stats = None
         return TokenMeasures(trace, training, changes, token_stats)
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from ramify.errors import RunDamaged, StorageFailed, TraceCorrupt
+from ramify.errors import DataCorrupt, RunDamaged, StorageFailed
 from ramify.store.index import is_corruption_error
 from ramify.store.run_store import make_readonly_uri
 from ramify.store.run_writer import wrap_storage_errors
@@ -231,7 +231,7 @@ class RolloutIndex:
             for number, id in rows:
                 try:
                     traces = store.read_traces(id)
-                except (KeyError, TraceCorrupt):  # replaced meanwhile, or damaged: `ramify why --audit` reports it
+                except (KeyError, DataCorrupt):  # replaced meanwhile, or damaged: `ramify why --audit` reports it
                     continue
                 yield number, "\n".join(_iter_texts(traces))[:MAX_TEXT_CHARS]
 

@@ -25,7 +25,7 @@ class TokenCheck:
 def check_trained_tokens(store: RunStore) -> TokenCheck:
     """Compare the entries of every batch of a run with the sampled tokens and logprobs of its stored traces.
 
-    Raises BatchCorrupt if a batch cannot be built from the traces any more, and ConfigInvalid without a ledger.
+    Raises DataCorrupt if a batch cannot be built from the traces any more, and ConfigInvalid without a ledger.
     """
     check = TokenCheck()
     traces: dict[str, Trace] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import BatchCorrupt
+from ramify.errors import DataCorrupt
 from ramify.orchestrate.batches import BatchGroup, decode_batch
 from ramify.store import Ledger, RunStore
 from ramify.store.ledger_tables import AttemptRecord, GroupRecord
@@ -78,7 +78,7 @@ def read_group_training(store: RunStore, group_number: int) -> GroupTraining:
         return GroupTraining(group, attempts)
     try:
         batch_groups, seq_len = decode_batch(stored_batch)
-    except BatchCorrupt:
+    except DataCorrupt:
         batch_groups, seq_len = [], None
     batch_group = next((entry for entry in batch_groups if entry.number == group_number), None)
     if batch_group is None:  # `ramify why --audit` reports it; the rollouts can still be read
@@ -101,7 +101,7 @@ class TokenStatsKey:
     modified_ns: int
 
     def read(self) -> TokenStats:
-        """Return the values. Raises BatchCorrupt if they cannot be read."""
+        """Return the values. Raises DataCorrupt if they cannot be read."""
         return read_token_stats(self.run, self.step, self.incarnation).select_trace(self.trace_id)
 
 

@@ -38,12 +38,10 @@ def check_bind_address(address: str, secret: str | None) -> None:
     """Raise ConfigInvalid if the address is malformed, or if it is not local and there is no secret."""
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
-        raise ConfigInvalid(f"address: expected tcp://HOST:PORT (port 0 takes a free one), got {address!r}")
+        raise ConfigInvalid(f"expected tcp://HOST:PORT (port 0 takes a free one), got {address!r}", key="address")
     if not is_local(address) and not secret:
-        raise ConfigInvalid(
-            f"address: {address} can be reached from other machines; set a secret in the environment variable that "
-            "secret_env names, or listen on 127.0.0.1"
-        )
+        problem = f"{address} can be reached from other machines; set a secret in the environment variable that"
+        raise ConfigInvalid(f"{problem} secret_env names, or listen on 127.0.0.1", key="address")
 
 
 def make_proof(secret: str | None, client_id: str) -> bytes:

@@ -18,7 +18,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ramify.errors import OriginRefused
+from ramify.errors import PeerRefused
 
 
 class BrowserGuard:
@@ -40,7 +40,7 @@ class BrowserGuard:
         if scope["type"] == "http" and (self._paths is None or scope["path"].rstrip("/") in self._paths):
             try:
                 await self._check(HTTPConnection(scope))
-            except OriginRefused as error:
+            except PeerRefused as error:
                 body = {"error": {"message": error.message, "type": error.name, "code": 403}}
                 await JSONResponse(body, 403)(scope, receive, send)
                 return
@@ -51,10 +51,10 @@ class BrowserGuard:
         name = _parse_host_name(host)
         if name is None or not await self._is_trusted(name):
             expected = f"expected an IP address, a name without a dot, or a name in {self._config_key}"
-            raise OriginRefused(f"{request.url.path} was requested with the host {host!r}; {expected}")
+            raise PeerRefused(f"{request.url.path} was requested with the host {host!r}; {expected}")
         for origin in request.headers.getlist("origin"):
             if origin.lower().partition("://")[2] != host.lower():
-                raise OriginRefused(f"{request.url.path} was requested by a web page of {origin!r}; use curl instead")
+                raise PeerRefused(f"{request.url.path} was requested by a web page of {origin!r}; use curl instead")
 
     async def _is_trusted(self, name: str) -> bool:
         if _is_ip_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.config import Config
-from ramify.errors import TraceInvalid
+from ramify.errors import OperationInvalid
 from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
@@ -81,12 +81,14 @@ class Algorithm:
 
 
 def group_by_agent(group: Sequence[Trace]) -> dict[str, tuple[list[Trace], FloatArray]]:
-    """Return the traces of each agent with their rewards. Raises TraceInvalid if a reward is missing."""
+    """Return the traces of each agent with their rewards. Raises OperationInvalid if a reward is missing."""
     agents: defaultdict[str, list[Trace]] = defaultdict(list)
     for trace in group:
         agents[trace.agent].append(trace)
     if missing := [trace.id for trace in group if trace.reward is None]:
-        raise TraceInvalid(f"traces {missing} have no reward, so they cannot be compared with others of their group")
+        raise OperationInvalid(
+            f"traces {missing} have no reward, so they cannot be compared with others of their group"
+        )
     return {
         agent: (traces, np.array([trace.reward for trace in traces], np.float64)) for agent, traces in agents.items()
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ramify as rf
-from ramify.errors import AgentExit, EnvironmentFault
+from ramify.errors import AgentFailed, EnvironmentFault
 
 RUNNER = Path(__file__).with_name("case_runner.py")
 CALLER = Path(__file__).with_name("case_caller.py")
@@ -41,7 +41,7 @@ async def collect_results(
     command = ["python3", "-I", "-c", RUNNER.read_text("utf-8")]
     try:
         result = await runtime.run(command, stdin=json.dumps(request).encode() + b"\n", timeout=timeout + START_TIMEOUT)
-    except AgentExit:
+    except AgentFailed:
         return {}
     if result.returncode in NO_PROGRAM_EXIT_CODES and not result.stdout:
         raise EnvironmentFault(f"the tests cannot run: {result.stderr.decode('utf-8', 'replace')}")

@@ -1,5 +1,6 @@
 """Configuration of `ramify sft`. Importable without torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,17 +95,12 @@ class SftConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    @model_validator(mode="after")
-    def _loss_is_cross_entropy(self) -> "SftConfig":
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield settings of the trainer that only reinforcement learning has."""
         if self.trainer.loss != LossConfig():
-            raise ValueError("trainer.loss is the loss of reinforcement learning; ramify sft uses cross entropy")
-        return self
-
-    @model_validator(mode="after")
-    def _token_stats_require_rollouts(self) -> "SftConfig":
+            yield "trainer.loss", "is the loss of reinforcement learning; ramify sft uses cross entropy"
         if self.trainer.record_token_stats:
-            raise ValueError("trainer.record_token_stats is for rollouts; ramify sft has none")
-        return self
+            yield "trainer.record_token_stats", "is for rollouts; ramify sft has none"
 
     @property
     def identity(self) -> dict[str, Any]:
