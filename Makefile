@@ -158,8 +158,8 @@ test-cluster-faults: env  ## a run on three hosts, of which one after another is
 	RAMIFY_RAY_PYTHON=$(RAY_PYTHON) $(BIN)/python -m tests.cluster.faults $(if $(FAULTS),--faults $(FAULTS))
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
-	$(BIN)/python -m tests.runtime.container_image $(ENGINE)
-	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/runtime tests/harness/test_program.py -k container
+	$(BIN)/python -m tests.rollout.runtime.container_image $(ENGINE)
+	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/rollout/runtime tests/rollout/harness/test_program.py -k container
 
 test-clients: env  ## twelve SDKs and evaluation tools against a server, in environments of their own; needs npm
 	@mkdir -p .venvs
@@ -170,7 +170,7 @@ test-agents: env  ## five agent programs in a sandbox, and training on their rol
 
 test-envs: env  ## environments of other projects from PyPI, evaluated and trained with tiny, each in an environment of its own
 	@mkdir -p $(ENVS_DIR)
-	$(BIN)/python -m tests.adapters.run --folder $(ENVS_DIR) $(if $(ENVS_PYTHON),--python $(ENVS_PYTHON)) $(ENVS)
+	$(BIN)/python -m tests.env.adapters.run --folder $(ENVS_DIR) $(if $(ENVS_PYTHON),--python $(ENVS_PYTHON)) $(ENVS)
 
 test-view: env  ## the page of `ramify view` in a real browser; needs chromium from apt, and npm
 	@mkdir -p $(VIEW_DIR)

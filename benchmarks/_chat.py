@@ -26,7 +26,7 @@ def corpus() -> str:
 
 
 def template() -> str:
-    return (ROOT / "tests" / "render" / "templates" / "qwen2.5.jinja").read_text("utf-8")
+    return (ROOT / "tests" / "support" / "templates" / "qwen2.5.jinja").read_text("utf-8")
 
 
 def tokenizer() -> Tokenizer:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.store import RunStore
-from ramify.store.index import DATABASE_NAME
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.index import DATABASE_NAME
+from ramify.run.store.ledger import Ledger
 
 
 def write_ledger(path: Path, num_groups: int, group_size: int, groups_per_batch: int, source: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ramify.errors import ProviderError
+from ramify.core.errors import ProviderError
 from ramify.launch.run_queries import connect_if_running, read_metrics
 from ramify.launch.status_client import StatusClient
 from ramify.orchestrate.config import EXIT_RESUMABLE

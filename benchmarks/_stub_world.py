@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 from _instant_engine import InstantEngine, response
 
-from ramify.envserver.messages import (
+from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer
+from ramify.rollout.envserver.messages import (
     EnvServerHealth,
     EnvServerInfo,
     RolloutRequest,
@@ -38,7 +39,6 @@ from ramify.train.protocol import (
     RegisterRequest,
     TrainedRequest,
 )
-from ramify.wire import IncomingRequest, WireClient, WireMessage, WireServer
 
 NUM_TASKS = 1000
 MODEL = "tiny"

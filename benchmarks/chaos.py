@@ -37,10 +37,10 @@ import psutil
 from _check import Row, finish, parser
 from _damage import SEGMENT, TARGETS, Damage, damage
 
-from ramify.errors import ProviderError
+from ramify.core.errors import ProviderError
 from ramify.launch.run_queries import connect_if_running, read_metrics
-from ramify.runtime.bwrap import INIT_FILE, find_unsupported_reason
-from ramify.store import RunStore
+from ramify.rollout.runtime.bwrap import INIT_FILE, find_unsupported_reason
+from ramify.run.store import RunStore
 from ramify.train.checkpoint_manifest import list_saved_steps
 
 DEADLINE = 3600.0  # seconds for one run
@@ -51,7 +51,7 @@ MISMATCH_FACTOR = 3.0  # most by which the mismatch of the disturbed run may be 
 TREE = "the whole tree"
 SANDBOX = "sandbox"
 ROLES = {
-    "env worker": "ramify.envserver",
+    "env worker": "ramify.rollout.envserver",
     "env server": "ramify env-server",
     "engine": "ramify serve",
     "trainer": "ramify trainer",

@@ -23,13 +23,13 @@ from pathlib import Path
 
 from _check import Row, competitor, finish, parser
 
-from ramify.client import InferenceClient
 from ramify.env import Task
-from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
-from ramify.gateway import Gateway, TokenPolicy
+from ramify.infer.client import InferenceClient
+from ramify.infer.gateway import Gateway, TokenPolicy
+from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
+from ramify.rollout.envserver import EnvClient, EnvServerConfig, EnvServerProcess
 from ramify.trace import Episode, encode_episode
 
 ENGINE_DELAY = 0.2

@@ -25,12 +25,12 @@ from _check import Row, finish, parser
 from _hostile_taskset import ATTACKS, HONEST, HOSTILE_SHARE, NUM_TASKS
 from envserver import start_engine, wait_for_workers
 
+from ramify.core.errors import RamifyError
 from ramify.env import Task
 from ramify.env.runtime import CAPABILITY_OF_LIMIT
-from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
-from ramify.errors import RamifyError
 from ramify.rollout import Environment, SourceConfig
-from ramify.runtime.bwrap import find_capabilities, find_unsupported_reason
+from ramify.rollout.envserver import EnvClient, EnvServerConfig, EnvServerProcess
+from ramify.rollout.runtime.bwrap import find_capabilities, find_unsupported_reason
 
 CONCURRENCY = 32
 MAX_MODEL_LEN = 32_768

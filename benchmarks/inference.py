@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
-from ramify.client.http_client import HttpClient, send_request
+from ramify.infer.client.http_client import HttpClient, send_request
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
@@ -45,7 +45,7 @@ REQUEST_TIMEOUT = 600.0
 COMPETITOR_TIMEOUT = 3600.0
 MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 3, 15, 10.0  # of a comparison
 VLLM_PORT = 18431
-TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
+TINY = Path(__file__).parent.parent / "src" / "ramify" / "model" / "bundled" / "tiny"
 
 
 @dataclass(frozen=True)

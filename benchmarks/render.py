@@ -19,7 +19,7 @@ import numpy as np
 from _chat import TURNS, conversation, save
 from _check import REPETITIONS, Row, competitor, finish, median, parser
 
-from ramify.render import RenderedPrompt, Renderer, ToolSchema, load_renderer
+from ramify.model.render import RenderedPrompt, Renderer, ToolSchema, load_renderer
 from ramify.trace import Message, ToolCall
 
 SHOWN = (40, 80, 160)

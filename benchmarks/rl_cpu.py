@@ -24,9 +24,9 @@ from _check import Row, competitor, finish, parser
 from _loop import RunObservation, find_first_window, observe_run
 from _reversing import similarity
 
-from ramify.tasksets import reversal
+from ramify.env.tasksets import reversal
 
-TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
+TINY = Path(__file__).parent.parent / "src" / "ramify" / "model" / "bundled" / "tiny"
 TARGET, WINDOW = 0.65, 3
 STEPS = 1000  # never the reason to end
 GAIN = 1.5

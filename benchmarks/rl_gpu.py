@@ -38,7 +38,7 @@ from typing import Any
 from _check import NO_COMPETITOR, Row, finish, measure_trl, parser
 from _loop import RunObservation, find_first_window, observe_run, ramify_command
 
-from ramify.tasksets import reversal
+from ramify.env.tasksets import reversal
 
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
 MISMATCH, MAX_STEP_SECONDS = 2e-4, 0.6

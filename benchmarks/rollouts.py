@@ -24,10 +24,10 @@ from typing import Any
 from _check import REPETITIONS, Row, competitor, finish, parser
 
 import ramify as rf
-from ramify.client import InferenceClient
-from ramify.gateway import TokenPolicy
+from ramify.infer.client import InferenceClient
+from ramify.infer.gateway import TokenPolicy
+from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 
 TASKS, ATTEMPTS = 48, 16

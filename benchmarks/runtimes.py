@@ -16,8 +16,8 @@ from typing import Any
 
 from _check import Row, finish, parser
 
+from ramify.core.errors import ConfigInvalid
 from ramify.env import Runtime, Task, plugin
-from ramify.errors import ConfigInvalid
 
 REPEATS = 15
 COMMANDS = 30

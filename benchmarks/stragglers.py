@@ -21,7 +21,10 @@ from pathlib import Path
 
 from _check import Row, finish, parser
 
-from ramify.envserver.messages import (
+from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.orchestrator import Orchestrator
+from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer
+from ramify.rollout.envserver.messages import (
     EnvServerHealth,
     EnvServerInfo,
     RolloutRequest,
@@ -30,11 +33,9 @@ from ramify.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.orchestrator import Orchestrator
-from ramify.store import RunStore
-from ramify.store.group_state import GroupState
-from ramify.store.ledger import GroupRecord, Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.group_state import GroupState
+from ramify.run.store.ledger import GroupRecord, Ledger
 from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
@@ -46,7 +47,6 @@ from ramify.train.protocol import (
     RegisterRequest,
     TrainedRequest,
 )
-from ramify.wire import IncomingRequest, WireClient, WireMessage, WireServer
 
 STEP_SECONDS, MEDIAN_SECONDS, SLOW_FACTOR = 0.8, 0.2, 20  # of a step, of most tasks, of slow tasks
 GROUPS_PER_BATCH, GROUP_SIZE, NUM_TASKS, SLOW_EVERY = 8, 2, 50, 10  # one task in SLOW_EVERY is slow

@@ -23,7 +23,7 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, bui
 from ramify.train import Batch, TrainerConfig, build_trainer, pack_forests
 from ramify.train.distributed import Ranks
 
-TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
+TINY = Path(__file__).parent.parent / "src" / "ramify" / "model" / "bundled" / "tiny"
 SINGLE_RANK = Ranks(torch.device("cpu"))
 MICRO_BATCH_SIZES = (4, 8, 16)
 GROUP_SIZE, PATH_TOKENS, RATIO = 16, 512, 8

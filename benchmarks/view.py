@@ -25,8 +25,8 @@ import msgspec
 import psutil
 from _check import NO_COMPETITOR, Row, finish, parser
 
-from ramify.store import Ledger, RolloutRecord, RunLog, RunStore
-from ramify.store.run_directory import IDENTITY_KEY
+from ramify.run.store import Ledger, RolloutRecord, RunLog, RunStore
+from ramify.run.store.run_directory import IDENTITY_KEY
 from ramify.trace import Message, ModelCall, Trace, VersionRun
 
 NUM_ROLLOUTS = 100_000

@@ -18,11 +18,11 @@ import torch
 from _check import Row, finish, parser
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
-from ramify.images import ProcessedImage
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.model.images import ProcessedImage
 from ramify.model.load import load_model
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, ModelCall, Trace, build_forest
 from ramify.trace.version import PolicyVersion

@@ -17,7 +17,7 @@ Each step of the loop in `main` is six statements. Edit any of them:
 import torch
 
 import ramify as rf
-from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
+from ramify.env.tasksets.reverse_text import ReverseText, ReverseTextConfig
 from ramify.train import Entries
 
 MODEL = "tiny"  # or a directory, or a Hugging Face id

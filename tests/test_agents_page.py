@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.run
-@pytest.mark.full("a run; tests/harness and tests/rl have the parts")
+@pytest.mark.full("a run; tests/rollout/harness and tests/rl have the parts")
 def test_ten_lines_train_an_agent_program_in_a_sandbox(tmp_path):
     page = (ROOT / "docs" / "agents.md").read_text()
     config = re.search(r"```toml\n(# agent.toml.*?)```", page, re.DOTALL)

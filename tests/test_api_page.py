@@ -22,7 +22,8 @@ ROWS = {match[1]: match[0] for match in re.finditer(r"^\| `@?rf\.(\w+)[^\n]*$", 
 
 OBJECTS: dict[str, Any] = {name: getattr(ramify, name) for name in ramify.__all__}
 CLASSES = {name: value for name, value in OBJECTS.items() if isinstance(value, type)}
-FUNCTIONS = {name: value for name, value in OBJECTS.items() if not isinstance(value, type)}
+MODULES = {name: value for name, value in OBJECTS.items() if inspect.ismodule(value)}
+FUNCTIONS = {name: value for name, value in OBJECTS.items() if name not in CLASSES and name not in MODULES}
 HOOKS = [field.name for field in fields(TasksetHooks) if field.default is None]
 OF_PYDANTIC = {"model_config"}
 
@@ -53,6 +54,7 @@ def docstrings(cls: type) -> str:
 def test_the_page_has_every_public_name_and_no_other():
     assert set(SECTIONS) == set(CLASSES)
     assert set(ROWS) == set(FUNCTIONS)
+    assert [name for name in MODULES if f"`rf.{name}`" not in PAGE] == []
 
 
 @pytest.mark.parametrize("name", OBJECTS)

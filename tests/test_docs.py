@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.config import parse
+from ramify.core.config import parse
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 ROOT = Path(__file__).parent.parent

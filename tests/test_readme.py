@@ -16,7 +16,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.cli.app import COMMANDS
-from ramify.runtime.bwrap import find_unsupported_reason
+from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from tests.support.ledgers import write_finished_run
 
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,8 @@ import json
 from ramify.infer.config import EngineConfig
 from ramify.infer.request import SamplingParams
 from ramify.model.load import load_model
+from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
 from ramify.trace.version import PolicyVersion
 from tests.support.scripted_server import ScriptedCore
 

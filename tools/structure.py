@@ -1,30 +1,32 @@
 """Check the structure of the package: `python -m tools.structure` lists what breaks a rule and exits with 1.
 
-Four rules are checked on the source, without importing it:
+A room is a package or module directly below `src/ramify`; `__main__` is not one. The parts of a room are the packages
+directly below it, and its own modules together. Four rules are checked on the source, without importing it:
 
-- Layers: the table in `docs/architecture.md` lists the packages from the bottom up. A package may import those that
-  stand above it, and in a row with several names those before it; its own modules may import each other. Imports inside
-  functions and for type checkers count too.
-- Circles: no modules import each other in a circle, also not within a package.
-- Heavy libraries: only `model`, `train` and `infer` import torch and what is built on it.
+- Layers: the table in `docs/architecture.md` lists the rooms from the bottom up, and beside each room its parts from
+  the bottom up. A room or part may import those before it; the modules of one part may import each other. Imports
+  inside functions and for type checkers count too.
+- Circles: no rooms, parts or modules import each other in a circle.
+- Heavy libraries: only the parts that run models import torch and what is built on it.
 - Class names: a public class has a name of its own in the whole project, so that searching for it finds one thing.
 
 Public names that a package loads when they are first used are listed in its `__init__.pyi`; importing one counts as an
-import of the module that defines it.
+import of the module that defines it. `python -m tools.structure DIRECTORY` checks another copy of the repository.
 """
 
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE, TABLE = ROOT / "src", ROOT / "docs" / "architecture.md"
 TABLE_HEADING = "## Who may import whom"
+OWN_MODULES = "own modules"  # how the table names the modules directly in a room
 HEAVY_LIBRARIES = {"torch", "transformers", "peft", "triton"}
-HEAVY_PACKAGES = {"model", "train", "infer"}  # the packages that may import them
+HEAVY_PARTS = {"model", "model.kernels", "train", "train.sft", "infer"}  # the parts that may import them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +38,33 @@ class Import:
     line: int
 
 
-def main() -> int:
-    """Print every problem of the source; return 1 if there is one."""
-    trees = parse_modules(SOURCE)
-    public_names = parse_stubs(SOURCE)
+def main(root: Path = ROOT) -> int:
+    """Print every problem of the source and its sizes; return 1 if there is a problem."""
+    source = root / "src"
+    trees = parse_modules(source)
+    public_names = parse_stubs(source)
     imports = [item for module, tree in trees.items() for item in find_imports(module, tree, trees, public_names)]
+    parts = {module: find_part(module, trees) for module in trees}
+    rooms = {module: part.partition(".")[0] for module, part in parts.items()}
+    order = read_order((root / "docs" / "architecture.md").read_text())
+    upward = list(find_upward_imports(imports, parts, order))
+    room_circles = list(find_circles(imports, rooms))
+    circles = [*find_circles(imports), *find_circles(imports, parts), *room_circles]
     problems = [
-        *find_layer_problems(imports, read_layers(TABLE.read_text())),
-        *find_circles(imports),
-        *find_heavy_imports(trees),
+        *find_missing_parts(parts.values(), order),
+        *upward,
+        *circles,
+        *find_heavy_imports(trees, parts),
         *find_repeated_classes(trees),
     ]
     for problem in problems:
         print(problem)
-    print(f"structure: {len(trees)} modules, {len(imports)} imports, {len(problems)} problems")
+    floors = "-" if room_circles else count_floors(build_graph(imports, rooms))
+    num_lines = sum(len(path.read_text().splitlines()) for path in source.rglob("*.py"))
+    print(
+        f"structure: {len(set(rooms.values()) - {''})} rooms on {floors} floors, {len(circles)} circles, "
+        f"{len(upward)} imports upward, {len(trees)} files, {num_lines} lines"
+    )
     return 1 if problems else 0
 
 
@@ -94,41 +109,76 @@ def find_imports(
                 yield Import(module, name, node.lineno)
 
 
-def read_layers(text: str) -> list[str]:
-    """Return the packages of the table, lowest first; those in one row in the order in which they stand there."""
+def find_part(module: str, modules: Iterable[str]) -> str:
+    """Return the part that a module belongs to: `room.package`, or `room` for its own modules; "" for `ramify`."""
+    names = module.split(".")[1:]
+    if not names or names[0] == "__main__":
+        return ""
+    package = f"ramify.{'.'.join(names[:2])}"
+    is_package = len(names) > 2 or (len(names) == 2 and any(other.startswith(f"{package}.") for other in modules))
+    return ".".join(names[:2]) if is_package else names[0]
+
+
+def read_order(text: str) -> list[str]:
+    """Return the parts in the order of the table: rooms from the bottom up, and each room's parts in their order."""
     section = text.partition(TABLE_HEADING)[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    order: list[str] = []
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            first, *others = line.strip("| ").split("|")
+            (room, *more_rooms) = re.findall(r"`(\w+)`", first)
+            names = re.findall(rf"`(\w+)`|({OWN_MODULES})", others[0]) if len(others) == 2 else []
+            parts = [f"{room}.{name}" if name else room for name, _ in names] or [room]
+            order += [*parts, *more_rooms]
+    return order
 
 
-def find_layer_problems(imports: Sequence[Import], layers: Sequence[str]) -> Iterator[str]:
-    """Yield each import of a package that does not stand above the importer's own in the table."""
-    level = {name: number for number, name in enumerate(layers)}
+def find_missing_parts(parts: Iterable[str], order: Sequence[str]) -> Iterator[str]:
+    """Yield each part that the table does not list."""
+    for part in sorted({*parts} - {*order, ""}):
+        yield f"{part} is missing from the table in docs/architecture.md"
+
+
+def find_upward_imports(imports: Sequence[Import], parts: Mapping[str, str], order: Sequence[str]) -> Iterator[str]:
+    """Yield each import of a part that stands after the importer's own in the table."""
+    level = {name: number for number, name in enumerate(order)}
     for item in imports:
-        importer, imported = _package(item.importer), _package(item.imported)
-        if importer == imported or not importer or not imported:
-            continue
-        missing = [name for name in (importer, imported) if name not in level]
-        if missing:
-            yield f"{item.importer}:{item.line}: {missing[0]} is missing from the table in docs/architecture.md"
-        elif level[imported] > level[importer]:
+        importer, imported = parts[item.importer], parts[item.imported]
+        if importer in level and imported in level and level[imported] > level[importer]:
             yield f"{item.importer}:{item.line}: {importer} may not import {imported} ({item.imported})"
 
 
-def find_circles(imports: Sequence[Import]) -> Iterator[str]:
-    """Yield each set of modules that import each other, in one line."""
-    imports_of: dict[str, set[str]] = {}
+def build_graph(imports: Sequence[Import], names: Mapping[str, str] | None = None) -> dict[str, set[str]]:
+    """Return who imports whom: modules, or what `names` calls the module's room or part."""
+    graph: dict[str, set[str]] = {}
     for item in imports:
-        if not item.importer.startswith(item.imported + "."):  # a package is loaded before its modules in any case
-            imports_of.setdefault(item.importer, set()).add(item.imported)
-    for circle in _strongly_connected(imports_of):
+        importer, imported = (names[item.importer], names[item.imported]) if names else (item.importer, item.imported)
+        is_parent = item.importer.startswith(f"{item.imported}.")  # a package is loaded before its modules in any case
+        if importer and imported and importer != imported and not is_parent:
+            graph.setdefault(importer, set()).add(imported)
+    return graph
+
+
+def find_circles(imports: Sequence[Import], names: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield each set of modules, or of rooms or parts by `names`, that import each other, in one line."""
+    for circle in _strongly_connected(build_graph(imports, names)):
         yield f"import circle: {' <-> '.join(sorted(circle))}"
 
 
-def find_heavy_imports(trees: Mapping[str, ast.Module]) -> Iterator[str]:
-    """Yield each import of a heavy library outside the packages that run models."""
+def count_floors(graph: Mapping[str, set[str]]) -> int:
+    """Return the number of nodes on the longest chain of a graph without circles."""
+
+    @cache
+    def height(node: str) -> int:
+        return 1 + max((height(successor) for successor in graph.get(node, ())), default=0)
+
+    return max(map(height, graph), default=0)
+
+
+def find_heavy_imports(trees: Mapping[str, ast.Module], parts: Mapping[str, str]) -> Iterator[str]:
+    """Yield each import of a heavy library outside the parts that run models."""
     for module, tree in trees.items():
-        if _package(module) in HEAVY_PACKAGES:
+        if parts[module] in HEAVY_PARTS:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -139,7 +189,7 @@ def find_heavy_imports(trees: Mapping[str, ast.Module]) -> Iterator[str]:
                 continue
             for name in names:
                 if name.split(".")[0] in HEAVY_LIBRARIES:
-                    yield f"{module}:{node.lineno}: only {', '.join(sorted(HEAVY_PACKAGES))} may import {name}"
+                    yield f"{module}:{node.lineno}: only {', '.join(sorted(HEAVY_PARTS))} may import {name}"
 
 
 def find_repeated_classes(trees: Mapping[str, ast.Module]) -> Iterator[str]:
@@ -191,10 +241,5 @@ def _dotted_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def _package(module: str) -> str:
-    """Return the package below `ramify` that a module belongs to; "" for `ramify` itself."""
-    return module.split(".")[1] if "." in module else ""
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(Path, sys.argv[1:2])))

@@ -123,7 +123,7 @@ def _rewrite_names(text: str) -> str:
         for separator in (".", "/"):
             pattern = rf"(?<![\w.-]){root}{re.escape(separator)}{_any_of(places, separator)}(?![\w-])"
             text = re.sub(pattern, _replacement(places, separator, root), text)
-    core = _any_of(ROOMS["core"].split())
+    core = _any_of(set(ROOMS["core"].split()) - {"errors"})  # `ramify.errors` stays public
     return re.sub(rf"^from ramify import (?={core}$)", "from ramify.core import ", text, flags=re.MULTILINE)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import ramify as rf
-from ramify.tasksets import reversal
+from ramify.env.tasksets import reversal
 
 PLAYERS = ("first", "second")
 

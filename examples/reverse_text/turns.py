@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import ramify as rf
-from ramify.tasksets import reversal
+from ramify.env.tasksets import reversal
 
 TURNS = 3
 

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
+from ramify.env.tasksets.reverse_text import ReverseText, ReverseTextConfig
 
 taskset = ReverseText(ReverseTextConfig(id="reverse-text", num_tasks=40_000))
 with Path(sys.argv[1]).open("w", encoding="utf-8") as file:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ramify.client import ClientConfig, InferenceClient
-from ramify.gateway import Gateway, TokenPolicy
+from ramify.infer.client import ClientConfig, InferenceClient
 from ramify.infer.config import EngineConfig
-from ramify.render import load_renderer
+from ramify.infer.gateway import Gateway, TokenPolicy
+from ramify.model.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
 from tests.support.scripted_server import ScriptedServer, run_scripted_server

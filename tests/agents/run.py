@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ramify.runtime.bwrap import find_unsupported_reason
+from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from tests.agents.model import write_model
 from tests.agents.programs import PROGRAMS, install
 from tests.agents.rollouts import build_source, check_trace, run_rollout, serve_script

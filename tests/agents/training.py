@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ramify.store import Ledger, RunStore
+from ramify.run.store import Ledger, RunStore
 from ramify.trace import Trace
 from tests.agents.rollouts import build_source
 

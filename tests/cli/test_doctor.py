@@ -13,7 +13,7 @@ import pytest
 from ramify.cli import doctor_checks
 from ramify.cli.doctor import print_report
 from ramify.cli.doctor_checks import CheckResult
-from ramify.console import PipeConsole
+from ramify.core.console import PipeConsole
 from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_limits
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.processes.probe import run_probe

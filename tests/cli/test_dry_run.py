@@ -12,7 +12,7 @@ from ramify.cli.app import main
 from ramify.launch.devices import list_visible_gpus
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.model.resolve import read_max_positions, resolve_model_path
-from ramify.store import open_run
+from ramify.run.store import open_run
 
 pytestmark = pytest.mark.process
 

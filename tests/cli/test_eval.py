@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.store import RunStore
-from tests.evals import environments
+from ramify.run.store import RunStore
+from tests.rollout.evals import environments
 from tests.support.engine import ScriptedEngine, fail, respond, reverse_some, run_engine
 from tests.support.processes import wait_until
 from tests.support.runs import FULL, command

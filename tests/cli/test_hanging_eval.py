@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from tests.evals import environments
+from tests.rollout.evals import environments
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 from tests.support.processes import wait_until
 from tests.support.runs import command

@@ -68,10 +68,18 @@ def test_unknown_command_or_option_is_refused(ramify):
 @pytest.mark.parametrize(
     ("body", "exit_code", "message"),
     [
-        (["from ramify.errors import ConfigInvalid", "raise ConfigInvalid('x: unknown key')"], 2, "x: unknown key\n"),
-        (["from ramify.errors import ProcessDied", "raise ProcessDied('code -9')"], 1, "ProcessDied: code -9\n"),
+        (
+            ["from ramify.core.errors import ConfigInvalid", "raise ConfigInvalid('x: unknown key')"],
+            2,
+            "x: unknown key\n",
+        ),
+        (["from ramify.core.errors import ProcessDied", "raise ProcessDied('code -9')"], 1, "ProcessDied: code -9\n"),
         # of another version
-        (["from ramify.errors import Failure", "raise Failure('A', 'b', 'system', False).to_exception()"], 1, "A: b\n"),
+        (
+            ["from ramify.core.errors import Failure", "raise Failure('A', 'b', 'system', False).to_exception()"],
+            1,
+            "A: b\n",
+        ),
         (["raise KeyboardInterrupt"], 130, ""),
     ],
     ids=["configuration", "failure", "unknown failure", "interrupt"],

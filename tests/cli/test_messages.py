@@ -11,10 +11,10 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.cli.run_lookup import describe_resume
-from ramify.errors import RunBusy
+from ramify.core.errors import RunBusy
 from ramify.launch.run_lock import lock_run
-from ramify.store import RolloutRecord, RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RolloutRecord, RunStore
+from ramify.run.store.ledger import Ledger
 from ramify.trace import Trace
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 
@@ -115,7 +115,7 @@ def test_taskset_without_suffix_suggests_the_file(name, file, capsys):
 def test_busy_run_names_a_reading_process(tmp_path):
     RunStore.open(Path("run")).close()  # so that this process is the last writer
     with (
-        holder("from ramify.store import RunStore", "RunStore.open(Path('run'), write=False)") as pid,
+        holder("from ramify.run.store import RunStore", "RunStore.open(Path('run'), write=False)") as pid,
         pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b") as caught,
     ):
         RunStore.open(Path("run"))

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ramify.cli.app import main
-from ramify.envserver import EnvServer, EnvServerConfig
+from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.trace.version import PolicyVersion
 from tests.support import environments
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.config import parse, parse_component
-from ramify.envserver.config import EnvServerConfig, StaticPoolConfig
+from ramify.core.config import parse, parse_component
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch.devices import Gpu
 from ramify.launch.plan import build_plan
 from ramify.launch.ports import build_source_addresses
 from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.orchestrate.config import RunConfig
+from ramify.rollout.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.train.process_config import TrainerProcessConfig
 
 RUN = """

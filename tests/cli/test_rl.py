@@ -14,7 +14,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.cli.rl import expand_arguments
-from ramify.config import parse
+from ramify.core.config import parse
 from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
@@ -82,7 +82,7 @@ def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
 
 EVERY = """
 import json, sys
-from ramify.config import parse
+from ramify.core.config import parse
 from ramify.launch import plugin_check
 from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main, rollback, run_lookup
-from ramify.fencing.token import FencingToken
 from ramify.launch import head, shared_storage
 from ramify.launch.completion import FINISHED_KEY
-from ramify.store import RunStore
-from ramify.store.audit import audit
-from ramify.store.ledger import Ledger, LedgerProgress
-from ramify.store.run_log import RunLog
-from ramify.store.run_writer import RunWriter
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.ledger import Ledger, LedgerProgress
+from ramify.run.store.run_log import RunLog
+from ramify.run.store.run_writer import RunWriter
 from ramify.train import checkpoint_manifest
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.support.ledgers import write_finished_run

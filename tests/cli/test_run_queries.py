@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.launch import api, run_lock
 from ramify.launch.api import rl
 from ramify.launch.execution import RunResult
 from ramify.launch.liveness import get_process_state
+from ramify.launch.monitor.plot import smooth
 from ramify.launch.run_lock import lock_run
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.manifest import Manifest
-from ramify.monitor.plot import smooth
 from ramify.orchestrate.snapshot import write_snapshot
-from ramify.store import RunStore
-from ramify.store.group_state import DropReason
-from ramify.store.ledger import GroupRecord, Ledger
-from ramify.store.run_log import MetricPoint, RunLog
+from ramify.run.store import RunStore
+from ramify.run.store.group_state import DropReason
+from ramify.run.store.ledger import GroupRecord, Ledger
+from ramify.run.store.run_log import MetricPoint, RunLog
 from ramify.trace.version import PolicyVersion
 from tests.support.processes import wait_until
 from tests.support.status import STATUS, serve_status
@@ -283,7 +283,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from ramify.orchestrate.snapshot import write_snapshot
-from ramify.store import RunStore
+from ramify.run.store import RunStore
 from tests.support.status import DROPS, STATUS, WAITS
 path = Path(sys.argv[1])
 with RunStore.open(path):
@@ -337,7 +337,7 @@ def test_plot_writes_an_image(run, tmp_path, capsys):
 
 def test_plot_labels_runs_with_the_same_name_by_path(run, tmp_path, monkeypatch):
     drawn: dict[str, list[MetricPoint]] = {}
-    monkeypatch.setattr("ramify.monitor.plot.plot_metrics", lambda points, _: drawn.update(points))
+    monkeypatch.setattr("ramify.launch.monitor.plot.plot_metrics", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     shutil.copytree(run, tmp_path / "other")
     assert main(["plot", "run", "elsewhere/run", "other", "-o", "reward.png"]) == 0

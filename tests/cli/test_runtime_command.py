@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.runtime import cgroup
-from tests.runtime.conftest import make_ended_owner_name
+from ramify.rollout.runtime import cgroup
+from tests.rollout.runtime.conftest import make_ended_owner_name
 
 LEAVE_A_BOX = """
 import asyncio, os, signal
 from ramify.env import Task
-from ramify.runtime import LocalRuntime
+from ramify.rollout.runtime import LocalRuntime
 
 async def leave():
     runtime = LocalRuntime()
@@ -50,7 +50,9 @@ def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path)
 def test_clean_ignores_names_that_no_runtime_made(capsys, monkeypatch, tmp_path):
     """An empty marker would be the beginning of every process's marker."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("ramify.runtime.local.kill_marked_processes", lambda marker: pytest.fail(f"kills {marker!r}"))
+    monkeypatch.setattr(
+        "ramify.rollout.runtime.local.kill_marked_processes", lambda marker: pytest.fail(f"kills {marker!r}")
+    )
     target = tmp_path / "target"
     target.mkdir()
     (tmp_path / f"ramify-{make_ended_owner_name('')}").mkdir()

@@ -8,7 +8,7 @@ import pytest
 
 from ramify.cli import export as export_command
 from ramify.cli.app import main
-from ramify.store import RolloutRecord, RunStore
+from ramify.run.store import RolloutRecord, RunStore
 from tests.support.traces import make_rollout
 
 COUNT = 1200

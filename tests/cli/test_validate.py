@@ -61,7 +61,7 @@ import base64
 import struct
 
 import ramify as rf
-from ramify.tasksets.color_codeword import make_square
+from ramify.env.tasksets.color_codeword import make_square
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
 PNG = make_square((255, 0, 0))

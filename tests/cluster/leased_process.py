@@ -11,10 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ramify.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.log import ProcessLog
+from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
 from tests.support.launchers import open_slot, start_code, wait_for_line
 
 BEATS = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.store import RunStore
-from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
 from tests.cluster.ledger_check import check_heads, check_ledger, check_trainer_logs, read_commits, read_trainer_logs
 from tests.cluster.process_monitor import Copy, compute_overlaps
 from tests.cluster.run_events import RunEvents

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ramify.client import ClientConfig, InferenceClient
+from ramify.infer.client import ClientConfig, InferenceClient
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
 from ramify.trace.version import PolicyVersion

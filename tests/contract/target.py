@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from ramify.client.engine_adapter import WeightUpdate
-from ramify.client.http_client import HttpClient
-from ramify.client.vllm_adapter import VLLMAdapter
+from ramify.infer.client.engine_adapter import WeightUpdate
+from ramify.infer.client.http_client import HttpClient
+from ramify.infer.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
 from ramify.trace.version import PolicyVersion
 

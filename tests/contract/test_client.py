@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from ramify.client import ClientSampling
-from ramify.errors import ContextOverflow, WeightsRefused
+from ramify.core.errors import ContextOverflow, WeightsRefused
+from ramify.infer.client import ClientSampling
 from ramify.trace.version import PolicyVersion
 
 pytestmark = pytest.mark.process

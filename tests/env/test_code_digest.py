@@ -75,18 +75,19 @@ def test_edited_file_is_loaded_again_with_another_digest(importable):
 
 def test_of_ramify_only_builtin_tasksets_are_included(importable):
     built_in = Environment.load(SourceConfig(taskset={"id": "reverse-text"})).identity["code"]
-    assert "ramify/tasksets/reverse_text.py" in built_in
-    assert all(name.startswith("ramify/tasksets/") for name in built_in)
+    assert "ramify/env/tasksets/reverse_text.py" in built_in
+    assert all(name.startswith("ramify/env/tasksets/") for name in built_in)
     write(
-        importable, {"env.py": TASKSET.format(imports="from ramify.tasksets.wordle import Wordle\nimport ramify.env")}
+        importable,
+        {"env.py": TASKSET.format(imports="from ramify.env.tasksets.wordle import Wordle\nimport ramify.env")},
     )
     digests = compute_code_digests(plugin.find_plugin_class("taskset", f"{importable / 'env.py'}:Mine"))
-    assert {"env.py", "ramify/tasksets/wordle.py"} <= set(digests)
-    assert not any(name.startswith("ramify/env") for name in digests)
+    assert {"env.py", "ramify/env/tasksets/wordle.py"} <= set(digests)
+    assert all(name.startswith("ramify/env/tasksets/") for name in digests if name != "env.py")
 
 
 def test_custom_harness_is_part_of_the_environment(importable):
-    text = "from ramify.harness.chat import ChatHarness\nclass Patient(ChatHarness):\n    pass\n"
+    text = "from ramify.rollout.harness.chat import ChatHarness\nclass Patient(ChatHarness):\n    pass\n"
     write(importable, {"env.py": TASKSET.format(imports=""), "agent.py": text})
     source = SourceConfig(taskset={"id": str(importable / "env.py")}, harness={"id": str(importable / "agent.py")})
     assert set(Environment.load(source).identity["code"]) == {"env.py", "agent.py"}

@@ -4,9 +4,9 @@ import pytest
 from PIL import Image
 
 import ramify as rf
+from ramify.core.errors import EnvironmentFault, OperationInvalid
 from ramify.env.tools import Tool
-from ramify.errors import EnvironmentFault, OperationInvalid
-from ramify.harness.initial_messages import build_initial_messages
+from ramify.rollout.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.env.helpers import make_context, run
 from tests.support.images import data_url, make_media

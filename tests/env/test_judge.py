@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from ramify.core.errors import ConfigInvalid, JudgeError
 from ramify.env import ChatClientConfig, Judge, Task, chat_client
-from ramify.errors import ConfigInvalid, JudgeError
 from tests.env.helpers import make_context
 from tests.support.engine import ScriptedEngine, run_engine
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import uvicorn
 
-from ramify.config import parse_section
+from ramify.core.config import parse_section
+from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
-from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
 from tests.env.helpers import make_context
 from tests.support.images import make_media

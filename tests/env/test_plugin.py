@@ -5,9 +5,9 @@ import textwrap
 
 import pytest
 
+from ramify.core.errors import ConfigInvalid
 from ramify.env import Taskset
 from ramify.env.plugin import build_plugin, find_plugin_class
-from ramify.errors import ConfigInvalid
 
 ENVIRONMENT = """
     from __future__ import annotations
@@ -104,7 +104,7 @@ def test_metadata_of_installed_packages_is_read_only_for_other_names(monkeypatch
         raise AssertionError("the metadata was read")
 
     monkeypatch.setattr("importlib.metadata.entry_points", refuse)
-    path = "ramify.tasksets.reverse_text:ReverseText"
+    path = "ramify.env.tasksets.reverse_text:ReverseText"
     assert find_plugin_class("taskset", "reverse-text") is find_plugin_class("taskset", path)
     with pytest.raises(AssertionError, match="the metadata was read"):
         find_plugin_class("taskset", "guessing")

@@ -6,8 +6,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from ramify.core.errors import OperationInvalid
 from ramify.env import Task
-from ramify.errors import OperationInvalid
 
 
 def test_extra_fields_survive_the_wire_form():

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import ramify as rf
-from ramify.env import Endpoint, collect_hooks
-from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
+from ramify.env import collect_hooks
+from ramify.infer.gateway import Endpoint
 from tests.env.helpers import make_context
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ramify.core.errors import ConfigInvalid
 from ramify.env import plugin
 from ramify.env.taskset_id import build_taskset_table, get_class_id
-from ramify.errors import ConfigInvalid
-from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
+from ramify.env.tasksets.reverse_text import ReverseText, ReverseTextConfig
 
 CELLS = [
     """
@@ -76,7 +76,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_class_of_a_module_or_file_has_its_import_path_as_id(tmp_path):
-    assert get_class_id(ReverseText, tmp_path) == "ramify.tasksets.reverse_text:ReverseText"
+    assert get_class_id(ReverseText, tmp_path) == "ramify.env.tasksets.reverse_text:ReverseText"
     (tmp_path / "own.py").write_text("import ramify as rf\nclass Own(rf.Taskset):\n    pass\n")
     own = plugin.find_plugin_class("taskset", str(tmp_path / "own.py"))
     assert plugin.find_plugin_class("taskset", get_class_id(own, tmp_path / "folder")) is own
@@ -85,7 +85,7 @@ def test_class_of_a_module_or_file_has_its_import_path_as_id(tmp_path):
 
 def test_instance_becomes_its_class_id_and_config(tmp_path):
     table = build_taskset_table(ReverseText(ReverseTextConfig(max_chars=5)), tmp_path)
-    assert table == {"id": "ramify.tasksets.reverse_text:ReverseText", "max_chars": 5}
+    assert table == {"id": "ramify.env.tasksets.reverse_text:ReverseText", "max_chars": 5}
 
 
 def test_notebook_class_is_written_with_exactly_what_it_uses(kernel, tmp_path):

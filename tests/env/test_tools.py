@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
+from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env import Tool, ToolSet, tool
-from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import ToolCall
 from tests.env.helpers import make_context, run
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ramify.env import ChatClient, ChatClientConfig, Endpoint, ModelUser, Task, User
-from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
+from ramify.env import ChatClient, ChatClientConfig, ModelUser, Task, User
+from ramify.infer.gateway import Endpoint
 from ramify.trace import Message
 from tests.env.helpers import make_context
 from tests.support.engine import ScriptedEngine, run_engine

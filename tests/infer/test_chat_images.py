@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
-from ramify.client import ClientSampling, InferenceClient
-from ramify.client.generate_api import RequestImage
-from ramify.dialects.media import media_to_url
-from ramify.render import load_renderer
+from ramify.infer.client import ClientSampling, InferenceClient
+from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.dialects.media import media_to_url
+from ramify.model.render import load_renderer
 from ramify.trace import MediaPart, Message, TextPart
 from tests.support.images import make_square, write_vision_directory
 from tests.support.models import VISION_CONFIGS, build_core

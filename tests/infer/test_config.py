@@ -2,8 +2,8 @@
 
 import pytest
 
-from ramify.config import Config, dump_toml, parse
-from ramify.errors import ConfigInvalid
+from ramify.core.config import Config, dump_toml, parse
+from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
 
 URL = "http://10.0.0.1:8000"

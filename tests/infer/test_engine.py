@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
+from ramify.core.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.infer.scheduler import Scheduler
-from ramify.model import attention_plan
+from ramify.model.kernels import attention_plan
 from ramify.model.weights import StagedWeights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.support.models import (

@@ -8,12 +8,12 @@ import os
 import pytest
 import torch
 
-from ramify.errors import DeadlineExceeded
+from ramify.core.errors import DeadlineExceeded
 from ramify.infer import engine as engine_module
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import LaunchedStep
 from ramify.infer.request import SamplingParams
-from ramify.model.cpu.c_library import CLibraryUnavailable, find_torch_symbol
+from ramify.model.kernels.cpu.c_library import CLibraryUnavailable, find_torch_symbol
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 from tests.support.models import build_core, write_llama
 

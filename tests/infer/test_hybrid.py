@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.infer.block import Block
 from ramify.infer.block_pool import BlockPool
 from ramify.infer.engine_core import EngineCore

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ramify as rf
-from ramify.errors import ConfigInvalid, RequestInvalid, WeightsRefused
+from ramify.core.errors import ConfigInvalid, RequestInvalid, WeightsRefused
 from ramify.train import load_policy
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import uvicorn
 
-from ramify.errors import ProviderError
+from ramify.core.errors import ProviderError
 from ramify.infer.config import ServerConfig
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine

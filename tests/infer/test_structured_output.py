@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ramify.errors import RequestInvalid
+from ramify.core.errors import RequestInvalid
 from ramify.infer.grammar import GrammarCompiler, GrammarState, build_grammar
 from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.model.render import load_renderer
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
-from ramify.render.tokenizer import Tokenizer
 from ramify.trace.version import PolicyVersion
 from tests.support.models import DEVICE, build_core, reference, run, sampled_ids, scores, write_llama
 from tests.support.native_server import run_server

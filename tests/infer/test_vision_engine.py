@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from ramify.errors import ImageMissing, RequestInvalid
-from ramify.images import ProcessedImage
+from ramify.core.errors import ImageMissing, RequestInvalid
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.fused_model import FusedModel
+from ramify.model.images import ProcessedImage
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.support.models import (

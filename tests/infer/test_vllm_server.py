@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from ramify.config import parse
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer import vllm_server
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.errors import ClusterTooSmall, ConfigInvalid
+from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.cluster_demands import build_demands
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import ModelSize

@@ -3,7 +3,7 @@
 import pytest
 
 from ramify.cli import main
-from ramify.errors import ClusterTooSmall, ConfigInvalid
+from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.orchestrate.config import RunConfig
 from tests.support.ray import StubRay

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ramify.envserver.config import EnvServerConfig
-from ramify.envserver.server import EnvServer
 from ramify.launch.cluster_plan import ClusterPlan, build_cluster_plan
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.process import ProcessRole
 from ramify.orchestrate.config import RunConfig
+from ramify.rollout.envserver.config import EnvServerConfig
+from ramify.rollout.envserver.server import EnvServer
 
 NODES = [
     ClusterNode("head", "127.0.0.1", 4, is_head=True),

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from ramify.display import LiveDisplay, LogDisplay
-from ramify.errors import ProviderError
+from ramify.core.display import LiveDisplay, LogDisplay
+from ramify.core.errors import ProviderError
 from ramify.launch.dashboard import RunContent, RunState, format_status_line, render_dashboard
 from ramify.launch.process import ProcessState
 from ramify.launch.run_queries import connect_if_running

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.launch.disk import estimate_disk
 from ramify.launch.plan import build_plan
 from tests.launch.test_plan import config

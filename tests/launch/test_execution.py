@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from ramify.display import Display
-from ramify.errors import EnvironmentChanged, RunBusy, RunStalled, StorageFailed
+from ramify.core.display import Display
+from ramify.core.errors import EnvironmentChanged, RunBusy, RunStalled, StorageFailed
 from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
 from ramify.launch.plan import LaunchPlan, build_plan
@@ -24,9 +24,9 @@ from ramify.launch.run_record import read_record
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
-from ramify.store import RunStore
-from ramify.store.environments import ObservedEnvironment, record_environments
-from ramify.store.run_log import RunLog
+from ramify.run.store import RunStore
+from ramify.run.store.environments import ObservedEnvironment, record_environments
+from ramify.run.store.run_log import RunLog
 from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.processes import RUNS_FOREVER, build_spec, read_pids

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from ramify.errors import ProcessDied
-from ramify.fencing.lease import LeaseTerms
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import ProcessDied
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.supervisor import ProcessStatus, RunOutcome
+from ramify.run.fencing.lease import LeaseTerms
+from ramify.run.fencing.token import FencingToken
 from tests.launch.test_supervisor import supervise, waits_for
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 

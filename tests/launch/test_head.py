@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.rollback import run as roll_back
-from ramify.errors import ConfigInvalid, ProcessReplaced
-from ramify.fencing.directory_store import DirectoryStore
+from ramify.core.errors import ConfigInvalid, ProcessReplaced
 from ramify.launch.completion import mark_finished, prepare_run_directory
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
-from ramify.store import RunStore, open_run
-from ramify.store.head_replication import HeadReplicator
-from ramify.store.ledger import Ledger
+from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.store import RunStore, open_run
+from ramify.run.store.head_replication import HeadReplicator
+from ramify.run.store.ledger import Ledger
 from tests.support.ledgers import commit_step, issue_and_score, run_all
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ramify.launch.head import read_local_state
-from ramify.store import RunStore
-from ramify.store.audit import audit
-from ramify.store.integrity import check_storage
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.integrity import check_storage
+from ramify.run.store.ledger import Ledger
 from tests.launch.test_head import make_config
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
@@ -29,7 +29,7 @@ import itertools, random, sys, threading
 from pathlib import Path
 from tests.support.traces import make_rollout
 from tests.launch.test_head import make_config, start
-from ramify.store.group_state import DropReason
+from ramify.run.store.group_state import DropReason
 from tests.support.ledgers import commit, issue_and_score, record_batch, run_all, train
 ledger = start(make_config(Path(sys.argv[1]), sys.argv[2]))
 def store_rollouts():

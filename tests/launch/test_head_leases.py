@@ -4,16 +4,16 @@ import contextlib
 
 import pytest
 
-from ramify.errors import ProcessReplaced, StorageFailed
-from ramify.fencing.lease import LeaseTerms
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.launcher import Placement
 from ramify.launch.process import EarlierProcess, ProcessState
 from ramify.launch.run_record import RunRecord
 from ramify.launch.supervisor import ProcessStatus
-from ramify.store.head_replication import POLL_INTERVAL
+from ramify.run.fencing.lease import LeaseTerms
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step
 from tests.support.processes import build_spec
 

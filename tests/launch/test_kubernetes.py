@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from ramify.cli import main
-from ramify.config import parse
-from ramify.errors import ConfigInvalid
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid
 from ramify.launch.kubernetes import build_manifests, build_resource_name, format_yaml
 from ramify.orchestrate.config import RunConfig
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ramify.async_calls import SingleThreadCaller
+from ramify.core.async_calls import SingleThreadCaller
 from ramify.launch import last_state
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot

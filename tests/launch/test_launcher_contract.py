@@ -165,7 +165,7 @@ async def test_files_are_written_where_the_process_runs_and_removed(launcher, lo
 async def test_port_is_held_for_the_process_alone_unless_it_is_released(launcher, log):
     code = """
 import socket, sys
-from ramify.wire.listener import open_listener
+from ramify.processes.wire.listener import open_listener
 host, port = sys.argv[1], int(sys.argv[2])
 try:
     socket.create_server((host, port))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.core.errors import DeadlineExceeded, ProcessDied
 from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole, ProcessState

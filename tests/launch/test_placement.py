@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import ClusterTooSmall
+from ramify.core.errors import ClusterTooSmall
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.placement import ProcessDemand, place_processes
 

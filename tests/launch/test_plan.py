@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.config import parse
-from ramify.envserver.config import EnvServerConfig
-from ramify.errors import ConfigInvalid, PortTaken
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch import run_checks
 from ramify.launch.completion import prepare_run_directory
@@ -22,6 +21,7 @@ from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig

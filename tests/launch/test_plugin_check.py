@@ -4,7 +4,7 @@ import base64
 
 import pytest
 
-from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.orchestrate.config import RunConfig
 from tests.support.images import make_square
@@ -66,7 +66,7 @@ def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_plugin_check_returns_environment_identities(tmp_path):
     checked = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
-    assert "ramify/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
+    assert "ramify/env/tasksets/reverse_text.py" in checked["eval/held-out"]["code"]
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")

@@ -8,16 +8,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ramify.errors import PortTaken
+from ramify.core.errors import PortTaken
 from ramify.launch.ports import PortReservation
-from ramify.wire import WireServer
-from ramify.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire import WireServer
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 
 LISTENS = """
 import asyncio, sys
 from starlette.applications import Starlette
-from ramify.wire import WireServer
-from ramify.wire.http_server import HttpServer
+from ramify.processes.wire import WireServer
+from ramify.processes.wire.http_server import HttpServer
 
 async def main():
     async with WireServer({}, sys.argv[1]), HttpServer(Starlette(), "127.0.0.1", int(sys.argv[2]), name="status"):

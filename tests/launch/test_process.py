@@ -15,7 +15,7 @@ import pytest
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding, prefork_shared_modules
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
-from ramify.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.support.launchers import build_leases
 from tests.support.processes import is_running, wait_until, wait_until_ended
 

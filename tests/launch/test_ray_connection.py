@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.launch.ray_connection import connect_to_ray
 from tests.support.ray import RayError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.async_calls import cancel_all
-from ramify.errors import DeadlineExceeded, ProcessDied, StorageFull
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import ray_launcher
 from ramify.launch.launcher import Placement
 from ramify.launch.ray_launcher import RayLauncher, RayLauncherSettings

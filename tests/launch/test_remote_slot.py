@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import DeadlineExceeded, StorageFailed
-from ramify.fencing.lease import LeaseTerms, read_lease_clock
+from ramify.core.errors import DeadlineExceeded, StorageFailed
 from ramify.launch.launcher import Placement, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
@@ -16,6 +15,7 @@ from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
+from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
 from tests.support.launchers import (
     PYTHON,
     SETTINGS,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ramify.config import parse
-from ramify.display import Display
-from ramify.errors import ConfigInvalid, RunDamaged
+from ramify.core.config import parse
+from ramify.core.display import Display
+from ramify.core.errors import ConfigInvalid, RunDamaged
 from ramify.infer.config import ServeConfig
 from ramify.launch.execution import execute_plan
 from ramify.launch.head import prepare_head

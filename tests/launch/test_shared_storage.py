@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.display import Display
-from ramify.errors import StorageFailed
-from ramify.fencing import directory_store
-from ramify.fencing.directory_store import DirectoryStore
+from ramify.core.display import Display
+from ramify.core.errors import StorageFailed
 from ramify.launch import execution, head, published_weights, shared_storage
 from ramify.launch.completion import mark_finished, prepare_run_directory
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
@@ -30,8 +28,10 @@ from ramify.launch.run_record import RunRecord
 from ramify.launch.shared_directory import link_shared_directory, move_shared_aside
 from ramify.launch.shared_storage import TimedDirectoryStore, call_storage_blocking
 from ramify.launch.supervisor import ProcessStatus
-from ramify.store import head_replication
-from ramify.store.run_store import RunStore
+from ramify.run.fencing import directory_store
+from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.store import head_replication
+from ramify.run.store.run_store import RunStore
 from ramify.train import weights_directory
 from tests.launch.test_head import make_config, train_step
 from tests.launch.test_head_leases import make_specs

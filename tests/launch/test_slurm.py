@@ -13,8 +13,8 @@ import pytest
 
 from ramify.cli import main
 from ramify.cli.rl import expand_arguments
-from ramify.config import parse
-from ramify.errors import ConfigInvalid
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid
 from ramify.launch.slurm import build_batch_script
 from ramify.orchestrate.config import RunConfig
 

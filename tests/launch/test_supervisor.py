@@ -12,7 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFailed, StorageFull
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFailed, StorageFull
 from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import (
     ProcessStatus,

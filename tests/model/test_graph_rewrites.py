@@ -35,8 +35,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel
 def operators() -> Any:
     """Register the fused operators; without a GPU the PyTorch reference stands for them."""
     if torch.cuda.is_available():
-        import ramify.model.cuda.add_norm
-        import ramify.model.cuda.norm_rotary  # noqa: F401
+        import ramify.model.kernels.cuda.add_norm
+        import ramify.model.kernels.cuda.norm_rotary  # noqa: F401
 
         yield
         return
@@ -202,7 +202,7 @@ def test_graphs_on_a_gpu_are_rewritten_and_cached_by_kernel_sources(
 ) -> None:
     if not torch.cuda.is_available():
         for name in ("add_norm", "norm_rotary"):
-            monkeypatch.setitem(sys.modules, f"ramify.model.cuda.{name}", ModuleType(name))
+            monkeypatch.setitem(sys.modules, f"ramify.model.kernels.cuda.{name}", ModuleType(name))
     rewritten: list[fx.GraphModule] = []
     monkeypatch.setattr(graph_rewrites, "apply_rewrites", lambda graph, _: rewritten.append(graph))
     monkeypatch.setattr(graph_rewrites, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
@@ -221,7 +221,7 @@ def test_recomputed_layer_sets_the_triton_allocator(monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     kernels: Any = ModuleType("tree_attention")
     kernels.set_triton_allocator = lambda: calls.append("set")
-    monkeypatch.setitem(sys.modules, "ramify.model.cuda.tree_attention", kernels)
+    monkeypatch.setitem(sys.modules, "ramify.model.kernels.cuda.tree_attention", kernels)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     output.last_hidden_state.sum().backward()
     assert calls == ["set"]
@@ -231,7 +231,7 @@ def test_recomputed_layer_sets_the_triton_allocator(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("rows", "width"), [(64, 1024), (4099, 48), (1, 3)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_add_norm_kernel_matches_the_reference(rows: int, width: int, dtype: torch.dtype, tolerance: float) -> None:
-    from ramify.model.cuda.add_norm import add_norm_products
+    from ramify.model.kernels.cuda.add_norm import add_norm_products
 
     torch.manual_seed(0)
     shapes = (rows, width), (rows, width), (width,), (8, width), (8, width)
@@ -254,7 +254,7 @@ def test_add_norm_kernel_matches_the_reference(rows: int, width: int, dtype: tor
 def test_norm_rotary_kernel_matches_the_reference(
     tokens: int, heads: int, width: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    from ramify.model.cuda.norm_rotary import norm_rotate
+    from ramify.model.kernels.cuda.norm_rotary import norm_rotate
 
     torch.manual_seed(0)
     shapes = (tokens, heads, width), (width,), (tokens, width), (tokens, width), (tokens, heads, width)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from ramify.cli import main
-from ramify.errors import ModelNotFound
+from ramify.core.errors import ModelNotFound
 from ramify.model import hub
 from ramify.model.resolve import fetch_model, resolve_model_path
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 from transformers.utils.logging import warning_once
 
-from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
+from ramify.core.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
 from ramify.launch.memory import ModelSize
 from ramify.model.load import load_config, load_model

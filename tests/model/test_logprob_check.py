@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 from ramify.infer.request import SamplingParams
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig

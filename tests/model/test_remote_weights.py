@@ -8,7 +8,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, WeightsRefused, WeightsReplaced
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProviderError, WeightsRefused, WeightsReplaced
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import publish_weights, remote_weights
 from ramify.model.manifest import verify_weights

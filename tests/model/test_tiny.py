@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
 from ramify.trace import Message, ToolCall
 
 TINY = resolve_model_path("tiny")
@@ -94,7 +94,7 @@ def test_initial_heads_look_back():
 
 @given(TEXTS)
 def test_text_round_trips_through_tokens(text):
-    from ramify.render import Tokenizer
+    from ramify.model.render import Tokenizer
 
     tokenizer = Tokenizer(TINY)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -122,8 +122,8 @@ def test_conversation_keeps_earlier_tokens(turns, use_tools):
 
 
 async def test_sampled_replies_are_well_formed():
-    from ramify.client import ClientSampling
-    from ramify.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
+    from ramify.env.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
+    from ramify.infer.client import ClientSampling
     from tools.tiny.corpus import build_reversal_prompt
     from tools.tiny.local_model import open_local_model
 

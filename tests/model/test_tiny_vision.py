@@ -5,11 +5,11 @@ from itertools import islice
 
 from safetensors.numpy import load_file
 
-from ramify.images import load_image_family
+from ramify.env.tasksets.color_codeword import make_square
+from ramify.env.tasksets.splits import assign_split
+from ramify.model.images import load_image_family
+from ramify.model.render import load_renderer
 from ramify.model.resolve import read_max_positions, read_vocab_size, resolve_model_path
-from ramify.render import load_renderer
-from ramify.tasksets.color_codeword import make_square
-from ramify.tasksets.splits import assign_split
 from ramify.trace import Media, MediaPart, Message, TextPart
 from ramify.train.sft import run_sft
 from tools.tiny.stages import SftStage, build_sft_config, write_stage_data

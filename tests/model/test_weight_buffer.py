@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ramify.errors import DeadlineExceeded, WeightsRefused, WeightsReplaced
+from ramify.core.errors import DeadlineExceeded, WeightsRefused, WeightsReplaced
 from ramify.infer import weight_loader
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import publish_weights

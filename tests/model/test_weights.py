@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ramify.errors import ModelNotFound, WeightsRefused
+from ramify.core.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
 from ramify.model import file_checksum

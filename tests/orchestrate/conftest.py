@@ -1,7 +1,7 @@
 import pytest
 
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 
 
 @pytest.fixture

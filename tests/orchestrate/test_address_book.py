@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ramify.errors import ConfigInvalid, StorageFailed
+from ramify.core.errors import ConfigInvalid, StorageFailed
 from ramify.orchestrate import address_book
 from ramify.orchestrate.address_book import (
     ADDRESS_BOOK_FILE,

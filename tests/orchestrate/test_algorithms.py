@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from ramify.core.errors import ConfigInvalid, OperationInvalid
 from ramify.env import plugin
-from ramify.errors import ConfigInvalid, OperationInvalid
 from ramify.trace import Message
 from tests.support.traces import make_group, make_trace
 

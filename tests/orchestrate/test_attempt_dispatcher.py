@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from ramify.async_calls import cancel_all
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import Failure, ModelUnsupported, RequestInvalid
 from ramify.env import plugin
-from ramify.envserver.messages import GroupScores, TaskItem, TaskPage
-from ramify.errors import Failure, ModelUnsupported, RequestInvalid
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.task_cache import TaskCache
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.run_log import RunLog
+from ramify.rollout.envserver.messages import GroupScores, TaskItem, TaskPage
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.run_log import RunLog
 from tests.support.orchestrator import TASKS, World, open_core, record_all, sample_group, take_attempts
 from tests.support.traces import make_trace
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.errors import StorageFailed
+from ramify.core.errors import StorageFailed
 from ramify.orchestrate import background
 from ramify.orchestrate.patience import PatienceCounter
-from ramify.store.group_state import DropReason
-from ramify.store.ledger import GroupRecord
+from ramify.run.store.group_state import DropReason
+from ramify.run.store.ledger import GroupRecord
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ramify.core.errors import DataCorrupt
 from ramify.env import plugin
-from ramify.errors import DataCorrupt
 from ramify.orchestrate.batches import (
     BatchGroup,
     decode_batch,
@@ -14,8 +14,8 @@ from ramify.orchestrate.batches import (
     rebuild_forests,
     split_by_rank,
 )
-from ramify.store import RolloutRecord, RunStore
-from ramify.store.ledger import GroupRecord, Ledger
+from ramify.run.store import RolloutRecord, RunStore
+from ramify.run.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
 from ramify.train.batch import Batch, PackSpec, pack_forests
 from tests.support.traces import make_trace, refuse_top_logprobs

@@ -7,8 +7,8 @@ import pytest
 
 from ramify.cli import main
 from ramify.cli.rl import expand_arguments
-from ramify.config import parse
-from ramify.errors import ConfigInvalid
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ramify.config import dump_toml, parse
-from ramify.errors import ConfigInvalid
+from ramify.core.config import dump_toml, parse
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate import AdmissionLimits, RunConfig
 from ramify.orchestrate.plugins import load_plugins
-from ramify.store.run_directory import compare_identities
+from ramify.run.store.run_directory import compare_identities
 
 RUN = """
 name = "reverse-text"
@@ -242,7 +242,7 @@ def test_orchestrate_does_not_import_torch_or_environments():
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     modules = set(loaded.stdout.split())
-    assert not modules & {"torch", "transformers", "vllm", "ramify.tasksets", "ramify.harness"}
+    assert not modules & {"torch", "transformers", "vllm", "ramify.env.tasksets", "ramify.rollout.harness"}
 
 
 @pytest.mark.parametrize(

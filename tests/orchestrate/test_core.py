@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramify.core.errors import ConfigInvalid, DataCorrupt, Failure, OperationInvalid
 from ramify.env import plugin
-from ramify.errors import ConfigInvalid, DataCorrupt, Failure, OperationInvalid
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig
 from ramify.orchestrate.algorithms.base import annotate_advantage
@@ -25,10 +25,10 @@ from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.reference_scores import NodeScore
 from ramify.orchestrate.scoring import ScoringRules
 from ramify.orchestrate.source_mix import SourceMix
-from ramify.store import RunStore
-from ramify.store.audit import audit
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.ledger import Ledger
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.view.token_check import check_trained_tokens
 from tests.support.orchestrator import (

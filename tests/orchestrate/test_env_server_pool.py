@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from ramify.async_calls import cancel_all
-from ramify.envserver.messages import AddressUpdate
-from ramify.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
 from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
+from ramify.rollout.envserver.messages import AddressUpdate
 from tests.support.env_server import QUICK, StubEnvServer
 from tests.support.processes import async_wait_until as until
 from tests.support.proxy import Proxy

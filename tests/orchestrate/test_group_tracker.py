@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.errors import Failure
+from ramify.core.errors import Failure
 from ramify.orchestrate.group_tracker import AttemptOutcome, GroupProgress, GroupTracker
 from tests.support.traces import make_trace
 

@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from ramify.errors import EngineIncompatible, ProviderError
+from ramify.core.errors import EngineIncompatible, ProviderError
 from ramify.infer.config import NamedModelConfig
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.named_models import connect_model
-from ramify.render.tokenizer import Tokenizer
 from tests.support.engine import ScriptedEngine
 
 TINY = resolve_model_path("tiny")

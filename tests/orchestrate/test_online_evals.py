@@ -4,12 +4,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from ramify.envserver.messages import GroupScores
 from ramify.orchestrate import background
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.online_evals import OnlineEvaluator
-from ramify.store import RunStore
-from ramify.store.run_log import MetricPoint
+from ramify.rollout.envserver.messages import GroupScores
+from ramify.run.store import RunStore
+from ramify.run.store.run_log import MetricPoint
 from tests.support.traces import make_trace
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.errors import RunStalled
+from ramify.core.errors import RunStalled
 from ramify.orchestrate import orchestrator as module
 from ramify.orchestrate.orchestrator import Orchestrator, run_unless_stopped
 from ramify.orchestrate.weight_updates import WeightUpdater

@@ -9,9 +9,9 @@ import pytest
 
 from ramify.orchestrate import status
 from ramify.orchestrate.progress import THROUGHPUT_WINDOW, RunProgress
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
-from ramify.store.run_log import RunLog
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunLog
 from tests.support.clock import FakeClock
 from tests.support.traces import make_group
 

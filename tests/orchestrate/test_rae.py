@@ -12,9 +12,9 @@ import pytest
 from ramify.env import plugin
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.orchestrate.core import ALGORITHM_STATE_PREFIX
-from ramify.store import RunStore
-from ramify.store.audit import audit
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.ledger import Ledger
 from ramify.trace import Trace
 from tests.support.orchestrator import MEMORY, Killed, KilledLedger, World, make_commit, open_core
 from tests.support.traces import make_trace, refuse_top_logprobs

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.client import InferenceClient
-from ramify.errors import ModelUnsupported, RamifyError
+from ramify.core.errors import ModelUnsupported, RamifyError
+from ramify.infer.client import InferenceClient
 from ramify.orchestrate.algorithms.opd import Opd, OpdConfig
 from ramify.orchestrate.reference_scores import (
     plan_requests,

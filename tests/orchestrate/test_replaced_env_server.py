@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from ramify.async_calls import cancel_all
-from ramify.envserver import EnvServer
+from ramify.core.async_calls import cancel_all
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.env_server_pool import EnvServerPool
-from ramify.store import Ledger, RunStore
-from ramify.store.audit import audit
-from ramify.store.group_state import GroupState
-from ramify.wire import WireSettings
-from tests.envserver.helpers import make_config, task, wait_until
+from ramify.processes.wire import WireSettings
+from ramify.rollout.envserver import EnvServer
+from ramify.run.store import Ledger, RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.group_state import GroupState
+from tests.rollout.envserver.helpers import make_config, task, wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.orchestrator import World, open_core
 from tests.support.proxy import Proxy

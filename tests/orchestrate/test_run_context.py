@@ -11,9 +11,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from ramify.async_calls import cancel_all
-from ramify.envserver import EnvServer, EnvServerConfig
-from ramify.errors import EnvironmentChanged, PeerLost
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import prepare_run_directory
 from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate import startup_report
@@ -24,13 +23,14 @@ from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import read_snapshot
 from ramify.orchestrate.startup_report import StartupReport
 from ramify.orchestrate.status import build_status, list_waits
-from ramify.store import Ledger, RunLog, RunStore
-from ramify.store.audit import audit
-from ramify.store.environments import ACCEPT_CHANGES_KEY
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.summary import REVISION_KEY
+from ramify.rollout.envserver import EnvServer, EnvServerConfig
+from ramify.run.store import Ledger, RunLog, RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.environments import ACCEPT_CHANGES_KEY
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.summary import REVISION_KEY
 from ramify.trace.version import PolicyVersion
-from tests.envserver.helpers import wait_until
+from tests.rollout.envserver.helpers import wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 
 pytestmark = pytest.mark.process

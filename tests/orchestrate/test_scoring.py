@@ -13,10 +13,10 @@ from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.source_mix import SourceMix
-from ramify.store import RunLog
-from ramify.store.audit import audit
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunLog
+from ramify.run.store.audit import audit
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.ledger import Ledger
 from tests.support.traces import make_trace
 
 ALGORITHMS = [{"id": "dr_grpo"}, {"id": "rloo"}, {"id": "grpo", "normalize": False}, {"id": "grpo"}, {"id": "max_rl"}]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.curriculum import (
     PoolsConfig,
     PoolsCurriculum,

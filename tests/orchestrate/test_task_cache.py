@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ramify.envserver.messages import TaskItem, TaskPage
 from ramify.orchestrate import task_cache as module
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.task_cache import PAGE_SIZE, TaskCache
-from ramify.store.environments import ObservedEnvironment, find_changes, record_environments
+from ramify.rollout.envserver.messages import TaskItem, TaskPage
+from ramify.run.store.environments import ObservedEnvironment, find_changes, record_environments
 
 
 class UnboundedServer:

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from ramify.errors import ProcessReplaced
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import ProcessReplaced
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.store.ledger import Ledger
-from ramify.store.run_log import RunLog
+from ramify.processes.wire import WireClient, WireMessage, WireServer
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunLog
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import RegisterReply, RegisterRequest, UnsavedRequest
-from ramify.wire import WireClient, WireMessage, WireServer
 from tests.support.orchestrator import FakeEngines, World, open_core
 
 

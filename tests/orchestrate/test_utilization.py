@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.client.engine_load import EngineLoad, parse_load
+from ramify.infer.client.engine_load import EngineLoad, parse_load
 from ramify.orchestrate.utilization import TrainedStep, UtilizationMeter
 
 TRAINING = {"train/mfu": 0.4, "train/seconds": 0.5}  # 0.2 s at the peak

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.async_calls import cancel_all
-from ramify.errors import ProviderError, WeightsRefused
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import ProviderError, WeightsRefused
 from ramify.orchestrate.weight_updates import UpdateSettings, WeightUpdater
 from ramify.trace.version import PolicyVersion
 from tests.support.clock import FakeClock

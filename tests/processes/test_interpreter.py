@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.processes import interpreter
 from tests.support.interpreters import make_interpreter
 

@@ -6,8 +6,8 @@ import pytest
 
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 from tests.support.runs import read_values, run_with_faults, write_config
 
 pytestmark = pytest.mark.run

@@ -11,8 +11,8 @@ import pytest
 
 import ramify as rf
 from ramify.cli import main
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 from ramify.trace import Forest
 from ramify.train.batch_source import BatchRecording
 from ramify.train.token_stats import read_token_stats

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ramify.fencing.token import FencingToken
 from ramify.launch.head import read_local_state
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 from tests.support.processes import is_running, kill_tree
 from tests.support.runs import command, run_command, write_config
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from ramify.cli import main
-from ramify.envserver import EnvServer, EnvServerConfig
-from ramify.errors import (
+from ramify.core.errors import (
     AgentFailed,
     EnvironmentFault,
     PeerLost,
@@ -29,10 +28,11 @@ from ramify.launch.status_client import StatusClient
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.orchestrate.patience import PatienceSettings
-from ramify.store import RunStore
-from ramify.store.group_state import GroupState
-from ramify.store.ledger import GroupRecord, Ledger
-from ramify.store.run_log import RunLog
+from ramify.rollout.envserver import EnvServer, EnvServerConfig
+from ramify.run.store import RunStore
+from ramify.run.store.group_state import GroupState
+from ramify.run.store.ledger import GroupRecord, Ledger
+from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 from tests.support import environments
 from tests.support.engine import Exchange, ScriptedEngine, hang, reply_cba

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ramify.orchestrate.batches import rebuild_forests
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 from tests.support.runs import TIMEOUT, command, read_values, run_command
 from tests.support.traces import refuse_top_logprobs
 

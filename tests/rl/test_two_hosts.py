@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from ramify.cli.app import main
-from ramify.envserver import EnvClient
-from ramify.errors import PeerLost
+from ramify.core.errors import PeerLost
 from ramify.launch.ports import PortReservation
+from ramify.rollout.envserver import EnvClient
 
 pytestmark = pytest.mark.run
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import ramify as rf
-from ramify.gateway import TokenPolicy
+from ramify.infer.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
 from tests.support.engine import TINY, ScriptedClient

@@ -7,12 +7,12 @@ import httpx
 import pytest
 
 import ramify as rf
-from ramify.errors import BudgetExceeded, ConfigInvalid, EngineIncompatible, ProviderError, SandboxError
-from ramify.gateway import ChatPolicy, Gateway
-from ramify.harness import Harness, HarnessConfig
+from ramify.core.errors import BudgetExceeded, ConfigInvalid, EngineIncompatible, ProviderError, SandboxError
+from ramify.infer.gateway import ChatPolicy, Gateway
 from ramify.rollout import run_attempt
 from ramify.rollout.config import SourceConfig
-from ramify.runtime import LocalRuntime
+from ramify.rollout.harness import Harness, HarnessConfig
+from ramify.rollout.runtime import LocalRuntime
 from ramify.trace import decode_trace, encode_trace
 from tests.rollout.helpers import (
     TASK,

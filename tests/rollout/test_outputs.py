@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 import ramify as rf
 from tests.rollout.helpers import OneTask, error_names, load_env, run_one, tool_call
-from tests.runtime.conftest import skip_unless_available
+from tests.rollout.runtime.conftest import skip_unless_available
 
 pytestmark = pytest.mark.process
 
@@ -82,7 +82,7 @@ def test_outputs_outside_of_the_work_directory_are_refused(path):
 )
 async def test_outputs_that_cannot_be_copied_are_missing_and_scored(runtime, command, monkeypatch):
     skip_unless_available(runtime)
-    monkeypatch.setattr("ramify.runtime.box_files.MAX_FILES", 4)
+    monkeypatch.setattr("ramify.rollout.runtime.box_files.MAX_FILES", 4)
     env = load_env(BoxTaskset, runtime={"id": runtime})
     task = rf.Task(prompt="go", outputs=("pkg",))
     trace = await run_one(env, [tool_call("shell", command=command), "done"], task)

@@ -1,8 +1,8 @@
 """Which failures are retried, how often, and when group rewards are computed."""
 
 import ramify as rf
+from ramify.core.errors import ProviderError
 from ramify.env import RolloutContext
-from ramify.errors import ProviderError
 from ramify.rollout import run_rollout, score_group, score_trace
 from ramify.trace import Trace
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env, run_one, scripted_policy

@@ -2,10 +2,10 @@
 
 import asyncio
 
+from ramify.core.errors import SandboxError
 from ramify.env import RuntimeConfig
-from ramify.errors import SandboxError
+from ramify.rollout.runtime import LocalRuntime, LocalRuntimeConfig
 from ramify.rollout.runtime_pool import RuntimePool
-from ramify.runtime import LocalRuntime, LocalRuntimeConfig
 
 
 class CountingRuntime(LocalRuntime):

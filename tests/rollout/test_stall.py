@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import ramify as rf
-from ramify.client import ClientConfig, InferenceClient
-from ramify.client.stall_clock import StallClock
-from ramify.errors import BudgetExceeded
-from ramify.gateway import TokenPolicy
+from ramify.core.errors import BudgetExceeded
+from ramify.infer.client import ClientConfig, InferenceClient
+from ramify.infer.client.stall_clock import StallClock
+from ramify.infer.gateway import TokenPolicy
 from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace

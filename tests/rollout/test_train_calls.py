@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 import ramify as rf
-from ramify.errors import ConfigInvalid
-from ramify.evals.trace_view import render_trace_tree
-from ramify.gateway import Gateway
-from ramify.harness import Harness
+from ramify.core.errors import ConfigInvalid
+from ramify.infer.gateway import Gateway
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.rollout.evals.trace_view import render_trace_tree
+from ramify.rollout.harness import Harness
 from ramify.trace import Trace, decode_trace, encode_trace
 from tests.rollout.helpers import TASK, OneTask, load_env, run_one, tool_call
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ramify.display import Display
+from ramify.core.display import Display
 
 
 class RecordingDisplay(Display[Any]):

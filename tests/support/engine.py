@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ramify.client import ClientSampling, Completion
-from ramify.client.generate_api import RequestImage
-from ramify.client.stall_clock import StallClock
-from ramify.images import ProcessedImage
+from ramify.infer.client import ClientSampling, Completion
+from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.stall_clock import StallClock
+from ramify.model.images import ProcessedImage
+from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
 from ramify.trace import Trace, Usage, VersionRun
 from ramify.trace.version import PolicyVersion
 

@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any, Self
 
-from ramify.envserver.messages import (
+from ramify.core.errors import RamifyError
+from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
+from ramify.rollout.envserver.messages import (
     AddressUpdate,
     EnvServerHealth,
     EnvServerInfo,
@@ -13,9 +15,7 @@ from ramify.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.errors import RamifyError
 from ramify.trace import Episode, encode_episode
-from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from tests.support.traces import make_trace
 
 QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=1.0, session_timeout=5.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ramify as rf
-from ramify.errors import AgentFailed
+from ramify.core.errors import AgentFailed
 
 
 class Config(rf.TasksetConfig):

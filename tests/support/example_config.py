@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ramify.config import Config
+from ramify.core.config import Config
 
 
 class Optim(Config):

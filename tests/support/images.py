@@ -105,7 +105,7 @@ def write_qwen3_vl_config(directory: Path, min_pixels: int = 1024, max_pixels: i
 # Directories of vision models: the tokenizer of `tiny` with image tokens, and three templates. `smolvlm` has a template
 # after SmolVLM's, which requires parts and writes another opening before an image, `qwen3_vl` one after Qwen3-VL's, and
 # `tiny` one that also accepts plain texts, with four tokens per image.
-TINY = Path(ramify.__file__).parent / "models" / "tiny"
+TINY = Path(ramify.__file__).parent / "model" / "bundled" / "tiny"
 IDEFICS3_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 TILE_TOKENS = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
 QWEN_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]

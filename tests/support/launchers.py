@@ -7,14 +7,14 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from ramify.errors import PeerLost
-from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import PeerLost
 from ramify.launch.launcher import ClusterNode, Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess
 from ramify.launch.remote_slot import RemoteSlot, RemoteSlotSettings
 from ramify.processes.log import ProcessLog
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.token import FencingToken
 
 PYTHON = (sys.executable, "-S", "-c")
 TIMEOUT = 60.0  # seconds for one test

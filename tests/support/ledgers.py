@@ -7,9 +7,9 @@ from typing import Any
 
 from ramify.launch.completion import FINISHED_KEY
 from ramify.orchestrate.batches import BatchGroup, encode_batch
-from ramify.store import RunStore
-from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
-from ramify.store.run_log import RunLog
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger
+from ramify.run.store.run_log import RunLog
 from ramify.trace import Annotation
 from tests.support.traces import make_rollout
 

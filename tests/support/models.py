@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ramify.images import ProcessedImage
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.request import EngineRequest
+from ramify.model.images import ProcessedImage
 from ramify.model.load import load_model
 from ramify.model.logprob_check import split_attn_implementation
 from ramify.model.precision import disable_tf32_convolutions

@@ -12,9 +12,9 @@ from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.server import build_app, build_http_server
-from ramify.render import ParsedReply, RenderedPrompt, Renderer
-from ramify.render.outline import ConversationOutline
-from ramify.render.tokenizer import EncodedText
+from ramify.model.render import ParsedReply, RenderedPrompt, Renderer
+from ramify.model.render.outline import ConversationOutline
+from ramify.model.render.tokenizer import EncodedText
 from ramify.trace import Message
 
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from ramify.client.engine_adapter import WeightUpdateAck
+from ramify.core.errors import Failure
 from ramify.env import plugin
-from ramify.errors import Failure
+from ramify.infer.client.engine_adapter import WeightUpdateAck
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.source_mix import SourceMix
-from ramify.store.ledger import CommitRecord, GroupRecord, Ledger
+from ramify.run.store.ledger import CommitRecord, GroupRecord, Ledger
 from ramify.trace.version import PolicyVersion
 from tests.support.traces import make_trace
 

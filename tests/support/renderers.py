@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ramify.render import FamilyRendererConfig, Renderer, TemplateRendererConfig, load_renderer
+from ramify.model.render import FamilyRendererConfig, Renderer, TemplateRendererConfig, load_renderer
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "architecture.md").read_text("utf-8")

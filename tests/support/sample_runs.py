@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ramify.fencing.token import FencingToken
-from ramify.interactive import run_coroutine
+from ramify.core.interactive import run_coroutine
 from ramify.orchestrate.batches import BatchGroup, encode_batch
-from ramify.store import DropReason, Ledger, RolloutRecord, RunLog, RunStore
-from ramify.store.ledger_tables import CommitRecord, GroupRecord
-from ramify.store.run_directory import IDENTITY_KEY
-from ramify.store.summary import summarize_rollout
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import DropReason, Ledger, RolloutRecord, RunLog, RunStore
+from ramify.run.store.ledger_tables import CommitRecord, GroupRecord
+from ramify.run.store.run_directory import IDENTITY_KEY
+from ramify.run.store.summary import summarize_rollout
 from ramify.trace import Annotation, Media, MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage, VersionRun
 from ramify.train.token_stats import FILE_NAME, TOKEN_STATS_DIR
 

@@ -15,9 +15,17 @@ import anthropic
 import httpx
 import openai
 
-from ramify.client import ClientConfig, InferenceClient
-from ramify.env import Endpoint
-from ramify.gateway import Gateway, ModelRequest, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
+from ramify.infer.client import ClientConfig, InferenceClient
+from ramify.infer.gateway import (
+    Endpoint,
+    Gateway,
+    ModelRequest,
+    Policy,
+    RolloutLimits,
+    RolloutSession,
+    SamplingConfig,
+    TokenPolicy,
+)
 from ramify.trace import Message, Trace
 from tests.support.engine import TINY, Script, ScriptedClient, ScriptedEngine
 

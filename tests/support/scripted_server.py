@@ -30,8 +30,8 @@ from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.infer.server import serve
 from ramify.model.load import load_model
+from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import Renderer, load_renderer
 from ramify.trace.version import PolicyVersion
 from tests.clients.run import wait_for_address
 

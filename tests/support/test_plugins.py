@@ -272,9 +272,9 @@ def test_a_hang_ends_at_the_limit_with_the_name_of_its_test(project, workers, pr
 def test_a_worker_without_torch_names_the_module_that_imports_it(project):
     project.write("torch.py", "")
     project.write("conftest.py", CONFTEST + "import sys; sys.path.insert(0, '.')\n")
-    for path in ("infer", "store"):
+    for path in ("infer", "run/store"):
         project.write(f"tests/{path}/test_torch.py", "import torch\ndef test_torch(): pass")
         project.write(f"tests/{path}/test_light.py", "def test_light(): pass")
     status, output = project.pytest("-n", "2", "tests")
-    assert status != 0 and "tests/store/test_torch.py imports torch while it is collected" in output
+    assert status != 0 and "tests/run/store/test_torch.py imports torch while it is collected" in output
     assert "infer/test_torch.py imports" not in output

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ramify.errors import Failure
-from ramify.store import RolloutRecord, RunStore
+from ramify.core.errors import Failure
+from ramify.run.store import RolloutRecord, RunStore
 from ramify.trace import Message, ModelCall, Trace, Usage, VersionRun
 
 PROMPT = [1, 2, 3]

@@ -13,9 +13,10 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from ramify.display import Display
-from ramify.errors import PeerLost, PortTaken, ProcessReplaced
+from ramify.core.display import Display
+from ramify.core.errors import PeerLost, PortTaken, ProcessReplaced
 from ramify.launch.ports import PortReservation
+from ramify.processes.wire import IncomingRequest, WireMessage, WireServer
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
 from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (
@@ -27,7 +28,6 @@ from ramify.train.protocol import (
     TrainedRequest,
     UnsavedRequest,
 )
-from ramify.wire import IncomingRequest, WireMessage, WireServer
 from tests.support.processes import find_free_port
 
 TIMEOUT = 60.0

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ramify.tasksets.repair import load_bugs, load_cases
+from ramify.env.tasksets.repair import load_bugs, load_cases
 from tools.repair.__main__ import build_cases, call_with_limit, find_bugs, load_source, read_source
 from tools.repair.arguments import ARGUMENTS
 from tools.repair.mutations import find_edits

@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 from safetensors.numpy import load_file
 
-from ramify.tasksets.data_files import read_rows
-from ramify.tasksets.reversal import SYSTEM as REVERSING
-from ramify.tasksets.splits import assign_split
-from ramify.tasksets.wikispeedia import SYSTEM as WALKING
+from ramify.env.tasksets.data_files import read_rows
+from ramify.env.tasksets.reversal import SYSTEM as REVERSING
+from ramify.env.tasksets.splits import assign_split
+from ramify.env.tasksets.wikispeedia import SYSTEM as WALKING
 from ramify.train.sft import run_sft
 from ramify.train.sft.conversations import parse_conversations
 from tools.tiny.__main__ import main

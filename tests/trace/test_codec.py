@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import DataCorrupt, Failure, OperationInvalid
+from ramify.core.errors import DataCorrupt, Failure, OperationInvalid
 from ramify.trace import (
     TRACE_SCHEMA,
     Episode,

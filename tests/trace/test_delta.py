@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import DataCorrupt, OperationInvalid, RamifyError
+from ramify.core.errors import DataCorrupt, OperationInvalid, RamifyError
 from ramify.trace import Message, Trace, TraceBuilder, TraceDeltaDecoder, TraceDeltaEncoder, decode_trace, encode_trace
 from tests.support import trace_frames as frames
 from tests.support import trace_oracle as oracle

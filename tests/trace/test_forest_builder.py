@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace import (
     AnnotatedTrace,
     Annotation,

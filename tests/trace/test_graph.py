@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ramify.errors import OperationInvalid, RamifyError
+from ramify.core.errors import OperationInvalid, RamifyError
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionRun, encode_trace
 from tests.support import trace_oracle as oracle
 from tests.support.trace_scripts import IMAGES, KINDS, Script, big_script, replay, scripts, write_script

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import Failure, ProcessDied
+from ramify.core.errors import Failure, ProcessDied
 from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, ToolCall, Trace, to_json
 from tests.support.trace_scripts import Script, decorate, replay, scripts
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace import Trace, decode_trace, encode_trace
 
 DICTS = ("task", "info", "harness", "runtime", "sampler")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ramify.errors import OperationInvalid, RamifyError
+from ramify.core.errors import OperationInvalid, RamifyError
 from ramify.trace import (
     Branch,
     MediaPart,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.errors import DataCorrupt
+from ramify.core.errors import DataCorrupt
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, Targets, build_forest, make_padding_forest, split_forest
 from ramify.train.batch import Batch, PackSpec, count_unique_tokens, pack_forests, repack, split_across_ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ramify.errors import CheckpointRefused, StorageFull
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import CheckpointRefused, StorageFull
+from ramify.run.fencing.token import FencingToken
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import compute_manifest_digest, list_checkpoints

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ramify.cli import main
-from ramify.errors import CheckpointRefused
+from ramify.core.errors import CheckpointRefused
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files

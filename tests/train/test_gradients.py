@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, OPTConfig, Phi3Config
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 from ramify.model.pack_layout import PackLayout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import build_forest

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.model.load import load_model
 from ramify.model.weights import apply_weights, stage_weights
 from ramify.trace import PolicyVersion

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.train.config import LossConfig
 from ramify.train.losses import LOSSES, Entries, LossTerm, ce, kl, load_loss, ref_kl
 

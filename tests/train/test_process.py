@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, PeerRefused, ProcessReplaced
+from ramify.core.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, PeerRefused, ProcessReplaced
 from ramify.model import Manifest
 from ramify.trace import PolicyVersion
 from ramify.train import remote_batch_source

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ramify.errors import StorageFailed
+from ramify.core.errors import StorageFailed
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
 from ramify.model.manifest import verify_weights

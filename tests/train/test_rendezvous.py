@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessReplaced
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessReplaced
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.rendezvous import GangMember, find_interface, join_gang

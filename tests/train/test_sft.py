@@ -19,12 +19,12 @@ import pytest
 from pydantic import ValidationError
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid, TemplateRefused
+from ramify.core.errors import ConfigInvalid, TemplateRefused
+from ramify.env.tasksets.data_files import read_rows
+from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.render import load_renderer
-from ramify.store import RunStore, open_run
-from ramify.store.run_log import RunLog
-from ramify.tasksets.data_files import read_rows
+from ramify.run.store import RunStore, open_run
+from ramify.run.store.run_log import RunLog
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.metrics import StepMetrics
 from ramify.train.sft import batches, run, run_sft

@@ -7,10 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ramify.errors import ConfigInvalid
-from ramify.render import load_renderer
-from ramify.tasksets.color_codeword import make_square, make_square_url
-from ramify.tasksets.data_files import read_rows
+from ramify.core.errors import ConfigInvalid
+from ramify.env.tasksets.color_codeword import make_square, make_square_url
+from ramify.env.tasksets.data_files import read_rows
+from ramify.model.render import load_renderer
 from ramify.trace import MediaPart
 from ramify.train.sft import run_sft
 from ramify.train.sft.config import SftConfig, SftDataConfig

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.errors import DataCorrupt, EngineIncompatible
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import DataCorrupt, EngineIncompatible
+from ramify.run.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.token_stats import TokenStatsWriter, read_token_stats

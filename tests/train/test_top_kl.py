@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.errors import OperationInvalid, ValueNotFinite
+from ramify.core.errors import OperationInvalid, ValueNotFinite
 from ramify.trace import Annotation, build_forest
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.train import lm_head

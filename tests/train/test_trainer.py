@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, Qwen3NextConfig
 
-from ramify.errors import DeadlineExceeded, WeightsRefused
+from ramify.core.errors import DeadlineExceeded, WeightsRefused
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path

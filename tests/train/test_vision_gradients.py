@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from ramify.errors import ConfigInvalid, ModelUnsupported
+from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, load_loss, pack_forests

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded
 from ramify.train import weights_directory
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from ramify.store import RunStore
-from ramify.store.run_log import RunLog
+from ramify.run.store import RunStore
+from ramify.run.store.run_log import RunLog
 from tests.support.sample_runs import write_rl_run
 from tests.support.status import serve_status
 from tests.view.browser import check_accessibility, open_page, open_view, save_screenshots

@@ -6,9 +6,9 @@ from urllib.parse import urlencode
 
 import pytest
 
-from ramify.interactive import run_coroutine
-from ramify.store import RunLog, RunStore
-from ramify.store.run_directory import IDENTITY_KEY
+from ramify.core.interactive import run_coroutine
+from ramify.run.store import RunLog, RunStore
+from ramify.run.store.run_directory import IDENTITY_KEY
 from ramify.trace import Message, ModelCall, Trace
 from ramify.view.export import export_run
 from ramify.view.queries import RunQueries

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
-from ramify.store import RunStore
+from ramify.run.store import RunStore
 from ramify.view.queries import RunQueries
 from ramify.view.server import build_app
 from ramify.view.serving import serve_page

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ramify.cli.app import main
-from ramify.store import RunStore
+from ramify.run.store import RunStore
 from ramify.view.export import bundle_scripts, export_run, make_key
 from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ramify.errors import RunBusy
-from ramify.store import RunStore
+from ramify.core.errors import RunBusy
+from ramify.run.store import RunStore
 from ramify.view.queries import RunQueries
 from tests.support.sample_runs import write_rl_run
 
@@ -14,7 +14,7 @@ DEADLINE = 30.0  # seconds
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from ramify.store import RunLog, RunStore
+from ramify.run.store import RunLog, RunStore
 from tests.support.sample_runs import make_record, make_trace
 
 with RunStore.open(Path(sys.argv[1])) as store:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ramify.cli.app import main
-from ramify.errors import ConfigInvalid
-from ramify.store import Ledger, RunStore
+from ramify.core.errors import ConfigInvalid
+from ramify.run.store import Ledger, RunStore
 from ramify.trace import Message, ToolCall
 from ramify.view import run_state
 from ramify.view.queries import MAX_NODES, RunQueries

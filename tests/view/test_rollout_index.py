@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from ramify.cli.app import main
-from ramify.errors import StorageFailed
-from ramify.store import RunStore
+from ramify.core.errors import StorageFailed
+from ramify.run.store import RunStore
 from ramify.view import rollout_index
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_filter import RolloutFilter

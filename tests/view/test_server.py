@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from ramify.errors import failure_classes
+from ramify.core.errors import failure_classes
 from ramify.view.queries import RunQueries
 from ramify.view.server import STATIC_DIR, build_app
 from tests.support.sample_runs import write_eval_run, write_rl_run

@@ -12,7 +12,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.cli.rl import serve_page_of_run
-from ramify.errors import DeadlineExceeded, PortTaken, ProcessDied
+from ramify.core.errors import DeadlineExceeded, PortTaken, ProcessDied
 from ramify.launch import api
 from ramify.launch.execution import RunResult
 from ramify.launch.supervisor import RunOutcome

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from ramify.tasksets.repair import case_caller
+from ramify.env.tasksets.repair import case_caller
 from tools.repair.arguments import ARGUMENTS
 from tools.repair.mutations import find_edits
 

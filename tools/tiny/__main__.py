@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.core.errors import ConfigInvalid, RamifyError
 
 
 def main() -> int:
@@ -32,8 +32,8 @@ def _build(options: argparse.Namespace) -> None:
     if options.directory.exists() and not options.force:
         raise ConfigInvalid(f"{options.directory} exists; --force replaces it")
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
-    from ramify.display import choose_display
-    from ramify.store import wrap_storage_errors
+    from ramify.core.display import choose_display
+    from ramify.run.store import wrap_storage_errors
     from ramify.train.sft.display import SftContent
     from tools.tiny.build import build_model
 
@@ -42,7 +42,7 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _measure(name: str) -> None:
-    from ramify.images import load_image_family
+    from ramify.model.images import load_image_family
     from ramify.model.resolve import resolve_model_path
 
     path = resolve_model_path(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ramify.display import Display
+from ramify.core.display import Display
 from ramify.train.sft import run_sft
 from ramify.train.sft.display import SftDisplay
 from tools.tiny import MODEL_INFO_FILE, RECIPE_VERSION

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.tasksets import reversal
+from ramify.env.tasksets import reversal
 from ramify.trace import Message
 from tools.tiny.conversation import DrillConversation, draw_tool_call, make_tool
 from tools.tiny.drills import LETTERS, draw_drills, draw_reversal_drill

@@ -7,7 +7,7 @@ times the steps: most of each row is prompt, and English words can be guessed wi
 import random
 from collections.abc import Iterator
 
-from ramify.tasksets.reversal import wrap_in_tags
+from ramify.env.tasksets.reversal import wrap_in_tags
 from tools.tiny.conversation import DrillConversation, draw_tool_call, make_tool
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ramify.env import collect_hooks
-from ramify.tasksets import alphabet_sort, wordle
-from ramify.tasksets.splits import assign_split
-from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
+from ramify.env.tasksets import alphabet_sort, wordle
+from ramify.env.tasksets.splits import assign_split
+from ramify.env.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from tools.tiny.conversation import DrillConversation
 
 GRAPH_SIZES: list[dict[str, Any]] = [

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ramify.client import ClientSampling, Completion
-from ramify.client.generate_api import RequestImage
-from ramify.client.stall_clock import StallClock
-from ramify.gateway.config import SamplingConfig
-from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig, SamplingParams
+from ramify.infer.client import ClientSampling, Completion
+from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.stall_clock import StallClock
+from ramify.infer.gateway.config import SamplingConfig
+from ramify.infer.gateway.policy import TokenPolicy
 from ramify.infer.images import ImageReference
-from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
+from ramify.model.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from ramify.client import ClientSampling
-from ramify.render import ParsedReply, RenderedPrompt, load_renderer
-from ramify.tasksets import reversal
-from ramify.tasksets.alphabet_sort import get_tag_name
+from ramify.env.tasksets import reversal
+from ramify.env.tasksets.alphabet_sort import get_tag_name
+from ramify.infer.client import ClientSampling
+from ramify.model.render import ParsedReply, RenderedPrompt, load_renderer
 from ramify.trace import Message, Trace
 from tools.tiny.corpus import build_reversal_prompt, draw_tool_prompt, load_vocabulary
 from tools.tiny.local_model import LocalModel, open_local_model

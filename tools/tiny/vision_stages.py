@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from ramify.tasksets.answers import get_replies
-from ramify.tasksets.color_codeword import COLORS, REQUEST, SYSTEM, find_codeword, make_square_url
-from ramify.tasksets.splits import assign_split
+from ramify.env.tasksets.answers import get_replies
+from ramify.env.tasksets.color_codeword import COLORS, REQUEST, SYSTEM, find_codeword, make_square_url
+from ramify.env.tasksets.splits import assign_split
 from tools.tiny.local_model import open_local_model
 from tools.tiny.stages import SftStage
 

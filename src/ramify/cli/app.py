@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from ramify import __version__
-from ramify.errors import ConfigInvalid, RamifyError
-from ramify.names import suggest
-from ramify.terminal import escape_output, print_exception
+from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.core.names import suggest
+from ramify.core.terminal import escape_output, print_exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _run(argv: list[str], *, owns_process: bool = True) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        from ramify.config import COMMAND_HINTS  # help does not load pydantic
+        from ramify.core.config import COMMAND_HINTS  # help does not load pydantic
 
         similar = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
         advice = COMMAND_HINTS.get(name, similar)

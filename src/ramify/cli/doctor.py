@@ -16,7 +16,7 @@ from ramify import __version__
 from ramify.cli import doctor_checks
 from ramify.cli.doctor_checks import CheckResult
 from ramify.cli.parser import CommandParser
-from ramify.console import PipeConsole
+from ramify.core.console import PipeConsole
 
 CHECKS: list[Callable[[], list[CheckResult]]] = [
     doctor_checks.check_system,

@@ -156,7 +156,7 @@ def check_node() -> list[CheckResult]:
 
 def check_sandbox() -> list[CheckResult]:
     """Check that bubblewrap can start a sandbox."""
-    from ramify.runtime.bwrap import find_unsupported_reason
+    from ramify.rollout.runtime.bwrap import find_unsupported_reason
 
     if (reason := find_unsupported_reason()) is None:
         return [CheckResult("bubblewrap", "ok", "a sandbox can be started")]

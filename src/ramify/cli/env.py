@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ramify.cli.parser import CommandParser
-from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.processes.interpreter import INSTALLED_FILE, check_interpreter, get_environments_dir, list_environments
 
 CREATE_TIMEOUT = 300.0  # seconds to make an empty environment

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flags
-from ramify.envserver.config import EnvServerConfig
-from ramify.errors import ConfigInvalid, PeerLost
-from ramify.files import write_atomically
+from ramify.core.config import parse_component, pop_flags
+from ramify.core.errors import ConfigInvalid, PeerLost
+from ramify.core.files import write_atomically
 from ramify.launch.process_configs import build_env_server_config
 from ramify.orchestrate.config import RunConfig
-from ramify.wire.address import check_bind_address
+from ramify.processes.wire.address import check_bind_address
+from ramify.rollout.envserver.config import EnvServerConfig
 
 COMMAND_FLAGS = ("--dry-run",)
 USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def serve(config: EnvServerConfig) -> None:
     """Serve until SIGTERM or SIGINT; then let attempts finish within the grace period."""
-    from ramify.envserver.server import EnvServer
+    from ramify.rollout.envserver.server import EnvServer
 
     sys.setswitchinterval(0.001)  # keeps the latency of the connection threads low
     loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()

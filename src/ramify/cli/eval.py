@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import SHORT_FLAGS, expand_short_flags, expand_taskset_id
-from ramify.config import add_origins, dry_run, parse, pop_flags, read_top_level_keys
-from ramify.display import choose_display
-from ramify.errors import ConfigInvalid, StorageFull
-from ramify.evals.config import EvalConfig
-from ramify.names import format_count
+from ramify.core.config import add_origins, dry_run, parse, pop_flags, read_top_level_keys
+from ramify.core.display import choose_display
+from ramify.core.errors import ConfigInvalid, StorageFull
+from ramify.core.names import format_count
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
-from ramify.runtime.bwrap import describe_fallback
+from ramify.rollout.evals.config import EvalConfig
+from ramify.rollout.runtime.bwrap import describe_fallback
 
 if TYPE_CHECKING:
-    from ramify.evals.crash_report import CrashReporter
-    from ramify.evals.run import EvalResult
+    from ramify.rollout.evals.crash_report import CrashReporter
+    from ramify.rollout.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show-traces", "--keep-workdirs", "--dry-run")
 EVAL_SHORT_FLAGS = {**SHORT_FLAGS, "-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
@@ -41,7 +41,7 @@ Rerun the same command to resume the run. Keys:
 
 def run_as_process(argv: Sequence[str]) -> int:
     """Do what `run` does in a child process, and report if environment code ends it."""
-    from ramify.evals.crash_report import CrashReporter
+    from ramify.rollout.evals.crash_report import CrashReporter
 
     reporter = CrashReporter()
     if (exit_code := reporter.fork()) is not None:
@@ -76,10 +76,10 @@ def run(argv: Sequence[str], crash_reporter: "CrashReporter | None" = None) -> i
 
 def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the evaluation would refuse at its start, and print how many rollouts it would run."""
-    from ramify.evals.plan import load_plan  # loaded here, not for help
-    from ramify.evals.policy import check_server
-    from ramify.evals.run import find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.rollout import Environment
+    from ramify.rollout.evals.plan import load_plan  # loaded here, not for help
+    from ramify.rollout.evals.policy import check_server
+    from ramify.rollout.evals.run import find_rollouts_to_run, get_run_path, with_eval_split
 
     config = with_eval_split(config)
     environment = Environment.load(config.source)
@@ -105,9 +105,9 @@ def _evaluate(
     keep: bool,
 ) -> int:
     """Run the missing rollouts, print the report, and return the exit code."""
-    from ramify.evals.display import EvalContent  # loaded here, not for help
-    from ramify.evals.run import evaluate, get_run_path, with_eval_split
-    from ramify.evals.watchdog import Watchdog
+    from ramify.rollout.evals.display import EvalContent  # loaded here, not for help
+    from ramify.rollout.evals.run import evaluate, get_run_path, with_eval_split
+    from ramify.rollout.evals.watchdog import Watchdog
 
     resume_command = format_resume_command("eval", argv)
     previous_handler = signal.signal(signal.SIGTERM, _interrupt)
@@ -146,10 +146,10 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
-    from ramify.console import make_console
-    from ramify.evals.report import build_report
-    from ramify.evals.trace_view import render_trace_tree
-    from ramify.store import RunStore
+    from ramify.core.console import make_console
+    from ramify.rollout.evals.report import build_report
+    from ramify.rollout.evals.trace_view import render_trace_tree
+    from ramify.run.store import RunStore
 
     console = make_console()
     workdirs: list[str] = []

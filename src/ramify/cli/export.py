@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     if options.adapter:
         return _export_adapter(options.run, options.file)
     from ramify.cli.run_lookup import open_run_readonly  # loaded here, not for help
-    from ramify.store import export_run, wrap_storage_errors
+    from ramify.run.store import export_run, wrap_storage_errors
 
     with open_run_readonly(options.run) as store:
         path = options.file or store.path / f"export.{options.to}"
@@ -52,7 +52,7 @@ def make_progress_reporter() -> Callable[[int, int], None]:
 
 def _export_adapter(run: str, directory: Path | None) -> int:
     from ramify.cli.run_lookup import open_run_readonly
-    from ramify.store import wrap_storage_errors
+    from ramify.run.store import wrap_storage_errors
     from ramify.train.adapter import export_adapter  # loads torch
 
     with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
@@ -65,7 +65,7 @@ def _export_adapter(run: str, directory: Path | None) -> int:
 
 def _export_model(run: str, directory: Path, step: str) -> int:
     from ramify.cli.run_lookup import open_run_readonly
-    from ramify.store import wrap_storage_errors
+    from ramify.run.store import wrap_storage_errors
     from ramify.train.model_export import export_model  # loads torch
 
     with open_run_readonly(run) as store, wrap_storage_errors(directory):

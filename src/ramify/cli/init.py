@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.cli.parser import CommandParser
+from ramify.core.errors import ConfigInvalid, StorageFailed
 from ramify.env import plugin
-from ramify.errors import ConfigInvalid, StorageFailed
 
 PYPROJECT_TEMPLATE = """\
 [build-system]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ramify.cli.rl import expand_arguments
-from ramify.config import parse
+from ramify.core.config import parse
 from ramify.orchestrate.config import RunConfig
 
 USAGE = """usage: ramify k8s @ FILE [--key value] > job.yaml; kubectl apply -f job.yaml

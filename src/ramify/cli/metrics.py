@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
-    from ramify.store.run_log import MetricPoint
+    from ramify.run.store.run_log import MetricPoint
 
 CURVE_WIDTH = 24  # characters
 
@@ -47,7 +47,7 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.console import make_console
+    from ramify.core.console import make_console
     from ramify.launch.dashboard import render_sparkline
 
     values: dict[str, list[float]] = {}

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from ramify.console import PipeConsole
-from ramify.errors import ModelNotFound, WeightsRefused
+from ramify.core.console import PipeConsole
+from ramify.core.errors import ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 
 MEASUREMENT_LABELS = {

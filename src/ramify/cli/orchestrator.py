@@ -5,12 +5,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import add_origins, parse, pop_flags
-from ramify.display import LogDisplay
-from ramify.errors import ConfigInvalid, EngineIncompatible
+from ramify.core.config import add_origins, parse, pop_flags
+from ramify.core.display import LogDisplay
+from ramify.core.errors import ConfigInvalid, EngineIncompatible
+from ramify.core.names import format_count
 from ramify.infer.config import ExternalConfig
-from ramify.monitor import check_sinks_installed
-from ramify.names import format_count
+from ramify.launch.monitor import check_sinks_installed
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
@@ -67,13 +67,12 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 
 
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
-    from ramify.images import ImageStore
-    from ramify.images.image_store import MEDIA_DIR
     from ramify.launch.completion import format_finished, mark_finished, prepare_run_directory
     from ramify.launch.head import prepare_head, read_local_state
+    from ramify.launch.monitor import build_samples, open_monitor_sinks
     from ramify.launch.run_record import RunRecord, read_record
-    from ramify.monitor import build_samples, open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
+    from ramify.run.store.image_store import MEDIA_DIR, ImageStore
 
     images = ImageStore(config.path / MEDIA_DIR)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.cli.app import COMMANDS
-from ramify.names import suggest
+from ramify.core.names import suggest
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -13,9 +13,9 @@ def run(argv: Sequence[str]) -> int:
     """Plot the metrics whose names match."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
-    from ramify.errors import ConfigInvalid
+    from ramify.core.errors import ConfigInvalid
+    from ramify.launch.monitor.plot import plot_metrics
     from ramify.launch.run_queries import read_metrics
-    from ramify.monitor.plot import plot_metrics
 
     if not Path(options.o).suffix:
         raise ConfigInvalid(f"-o {options.o}: the file needs a suffix: .png, .svg or .pdf")

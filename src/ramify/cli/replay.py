@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ramify.cli.parser import CommandParser
-from ramify.names import format_count
+from ramify.core.names import format_count
 
 if TYPE_CHECKING:
-    from ramify.evals.replay import RescoredRollout
+    from ramify.rollout.evals.replay import RescoredRollout
 
 
 def run(argv: Sequence[str]) -> int:
     """Rescore an eval's rollouts and print the old and the new rewards."""
     options = _build_parser().parse_args(argv)
-    from ramify.console import make_console  # loaded here, not for help
+    from ramify.core.console import make_console  # loaded here, not for help
 
     rollouts = asyncio.run(_rescore(options.run))
     table = Table("rollout", "old reward", "new reward", "", box=None, padding=(0, 2, 0, 0))
@@ -37,8 +37,8 @@ def run(argv: Sequence[str]) -> int:
 
 async def _rescore(run_name: str) -> list["RescoredRollout"]:
     from ramify.cli.run_lookup import open_run_readonly
-    from ramify.errors import ConfigInvalid
-    from ramify.evals.replay import load_environment, rescore
+    from ramify.core.errors import ConfigInvalid
+    from ramify.rollout.evals.replay import load_environment, rescore
 
     with open_run_readonly(run_name) as store:
         environment = load_environment(store)

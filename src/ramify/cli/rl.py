@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags, pop_taskset_id
-from ramify.config import add_origins, dry_run, parse, pop_flags
-from ramify.display import choose_display
-from ramify.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
+from ramify.core.config import add_origins, dry_run, parse, pop_flags
+from ramify.core.display import choose_display
+from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.cluster_config import find_unused_keys
 from ramify.orchestrate.config import RunConfig
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
-    from ramify.store import RunStore
-    from ramify.store.ledger import Ledger
+    from ramify.run.store import RunStore
+    from ramify.run.store.ledger import Ledger
 
 CLOSE_TIMEOUT = 5.0  # seconds to close a run after an error; its storage may hang
 
@@ -21,11 +21,11 @@ def run(argv: Sequence[str]) -> int:
     """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import build_resume_command, find_run  # loaded here, not for help
-    from ramify.errors import CheckpointRefused
+    from ramify.core.errors import CheckpointRefused
     from ramify.launch.head import check_newest_head
     from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
-    from ramify.store import wrap_storage_errors
-    from ramify.store.ledger import Ledger
+    from ramify.run.store import wrap_storage_errors
+    from ramify.run.store.ledger import Ledger
     from ramify.train.checkpoint_manifest import (
         find_committed_checkpoint,
         list_completed_steps,
@@ -64,9 +64,9 @@ def run(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _open_store(path: Path) -> "Generator[RunStore]":
     """Open the run, and close it when the block ends, both with a deadline. An error of the block is kept."""
-    from ramify.errors import RamifyError
+    from ramify.core.errors import RamifyError
     from ramify.launch.shared_storage import call_storage_blocking
-    from ramify.store import RunStore, wrap_storage_errors
+    from ramify.run.store import RunStore, wrap_storage_errors
 
     store = call_storage_blocking(partial(RunStore.open, path), path)
     try:
@@ -85,10 +85,10 @@ def _count_bytes(checkpoint: Path) -> int:
 
 def _roll_back_ledger(ledger: "Ledger", step: int, checkpoint: Path) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
-    from ramify.errors import ConfigInvalid
+    from ramify.core.errors import ConfigInvalid
     from ramify.launch.completion import FINISHED_KEY
-    from ramify.store.run_log import build_event_change
-    from ramify.store.run_store import build_fact_change
+    from ramify.run.store.run_log import build_event_change
+    from ramify.run.store.run_store import build_fact_change
 
     store, committed = ledger.store, ledger.progress().committed
     if 0 < committed < step:
@@ -103,7 +103,7 @@ def _roll_back_ledger(ledger: "Ledger", step: int, checkpoint: Path) -> int:
 
 def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.files import unless_abandoned
+    from ramify.core.files import unless_abandoned
     from ramify.train.checkpoint_manifest import list_checkpoints, parse_checkpoint_name
 
     renamed: list[Path] = []

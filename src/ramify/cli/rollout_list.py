@@ -11,9 +11,9 @@ from itertools import islice
 from operator import itemgetter
 from typing import Literal
 
-from ramify.errors import ConfigInvalid
-from ramify.evals.summary import total_seconds
-from ramify.store import RolloutRecord, RunStore
+from ramify.core.errors import ConfigInvalid
+from ramify.rollout.evals.summary import total_seconds
+from ramify.run.store import RolloutRecord, RunStore
 
 SortOrder = Literal["index", "worst", "best"]
 

@@ -4,11 +4,11 @@ import tomllib
 from pathlib import Path
 
 from ramify.cli.parser import format_resume_command
-from ramify.errors import ConfigInvalid, RamifyError
-from ramify.names import find_similar, format_count
-from ramify.store import RolloutRecord, RunStore
-from ramify.store.index import DATABASE_NAME, check_index_file
-from ramify.store.ledger import Ledger
+from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.core.names import find_similar, format_count
+from ramify.run.store import RolloutRecord, RunStore
+from ramify.run.store.index import DATABASE_NAME, check_index_file
+from ramify.run.store.ledger import Ledger
 
 OUTPUT_DIR = Path("outputs")
 CONFIG_FILE = "config.toml"

@@ -18,9 +18,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(ids: Sequence[str]) -> int:
+    from ramify.core.errors import ConfigInvalid
     from ramify.env import Task, plugin  # loaded here, not for help
     from ramify.env.runtime import Capability
-    from ramify.errors import ConfigInvalid
 
     for runtime_id in ids or _get_builtin_ids():
         print(runtime_id)
@@ -38,8 +38,8 @@ def _list(ids: Sequence[str]) -> int:
 
 
 def _clean(ids: Sequence[str]) -> int:
+    from ramify.core.errors import RamifyError
     from ramify.env import plugin  # loaded here, not for help
-    from ramify.errors import RamifyError
 
     num_removed, failed = 0, False
     runtimes: list[Runtime] = [plugin.build_plugin("runtime", {"id": id}) for id in ids or _get_builtin_ids()]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import parse_component, pop_flags
-from ramify.errors import ConfigInvalid
+from ramify.core.config import parse_component, pop_flags
+from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.process_configs import build_serve_config
+from ramify.model.render import load_renderer
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
-from ramify.render import load_renderer
 
 if TYPE_CHECKING:
     from ramify.infer.vllm_server import VLLMServer

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.parser import format_resume_command
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import dry_run, parse, pop_flags
-from ramify.display import choose_display
-from ramify.errors import StorageFull
-from ramify.names import format_count
+from ramify.core.config import dry_run, parse, pop_flags
+from ramify.core.display import choose_display
+from ramify.core.errors import StorageFull
+from ramify.core.names import format_count
 from ramify.train.sft.config import SftConfig
 
 COMMAND_FLAGS = ("--fresh", "--dry-run")

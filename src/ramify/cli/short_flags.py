@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from ramify.config import find_file_hint
-from ramify.errors import ConfigInvalid
+from ramify.core.config import find_file_hint
+from ramify.core.errors import ConfigInvalid
 
 SERVER_FLAG = "-b"
 SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", SERVER_FLAG: "--inference"}

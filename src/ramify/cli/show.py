@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
-    from ramify.store import RunStore
+    from ramify.run.store import RunStore
 
 
 def run(argv: Sequence[str]) -> int:
@@ -15,9 +15,9 @@ def run(argv: Sequence[str]) -> int:
     options = _parse_options(argv)
     from ramify.cli.rollout_list import ListRequest, print_rollouts
     from ramify.cli.run_lookup import find_rollout, open_run_readonly
-    from ramify.console import make_console  # loaded here, not for help
-    from ramify.evals.report import build_report
-    from ramify.evals.trace_view import render_trace_tree
+    from ramify.core.console import make_console  # loaded here, not for help
+    from ramify.rollout.evals.report import build_report
+    from ramify.rollout.evals.trace_view import render_trace_tree
 
     console = make_console()
     with open_run_readonly(options.run) as store:

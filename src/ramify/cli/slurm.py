@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.cli.rl import expand_arguments
-from ramify.config import parse, pop_flags
-from ramify.errors import ConfigInvalid, ProcessDied
-from ramify.files import write_atomically
+from ramify.core.config import parse, pop_flags
+from ramify.core.errors import ConfigInvalid, ProcessDied
+from ramify.core.files import write_atomically
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.probe import run_probe
-from ramify.store import wrap_storage_errors
+from ramify.run.store import wrap_storage_errors
 
 USAGE = """usage: ramify slurm @ FILE [--submit] [--key value]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.cli.short_flags import expand_short_flags
-from ramify.config import dry_run, parse_component, pop_flags
-from ramify.errors import ConfigInvalid
+from ramify.core.config import dry_run, parse_component, pop_flags
+from ramify.core.errors import ConfigInvalid
 from ramify.launch.process_configs import build_trainer_config
 from ramify.orchestrate.config import RunConfig
 from ramify.train.process_config import TrainerProcessConfig
@@ -72,8 +72,8 @@ def run(argv: Sequence[str]) -> int:
 def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | None, flat: bool) -> None:
     """Train until the batch source or a signal ends it."""
     with pause_garbage_collection():
-        from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
         from ramify.model.precision import disable_tf32_convolutions
+        from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
         from ramify.train.batch_source import BatchRecording, ReplayBatchSource
         from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
         from ramify.train.process import TrainerProcess

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
-from ramify.config import Config, add_origins, parse
-from ramify.names import format_count
+from ramify.core.config import Config, add_origins, parse
+from ramify.core.names import format_count
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout.config import TimeoutsConfig
 
@@ -60,8 +60,8 @@ def run(argv: Sequence[str]) -> int:
     config = parse(ValidateConfig, args, prog="ramify validate", usage=USAGE)
     if (python := find_other_interpreter(config.python)) is not None:
         run_command_in(python, "validate", argv)
-    from ramify.evals.plan import load_first_tasks  # the rest is loaded here, not for help
     from ramify.rollout import Environment, SourceConfig
+    from ramify.rollout.evals.plan import load_first_tasks  # the rest is loaded here, not for help
 
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
 async def _validate_tasks(
     env: "Environment", tasks: Sequence["Task"], config: ValidateConfig
 ) -> list["TaskValidation"]:
-    from ramify.gateway import Gateway
+    from ramify.infer.gateway import Gateway
     from ramify.rollout import validate_task
 
     semaphore = asyncio.Semaphore(config.concurrency)
@@ -90,7 +90,7 @@ async def _validate_tasks(
 
 
 def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, capped: bool) -> None:
-    from ramify.console import PipeConsole
+    from ramify.core.console import PipeConsole
     from ramify.env.decorators import MISSING_REWARD_ADVICE
 
     console = PipeConsole(soft_wrap=True)

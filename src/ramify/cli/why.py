@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import CommandParser
-from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
-from ramify.names import format_count
+from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
+from ramify.core.names import format_count
 from ramify.processes.log import ProcessLog
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ramify.launch.run_lock import RunSupervisor
-    from ramify.store import RunStore
-    from ramify.store.run_log import RunEvent
+    from ramify.run.store import RunStore
+    from ramify.run.store.run_log import RunEvent
 
 MAX_EVENTS = 10  # last events shown
 MAX_FAILURES = 3  # most frequent failures shown
@@ -74,7 +74,7 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.console import make_console
+    from ramify.core.console import make_console
     from ramify.launch.dashboard import format_status_line
 
     console = make_console()
@@ -114,7 +114,7 @@ def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
     """Print the state of each process, and its node if some of them are on other nodes than the head."""
     from rich.table import Table
 
-    from ramify.console import make_console
+    from ramify.core.console import make_console
 
     has_nodes = any(process.get("node") for process in processes.values())
     table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", box=None, padding=(0, 2, 0, 0))
@@ -154,7 +154,7 @@ def _is_record_of(record: Mapping[str, Any], supervisor: "RunSupervisor") -> boo
 
 def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | None") -> None:
     """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
-    from ramify.console import make_console
+    from ramify.core.console import make_console
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import OrchestratorState
 
@@ -169,7 +169,7 @@ def _print_unresponsive_run(path: Path) -> bool:
     """Print the last state of a run whose orchestrator does not respond; return False if it has written none."""
     import platform
 
-    from ramify.console import make_console
+    from ramify.core.console import make_console
     from ramify.launch.liveness import get_process_state
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import read_snapshot
@@ -194,13 +194,13 @@ def _print_unresponsive_run(path: Path) -> bool:
 def _print_ended_run(path: Path) -> None:
     """Print from the run's files how far it came, its last events, and the last log lines of each process."""
     from ramify.cli.run_lookup import build_resume_command
-    from ramify.console import make_console
+    from ramify.core.console import make_console
     from ramify.launch.last_state import describe_last_state
     from ramify.launch.run_queries import INTERRUPTED_EVENT, describe_end
     from ramify.orchestrate.snapshot import read_snapshot
-    from ramify.store import RunStore
-    from ramify.store.ledger import Ledger
-    from ramify.store.run_log import RunLog
+    from ramify.run.store import RunStore
+    from ramify.run.store.ledger import Ledger
+    from ramify.run.store.run_log import RunLog
 
     console = make_console()
     with RunStore.open(path, write=False) as store:
@@ -265,9 +265,9 @@ def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, in
 
 def _print_audit(path: Path) -> int:
     """Print the problems of the run's files and its ledger; return the exit code."""
-    from ramify.store import RunStore
-    from ramify.store.index import DATABASE_NAME, has_index_checksum
-    from ramify.store.integrity import check_storage
+    from ramify.run.store import RunStore
+    from ramify.run.store.index import DATABASE_NAME, has_index_checksum
+    from ramify.run.store.integrity import check_storage
 
     try:
         opened = RunStore.open(path, write=False)
@@ -306,8 +306,8 @@ def _audit_checkpoints(path: Path) -> list[str]:
 def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
     """Return the size of the ledger and its problems; a run of `ramify eval` has no ledger."""
     from ramify.launch.run_queries import has_finished
-    from ramify.store.audit import audit
-    from ramify.store.ledger import Ledger
+    from ramify.run.store.audit import audit
+    from ramify.run.store.ledger import Ledger
 
     if not Ledger.exists_in(store):
         return format_count(len(store.rollouts()), "rollout"), []

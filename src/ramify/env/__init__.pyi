@@ -1,6 +1,5 @@
 from .chat_client import ChatClient as ChatClient
 from .chat_client import ChatClientConfig as ChatClientConfig
-from .context import Endpoint as Endpoint
 from .context import RolloutAgent as RolloutAgent
 from .context import RolloutContext as RolloutContext
 from .decorators import group_reward as group_reward

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
-from ramify.async_calls import retry
-from ramify.config import Config
-from ramify.errors import ConfigInvalid, ProviderError
+from ramify.core.async_calls import retry
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.trace import Message, Trace, Usage
 
 if TYPE_CHECKING:
-    from ramify.client.http_client import HttpResponse
+    from ramify.infer.client.http_client import HttpResponse
 
 EXCERPT_CHARS = 300  # of a response, in error messages
 RUN_MODEL_PREFIX = "models."  # of a `base_url` that names a model of the run
@@ -134,8 +134,11 @@ class ChatClient:
 
     async def _post_with_retries(self, body: bytes) -> ChatCompletion:
         """Return the completion, after retries of transient failures."""
-        from ramify.client.http_client import HttpClient, RequestFailed  # slow to load, and few environments need it
-        from ramify.dialects.chat_format import parse_chat_completion
+        from ramify.infer.client.http_client import (  # slow to load, and few environments need it
+            HttpClient,
+            RequestFailed,
+        )
+        from ramify.infer.dialects.chat_format import parse_chat_completion
 
         connect_timeout = min(self.config.timeout, CONNECT_TIMEOUT)
 

@@ -42,7 +42,7 @@ class ModuleScope:
                     yield file
 
 
-BUILTIN_TASKSETS = ModuleScope(RAMIFY_ROOT, ("ramify", "tasksets"))
+BUILTIN_TASKSETS = ModuleScope(RAMIFY_ROOT, ("ramify", "env", "tasksets"))
 
 
 @cache  # per class: the digests are those of the loaded code, even if its file is edited later
@@ -77,7 +77,7 @@ def _find_scopes(module_name: str, path: Path) -> list[ModuleScope]:
     """Return the scopes that contain the modules of a plugin's package; none for a plugin that is part of Ramify."""
     parts = tuple(module_name.split("."))
     if parts[0] == "ramify":
-        return [BUILTIN_TASKSETS] if parts[:2] == BUILTIN_TASKSETS.prefix else []
+        return [BUILTIN_TASKSETS] if parts[:3] == BUILTIN_TASKSETS.prefix else []
     if len(parts) > 1 or path.name == "__init__.py":  # a module of a package
         return [ModuleScope(path.parents[len(parts) - (path.name != "__init__.py")], parts[:1]), BUILTIN_TASKSETS]
     root = path.parent

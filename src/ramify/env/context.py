@@ -7,24 +7,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ramify.env.task import Task
+from ramify.infer.gateway.config import Endpoint
 from ramify.trace import Trace
 
 if TYPE_CHECKING:
     from ramify.env.runtime import Runtime
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where an OpenAI or Anthropic client reaches the policy of a rollout. Its calls become branches of the trace.
-
-    - `base_url`: the address; it ends in `/v1`.
-    - `api_key`: the secret of the rollout.
-    - `model`: the name of the policy.
-    """
-
-    base_url: str
-    api_key: str = field(repr=False)
-    model: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook_threads import run_in_hook_thread
-from ramify.errors import ConfigInvalid
-from ramify.names import find_similar
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from pydantic import Field, field_validator
 
-from ramify.config import Config
-from ramify.config.schema import is_dict
+from ramify.core.config import Config
+from ramify.core.config.schema import is_dict
+from ramify.core.errors import JudgeError, ProviderError
+from ramify.core.names import find_duplicates
 from ramify.env.chat_client import EXCERPT_CHARS, ChatClient, ChatClientConfig, add_usage
 from ramify.env.task import Task
-from ramify.errors import JudgeError, ProviderError
-from ramify.names import find_duplicates
 from ramify.trace import Trace
 
 VERDICT_PATTERN = re.compile(r"verdict\W*(correct|incorrect)\b", re.IGNORECASE)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config
-from ramify.dialects.media import media_from_base64
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.context import RolloutContext
 from ramify.env.tools import Tool, ToolContent, to_content
-from ramify.errors import ConfigInvalid, SandboxError
+from ramify.infer.dialects.media import media_from_base64
 from ramify.trace import Media
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, parse_section
+from ramify.core.config import Config, parse_section
+from ramify.core.errors import ConfigInvalid, ConfigProblem
+from ramify.core.errors.origin import describe_exception
+from ramify.core.names import suggest
 from ramify.env.plugin_config import get_config_class
-from ramify.errors import ConfigInvalid, ConfigProblem
-from ramify.errors.origin import describe_exception
-from ramify.names import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +43,47 @@ PLUGIN_KINDS = {
         "ramify.tasksets",
         "ramify.env.taskset:Taskset",
         {
-            "alphabet-sort": "ramify.tasksets.alphabet_sort:AlphabetSort",
-            "arithmetic": "ramify.tasksets.arithmetic:Arithmetic",
-            "color-codeword": "ramify.tasksets.color_codeword:ColorCodeword",
-            "dataset": "ramify.tasksets.dataset:Dataset",
-            "general-agent": "ramify.tasksets.general_agent:GeneralAgent",
-            "harbor": "ramify.tasksets.harbor:Harbor",
-            "repair": "ramify.tasksets.repair:Repair",
-            "openenv": "ramify.adapters.openenv:OpenEnv",
-            "reasoning-gym": "ramify.adapters.reasoning_gym:ReasoningGym",
-            "reverse-text": "ramify.tasksets.reverse_text:ReverseText",
-            "swe": "ramify.tasksets.swe:Swe",
-            "textarena": "ramify.adapters.textarena:TextArena",
-            "verifiers": "ramify.adapters.verifiers:Verifiers",
-            "wikispeedia": "ramify.tasksets.wikispeedia:Wikispeedia",
-            "wordle": "ramify.tasksets.wordle:Wordle",
+            "alphabet-sort": "ramify.env.tasksets.alphabet_sort:AlphabetSort",
+            "arithmetic": "ramify.env.tasksets.arithmetic:Arithmetic",
+            "color-codeword": "ramify.env.tasksets.color_codeword:ColorCodeword",
+            "dataset": "ramify.env.tasksets.dataset:Dataset",
+            "general-agent": "ramify.env.tasksets.general_agent:GeneralAgent",
+            "harbor": "ramify.env.tasksets.harbor:Harbor",
+            "repair": "ramify.env.tasksets.repair:Repair",
+            "openenv": "ramify.env.adapters.openenv:OpenEnv",
+            "reasoning-gym": "ramify.env.adapters.reasoning_gym:ReasoningGym",
+            "reverse-text": "ramify.env.tasksets.reverse_text:ReverseText",
+            "swe": "ramify.env.tasksets.swe:Swe",
+            "textarena": "ramify.env.adapters.textarena:TextArena",
+            "verifiers": "ramify.env.adapters.verifiers:Verifiers",
+            "wikispeedia": "ramify.env.tasksets.wikispeedia:Wikispeedia",
+            "wordle": "ramify.env.tasksets.wordle:Wordle",
         },
     ),
     "harness": PluginKind(
         "ramify.harnesses",
-        "ramify.harness:Harness",
+        "ramify.rollout.harness:Harness",
         {
-            "bash": "ramify.harness.bash:BashHarness",
-            "chat": "ramify.harness.chat:ChatHarness",
-            "claude-code": "ramify.harness.presets:ClaudeCodeHarness",
-            "codex": "ramify.harness.presets:CodexHarness",
-            "mini-swe-agent": "ramify.harness.presets:MiniSweAgentHarness",
-            "opencode": "ramify.harness.presets:OpencodeHarness",
-            "pi": "ramify.harness.presets:PiHarness",
-            "program": "ramify.harness.program:ProgramHarness",
-            "rlm": "ramify.harness.rlm:RlmHarness",
-            "taskset": "ramify.harness.taskset:TasksetHarness",
+            "bash": "ramify.rollout.harness.bash:BashHarness",
+            "chat": "ramify.rollout.harness.chat:ChatHarness",
+            "claude-code": "ramify.rollout.harness.presets:ClaudeCodeHarness",
+            "codex": "ramify.rollout.harness.presets:CodexHarness",
+            "mini-swe-agent": "ramify.rollout.harness.presets:MiniSweAgentHarness",
+            "opencode": "ramify.rollout.harness.presets:OpencodeHarness",
+            "pi": "ramify.rollout.harness.presets:PiHarness",
+            "program": "ramify.rollout.harness.program:ProgramHarness",
+            "rlm": "ramify.rollout.harness.rlm:RlmHarness",
+            "taskset": "ramify.rollout.harness.taskset:TasksetHarness",
         },
     ),
     "runtime": PluginKind(
         "ramify.runtimes",
         "ramify.env.runtime:Runtime",
         {
-            "container": "ramify.runtime.container:ContainerRuntime",
-            "hosted": "ramify.runtime.hosted:HostedRuntime",
-            "local": "ramify.runtime.local:LocalRuntime",
-            "sandbox": "ramify.runtime.sandbox:SandboxRuntime",
+            "container": "ramify.rollout.runtime.container:ContainerRuntime",
+            "hosted": "ramify.rollout.runtime.hosted:HostedRuntime",
+            "local": "ramify.rollout.runtime.local:LocalRuntime",
+            "sandbox": "ramify.rollout.runtime.sandbox:SandboxRuntime",
         },
     ),
     "judge": PluginKind(

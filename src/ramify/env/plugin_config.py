@@ -2,8 +2,8 @@
 
 from typing import TypeVar, get_type_hints
 
-from ramify.config import Config
-from ramify.errors import ConfigInvalid
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid
 
 C = TypeVar("C", bound=Config)
 

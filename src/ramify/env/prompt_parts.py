@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ramify.config.schema import is_dict, is_list, is_tuple
-from ramify.dialects.media import MEDIA_ADVICE, media_to_url
-from ramify.errors import OperationInvalid
+from ramify.core.config.schema import is_dict, is_list, is_tuple
+from ramify.core.errors import OperationInvalid
+from ramify.infer.dialects.media import MEDIA_ADVICE, media_to_url
 from ramify.trace import Media
 from ramify.trace.plain_data import to_plain
 

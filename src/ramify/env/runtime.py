@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import Field
 
-from ramify.config import Config
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.core.names import find_similar
 from ramify.env.task import Task
-from ramify.errors import ConfigInvalid, RamifyError
-from ramify.names import find_similar
 
 TIMEOUT_EXIT_CODE = 124  # as `timeout(1)` returns
 NOT_EXECUTABLE_EXIT_CODE = 126  # as a shell returns

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ramify.config.schema import is_dict
+from ramify.core.config.schema import is_dict
 from ramify.env.prompt_parts import to_plain_prompt
 from ramify.trace.plain_data import to_plain
 

@@ -8,7 +8,7 @@ A user writes a subclass. `load` is the only required method. All others are opt
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from ramify.config import Config
+from ramify.core.config import Config
 from ramify.env.plugin_config import get_config_class
 from ramify.env.task import Task
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.decorators import HookKind, HookMark, get_mark
 from ramify.env.hook import Hook
 from ramify.env.taskset import Taskset
 from ramify.env.tools import ToolSet
 from ramify.env.user import User
-from ramify.errors import ConfigInvalid, EnvironmentFault
 
 # The parameters of hooks that run outside of a rollout.
 _GROUP_REWARD_FIELDS = ("task", "traces", "rng")

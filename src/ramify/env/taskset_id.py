@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from ramify.core.errors import ConfigInvalid
 from ramify.env.taskset import Taskset
-from ramify.errors import ConfigInvalid
 
 DEFINITIONS_DIR = "notebook"  # directory below the output for the definitions of notebooks and scripts
 MAIN_MODULE = "__main__"

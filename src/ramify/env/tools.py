@@ -19,17 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_json
 
-from ramify.config.schema import is_dict, is_list, is_tuple
-from ramify.dialects.media import MEDIA_ADVICE, read_data_url
-from ramify.dialects.message_parser import MessageParser
+from ramify.core.config.schema import is_dict, is_list, is_tuple
+from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
+from ramify.core.names import find_duplicates, find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
-from ramify.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
-from ramify.images.image_header import detect_format
-from ramify.names import find_duplicates, find_similar
+from ramify.infer.dialects.media import MEDIA_ADVICE, read_data_url
+from ramify.infer.dialects.message_parser import MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
+from ramify.trace.image_header import detect_format
 
 ToolContent = str | tuple[TextPart | MediaPart, ...]
 

@@ -6,13 +6,14 @@ speaks first: it is called with `reply=None`. Each rollout has its own `User` ob
 
 from typing import Any
 
-from ramify.config.schema import is_list, is_tuple
-from ramify.dialects.media import MEDIA_ADVICE, read_environment_url
-from ramify.dialects.message_parser import MessageParser
+from ramify.core.config.schema import is_list, is_tuple
+from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
 from ramify.env.chat_client import ChatClient, ChatClientConfig, add_usage
-from ramify.env.context import CONTEXT_FIELDS, Endpoint, RolloutContext
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook import Hook
-from ramify.errors import ConfigInvalid, EnvironmentFault, RamifyError
+from ramify.infer.dialects.media import MEDIA_ADVICE, read_environment_url
+from ramify.infer.dialects.message_parser import MessageParser
+from ramify.infer.gateway.config import Endpoint
 from ramify.trace import Media, Message, Trace
 
 FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # the first message to a model that plays the user

@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config
-from ramify.render.config import RendererConfig, TemplateRendererConfig
+from ramify.core.config import Config
+from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 
 
 class ModelConfig(Config):

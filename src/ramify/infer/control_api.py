@@ -8,8 +8,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ramify import __version__
-from ramify.dialects.http_format import decode_body
-from ramify.errors import ModelNotFound, RequestInvalid
+from ramify.core.errors import ModelNotFound, RequestInvalid
+from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.engine import Engine
 from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody
 

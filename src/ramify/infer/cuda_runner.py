@@ -2,7 +2,7 @@
 
 `launch` copies the inputs of a step, starts its kernels and returns; `StartedStep.wait` reads its tokens. A token that
 the step before samples need not be known for that: its id is read on the device, where sampling has left it. Attention
-follows a plan (`ramify.model.attention_plan`), which is kept while the same requests decode.
+follows a plan (`ramify.model.kernels.attention_plan`), which is kept while the same requests decode.
 
 Steps of up to MAX_GRAPH_ROWS rows are CUDA graphs, captured for each number of rows and logits, rounded up, and then
 replayed by a single call: launching a thousand kernels from Python takes longer than they run. Padding rows write to
@@ -26,9 +26,9 @@ from ramify.infer.model_runner import ImageRows, ModelRunner, list_logit_rows
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.infer.step_buffers import NUM_HOST_COPIES, DownloadBuffer, UploadBuffer
-from ramify.model.attention_plan import AttentionPlan, build_plan, order_by_prefix
+from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan
 from ramify.model.load import LoadedModel
-from ramify.model.paged_attention import AttentionMetadata, DevicePlan
 
 MAX_GRAPH_ROWS = 1024
 ROW_STEPS = ((8, 1), (128, 8), (256, 32), (512, 64), (MAX_GRAPH_ROWS, 128))  # up to so many rows, rounded up to this
@@ -99,7 +99,7 @@ class CudaModelRunner(ModelRunner):
             fused=fused,
             feature_cache_bytes=feature_cache_bytes,
         )
-        from ramify.model.cuda.paged_attention import PagedAttention
+        from ramify.model.kernels.cuda.paged_attention import PagedAttention
 
         shape, device = model.shape, model.device
         self._kernels = PagedAttention(
@@ -125,7 +125,7 @@ class CudaModelRunner(ModelRunner):
         self._last: PreparedStep | None = None
 
     def _build_check_metadata(self, positions: Tensor) -> AttentionMetadata:
-        from ramify.model.cuda.paged_attention import plan_one_sequence
+        from ramify.model.kernels.cuda.paged_attention import plan_one_sequence
 
         return plan_one_sequence(self.pool, _count_heads(self.model), 0, len(positions))
 
@@ -299,7 +299,7 @@ class CudaModelRunner(ModelRunner):
 
     def _sample(self, logits: Tensor, num_rows: int) -> Tensor:
         """Sample from the logits of the uploaded step; return them."""
-        from ramify.model.cuda.sampling import sample_rows
+        from ramify.model.kernels.cuda.sampling import sample_rows
 
         rows = self._split_rows(num_rows, len(logits))
         sample_rows(logits, rows.temperatures, rows.seeds, rows.positions, rows.logit_rows, self._sampled)
@@ -323,7 +323,7 @@ class CudaModelRunner(ModelRunner):
 
     def _gather_ids(self, rows: "DeviceRows") -> Tensor:
         """Return the token ids; those that the host does not know yet are read from the last step's result."""
-        from ramify.model.cuda.sampling import gather_ids
+        from ramify.model.kernels.cuda.sampling import gather_ids
 
         gather_ids(rows.ids, rows.sources, self._sampled, self._ids)
         return self._ids[: len(rows.ids)]

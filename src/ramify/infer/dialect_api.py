@@ -13,19 +13,19 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
-from ramify.client import ClientSampling, Completion
-from ramify.client.generate_api import GenerateRequest, RequestImage
-from ramify.client.stall_clock import StallClock
-from ramify.dialects.response_store import ResponseStore
-from ramify.gateway import RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
-from ramify.gateway.server import build_dialect_routes
+from ramify.infer.client import ClientSampling, Completion
+from ramify.infer.client.generate_api import GenerateRequest, RequestImage
+from ramify.infer.client.stall_clock import StallClock
+from ramify.infer.dialects.response_store import ResponseStore
 from ramify.infer.engine import Engine
+from ramify.infer.gateway import RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
+from ramify.infer.gateway.server import build_dialect_routes
 from ramify.infer.generate_api import build_sample_requests
 from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.images import ImageReference
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import submit_all
-from ramify.render import Renderer
+from ramify.model.render import Renderer
 from ramify.trace import Trace, Usage, VersionRun
 
 DIALECT_PATHS = ("/responses", "/conversations", "/messages")

@@ -18,19 +18,19 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ramify.errors import DeadlineExceeded, ProviderError
-from ramify.fencing.token import FencingToken, TokenGate
-from ramify.images import ProcessedImage
+from ramify.core.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.grammar import GrammarState
 from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
+from ramify.model.images import ProcessedImage
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import resolve_model_path
 from ramify.processes.training_lock import TrainingLock
+from ramify.run.fencing.token import FencingToken, TokenGate
 from ramify.trace.version import PolicyVersion
 
 T = TypeVar("T")

@@ -14,7 +14,14 @@ from typing import Literal
 import psutil
 import torch
 
-from ramify.errors import ConfigInvalid, ContextOverflow, DeadlineExceeded, ProviderError, QueueFull, RequestInvalid
+from ramify.core.errors import (
+    ConfigInvalid,
+    ContextOverflow,
+    DeadlineExceeded,
+    ProviderError,
+    QueueFull,
+    RequestInvalid,
+)
 from ramify.infer.block_pool import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.cuda_runner import CudaModelRunner

@@ -13,10 +13,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ramify.dialects.chat_format import format_usage
-from ramify.dialects.http_format import decode_body
-from ramify.errors import RequestInvalid
-from ramify.images import ProcessedImage
+from ramify.core.errors import RequestInvalid
+from ramify.infer.dialects.chat_format import format_usage
+from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.images import ImageReference
@@ -31,6 +30,7 @@ from ramify.infer.streaming import (
     stream_response,
     submit_all,
 )
+from ramify.model.images import ProcessedImage
 from ramify.trace import Usage
 
 

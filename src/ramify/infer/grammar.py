@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ramify.bounded_cache import BoundedCache
-from ramify.errors import RequestInvalid
-from ramify.render.reply_grammar import build_json_rule
-from ramify.render.tokenizer import Tokenizer
+from ramify.core.bounded_cache import BoundedCache
+from ramify.core.errors import RequestInvalid
+from ramify.model.render.reply_grammar import build_json_rule
+from ramify.model.render.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

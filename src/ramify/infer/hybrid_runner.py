@@ -14,8 +14,8 @@ from torch import Tensor
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.scheduler import ScheduledChunk
+from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile
 from ramify.model.load import LoadedModel
-from ramify.model.paged_attention import AttentionMetadata, AttentionTile
 from ramify.model.recurrent_state import StatePool
 
 

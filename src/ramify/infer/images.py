@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ramify.errors import ImageMissing, RequestInvalid
-from ramify.images import ImageSpan, ProcessedImage, compute_positions
+from ramify.core.errors import ImageMissing, RequestInvalid
 from ramify.infer.metrics import EngineCounters
+from ramify.model.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.model.vision import VisionTower
 
 USE_TIMEOUT = 30.0  # seconds from the upload of an image to the request that uses it

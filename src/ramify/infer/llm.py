@@ -12,17 +12,17 @@ from uuid import uuid4
 
 import torch
 
-from ramify.config import parse_section
-from ramify.dialects.chat_format import parse_messages
-from ramify.errors import RequestInvalid
-from ramify.gateway.config import SamplingConfig
+from ramify.core.config import parse_section
+from ramify.core.errors import RequestInvalid
+from ramify.core.seeds import derive_seed
 from ramify.infer.config import EngineConfig
+from ramify.infer.dialects.chat_format import parse_messages
 from ramify.infer.engine import Engine
+from ramify.infer.gateway.config import SamplingConfig
 from ramify.infer.request import EngineRequest, FinishReason, SamplingParams
+from ramify.model.render import RenderedPrompt, load_renderer
 from ramify.model.resolve import fetch_model
 from ramify.model.weights import StagedWeights, get_tensors_for
-from ramify.render import RenderedPrompt, load_renderer
-from ramify.seeds import derive_seed
 from ramify.trace import Message, MessageSpan, ModelCall, Trace, TraceBuilder, Turn, Usage, VersionRun
 from ramify.trace.version import PolicyVersion
 

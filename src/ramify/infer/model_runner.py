@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported, RamifyError
-from ramify.images import ProcessedImage
+from ramify.core.errors import ModelUnsupported, RamifyError
 from ramify.infer.images import ImageEncoder
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
-from ramify.model.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
 from ramify.model.fused_model import build_fused_model, build_hf_forward, build_image_forward
+from ramify.model.images import ProcessedImage
+from ramify.model.kernels.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
+from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.load import ATTENTION_NAME, LoadedModel
 from ramify.model.logprob_check import (
     NUM_CHECK_TOKENS,
@@ -34,7 +35,6 @@ from ramify.model.logprob_check import (
     compute_reference_logprobs,
     unsupported_error,
 )
-from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
 MIN_TILE_BLOCKS = 8  # sequences of at most this many blocks can always share a tile
 MAX_KV_BUFFER_BYTES = 512 << 20  # gathered keys and values that tiles may keep from step to step

@@ -13,12 +13,12 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ramify.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
-from ramify.dialects.http_format import decode_body
-from ramify.dialects.structured_output import forbids_calls, parse_constraint
-from ramify.errors import RequestInvalid
+from ramify.core.errors import RequestInvalid
 from ramify.infer.control_api import check_model_name
 from ramify.infer.detokenizer import IncrementalDetokenizer
+from ramify.infer.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
+from ramify.infer.dialects.http_format import decode_body
+from ramify.infer.dialects.structured_output import forbids_calls, parse_constraint
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
 from ramify.infer.grammar import GrammarCompiler, GrammarState
@@ -45,8 +45,8 @@ from ramify.infer.streaming import (
     stream_response,
     submit_all,
 )
-from ramify.render import RenderedPrompt, Renderer
-from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
+from ramify.model.render import RenderedPrompt, Renderer
+from ramify.model.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.trace import Usage
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ramify.dialects.chat_format import parse_tool
-from ramify.dialects.message_parser import MessageParser
-from ramify.errors import RequestInvalid, TemplateRefused
+from ramify.core.errors import RequestInvalid, TemplateRefused
+from ramify.infer.dialects.chat_format import parse_tool
+from ramify.infer.dialects.message_parser import MessageParser
 from ramify.infer.engine import Engine
 from ramify.infer.engine_core import context_overflow_error
 from ramify.infer.images import ImageReference
 from ramify.infer.request_bodies import ChatTool
-from ramify.render import RenderedPrompt, Renderer
-from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
-from ramify.render.prompt_images import check_image_count, find_image_parts
+from ramify.model.render import RenderedPrompt, Renderer
+from ramify.model.render.offload import OFFLOAD_MIN_CHARS, offload
+from ramify.model.render.prompt_images import check_image_count, find_image_parts
 
 
 def require_renderer(renderer: Renderer | None) -> Renderer:

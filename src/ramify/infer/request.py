@@ -17,7 +17,7 @@ from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from ramify.errors import RamifyError, RequestInvalid
+from ramify.core.errors import RamifyError, RequestInvalid
 from ramify.trace.version import PolicyVersion
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from ramify.dialects.chat_format import UNSUPPORTED_FIELDS, check_supported
-from ramify.dialects.structured_output import parse_response_format
-from ramify.errors import RequestInvalid
+from ramify.core.errors import RequestInvalid
+from ramify.infer.dialects.chat_format import UNSUPPORTED_FIELDS, check_supported
+from ramify.infer.dialects.structured_output import parse_response_format
 from ramify.infer.grammar import build_grammar
 from ramify.infer.request import SamplingParams
-from ramify.render.reply_grammar import build_json_rule
+from ramify.model.render.reply_grammar import build_json_rule
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -224,7 +224,7 @@ class ChatToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict, total=False):
-    """A message of a conversation; `ramify.dialects` checks its role."""
+    """A message of a conversation; `ramify.infer.dialects` checks its role."""
 
     role: Any
     content: str | list[ChatContentPart] | None

@@ -10,11 +10,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
-from ramify.dialects.chat_format import format_message
-from ramify.dialects.message_parser import remove_prefill
 from ramify.infer.detokenizer import IncrementalDetokenizer
+from ramify.infer.dialects.chat_format import format_message
+from ramify.infer.dialects.message_parser import remove_prefill
 from ramify.infer.request import RequestOutput, TopLogprobs
-from ramify.render import RenderedPrompt, Renderer
+from ramify.model.render import RenderedPrompt, Renderer
 from ramify.trace import Message
 
 DecodeFn = Callable[[Sequence[int]], str]

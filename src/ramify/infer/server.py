@@ -19,20 +19,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.async_calls import cancel_all
-from ramify.dialects.http_format import format_openai_error
-from ramify.errors import ConfigInvalid, PortTaken, RamifyError
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import ConfigInvalid, PortTaken, RamifyError
 from ramify.infer import control_api, dialect_api
 from ramify.infer.config import ServerConfig
+from ramify.infer.dialects.http_format import format_openai_error
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate, upload_image
 from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.streaming import build_error_body, get_status
 from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
-from ramify.render import Renderer
-from ramify.wire.browser_guard import BrowserGuard
-from ramify.wire.http_server import HttpServer
+from ramify.model.render import Renderer
+from ramify.processes.wire.browser_guard import BrowserGuard
+from ramify.processes.wire.http_server import HttpServer
 
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
 ERROR_TYPES = {404: "not_found_error", 405: "method_not_allowed"}

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from ramify.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
-from ramify.errors import ContextOverflow, ModelNotFound, RamifyError, RequestInvalid
+from ramify.core.errors import ContextOverflow, ModelNotFound, RamifyError, RequestInvalid
+from ramify.infer.dialects.http_format import SSE_DONE, format_openai_error, format_sse, get_error_code, get_http_status
 from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.grammar import GrammarCompiler, GrammarState
 from ramify.infer.images import ImageReference

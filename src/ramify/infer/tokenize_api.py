@@ -6,16 +6,16 @@ No special tokens are added to a text, because `/v1/completions` adds none.
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ramify.dialects.chat_format import parse_messages
-from ramify.dialects.http_format import decode_body
-from ramify.errors import RequestInvalid
+from ramify.core.errors import RequestInvalid
+from ramify.infer.dialects.chat_format import parse_messages
+from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.engine import Engine
 from ramify.infer.prompts import encode_text, render_chat, require_renderer
 from ramify.infer.request_bodies import DetokenizeBody, TokenizeBody
 from ramify.infer.response_formatters import make_decoder
 from ramify.infer.streaming import json_response
-from ramify.render import Renderer
-from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
+from ramify.model.render import Renderer
+from ramify.model.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 
 async def tokenize(http: HttpRequest, engine: Engine, renderer: Renderer | None) -> Response:

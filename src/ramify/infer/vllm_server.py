@@ -5,8 +5,8 @@
                +------------------+   it exited, or was not ready in time: the error shows the end of its log
 
 vLLM runs in its own Python environment, so that its dependencies do not conflict with ours. It is stopped with all
-processes that it started, also if this process is killed. Once it runs, everything goes through HTTP: `ramify.client`
-samples from it and updates its weights.
+processes that it started, also if this process is killed. Once it runs, everything goes through HTTP:
+`ramify.infer.client` samples from it and updates its weights.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from ramify.client.http_client import HttpClient, RequestFailed, send_request
-from ramify.errors import DeadlineExceeded, ProviderError
+from ramify.core.errors import DeadlineExceeded, ProviderError
+from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.model.resolve import resolve_model_path
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED, describe_exit
 from ramify.processes.log import ProcessLog
+from ramify.processes.wire.lifecycle import AsyncService
 from ramify.trace.version import PolicyVersion
-from ramify.wire.lifecycle import AsyncService
 
 POLL_INTERVAL = 0.25  # seconds
 RESPONSE_TIMEOUT = 5.0  # seconds for a response of the starting server

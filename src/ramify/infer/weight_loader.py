@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import DeadlineExceeded, WeightsReplaced
+from ramify.core.errors import DeadlineExceeded, WeightsReplaced
 from ramify.model.manifest import MANIFEST_FILE
 from ramify.model.remote_weights import fetch_weights
 from ramify.model.weight_buffer import Announcement, BufferUnreadable, WeightBufferReader

@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ramify.config import expand_model_name, get_explicit_values, parse_section
-from ramify.display import choose_api_display
+from ramify.core.config import expand_model_name, get_explicit_values, parse_section
+from ramify.core.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import LaunchPlan, build_plan

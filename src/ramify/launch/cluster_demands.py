@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import suggest
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import MAX_THREADS_WITH_GPU
 from ramify.launch.launcher import ClusterNode
@@ -24,7 +25,6 @@ from ramify.launch.memory import (
 )
 from ramify.launch.placement import ProcessDemand, find_unknown_nodes
 from ramify.model.image_support import find_rank_problem, is_vision_model
-from ramify.names import suggest
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import (
     ClusterConfig,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ramify.errors import ClusterTooSmall, ConfigInvalid
+from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.cluster_demands import build_demands
 from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode

@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ramify.config import Config, dump_toml, write_toml
+from ramify.core.config import Config, dump_toml, write_toml
 from ramify.env.chat_client import get_model_variable
-from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
-from ramify.fencing.lease import LeaseTerms
 from ramify.infer.config import ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.cluster_demands import ENGINE_PREFIX, ORCHESTRATOR, TRAINER
 from ramify.launch.cluster_placement import ClusterPlacement, place_run
@@ -43,9 +41,11 @@ from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
+from ramify.processes.wire.address import is_local
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig
+from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.process_config import TrainerProcessConfig
-from ramify.wire.address import is_local
-from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENV_PREFIX = "env/"
 ENGINE_LEASE_FACTOR = 2  # engines take minutes to start, so they are given up later than other processes

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ramify.errors import ConfigInvalid
-from ramify.fencing.directory_store import DirectoryStore
-from ramify.interactive import run_coroutine
+from ramify.core.errors import ConfigInvalid
+from ramify.core.interactive import run_coroutine
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.store import RunStore, open_run
-from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
-from ramify.store.head_replication import HeadReplicator, read_state
-from ramify.store.ledger import Ledger
+from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.store import RunStore, open_run
+from ramify.run.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
+from ramify.run.store.head_replication import HeadReplicator, read_state
+from ramify.run.store.ledger import Ledger
 
 FINISHED_KEY = "finished"  # fact: the number of steps of a finished run
 EXHAUSTED_KEY = "exhausted"  # fact: the curricula of a run that finished because its tasks ran out

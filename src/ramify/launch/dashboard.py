@@ -14,11 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ramify.display import Display, make_grid
-from ramify.durations import format_duration
-from ramify.evals.stats import format_score
+from ramify.core.display import Display, make_grid
+from ramify.core.durations import format_duration
 from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import ProcessStatus
+from ramify.rollout.evals.stats import format_score
 
 REFRESH_INTERVAL = 0.5  # seconds between refreshes
 LINE_INTERVAL = 10.0  # seconds between lines within one step

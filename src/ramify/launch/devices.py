@@ -9,10 +9,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import format_count
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.machine import count_usable_cores
-from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.probe import run_probe
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ramify.files import get_free_bytes
+from ramify.core.files import get_free_bytes
+from ramify.core.names import format_count
 from ramify.launch.devices import GIB, list_visible_gpus, uses_gpu
 from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize, get_element_bytes
 from ramify.launch.shared_storage import call_storage_blocking
-from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.async_calls import SingleThreadCaller, call_storage
-from ramify.display import open_display
-from ramify.errors import ProviderError, RamifyError, StorageFailed
-from ramify.interactive import AwaitableResult, run_coroutine
+from ramify.core.async_calls import SingleThreadCaller, call_storage
+from ramify.core.display import open_display
+from ramify.core.errors import ProviderError, RamifyError, StorageFailed
+from ramify.core.interactive import AwaitableResult, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
@@ -31,10 +31,10 @@ from ramify.launch.shared_storage import CLEANUP_TIMEOUT, call_storage_blocking
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
-from ramify.store import RunStore, wrap_storage_errors
-from ramify.store.head_replication import STORAGE_TIMEOUT
-from ramify.store.index import DATABASE_NAME
-from ramify.store.run_log import RunLog, read_metrics_by_step
+from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store.head_replication import STORAGE_TIMEOUT
+from ramify.run.store.index import DATABASE_NAME
+from ramify.run.store.run_log import RunLog, read_metrics_by_step
 
 
 @dataclass(frozen=True, slots=True)

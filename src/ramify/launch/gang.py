@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 from ramify.launch.launcher import ProcessSlot
+from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 
 
 def build_gang_variables(slots: Sequence[ProcessSlot], token: FencingToken) -> list[dict[str, str]]:

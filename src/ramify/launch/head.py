@@ -23,10 +23,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ProcessReplaced, RunBusy
-from ramify.fencing.head_log import HeadLog, LogPosition
-from ramify.fencing.token import FencingToken
-from ramify.files import fsync_path
+from ramify.core.errors import ProcessReplaced, RunBusy
+from ramify.core.files import fsync_path
 from ramify.launch.shared_directory import (
     SHARED_SUBDIRECTORIES,
     check_shared_parent,
@@ -36,15 +34,17 @@ from ramify.launch.shared_directory import (
 from ramify.launch.shared_storage import TimedDirectoryStore, call_storage_blocking
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.store import RunStore, wrap_storage_errors
-from ramify.store.change_tracking import HeadState, read_head_state
-from ramify.store.head_replication import restore_run, start_replication
-from ramify.store.index import DATABASE_NAME
-from ramify.store.ledger import Ledger
-from ramify.store.log_entry import LogEntry
-from ramify.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
-from ramify.store.run_log import RunLog
-from ramify.store.run_store import acquire_lock
+from ramify.run.fencing.head_log import HeadLog, LogPosition
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store.change_tracking import HeadState, read_head_state
+from ramify.run.store.head_replication import restore_run, start_replication
+from ramify.run.store.index import DATABASE_NAME
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.log_entry import LogEntry
+from ramify.run.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
+from ramify.run.store.run_log import RunLog
+from ramify.run.store.run_store import acquire_lock
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run directory

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import StorageFailed
-from ramify.fencing.token import FencingToken
-from ramify.files import unless_abandoned, write_atomically
+from ramify.core.errors import StorageFailed
+from ramify.core.files import unless_abandoned, write_atomically
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
 from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
-from ramify.store import wrap_storage_errors
-from ramify.store.head_replication import POLL_INTERVAL
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import wrap_storage_errors
+from ramify.run.store.head_replication import POLL_INTERVAL
 
 LEASES_DIR = "leases"  # in the shared directory
 

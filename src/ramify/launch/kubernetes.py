@@ -8,8 +8,8 @@ import json
 import re
 from typing import Any, cast
 
-from ramify.config import dump_toml
-from ramify.errors import ConfigInvalid
+from ramify.core.config import dump_toml
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.cluster_config import ClusterConfig, KubernetesConfig
 from ramify.orchestrate.config import RunConfig
 

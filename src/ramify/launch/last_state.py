@@ -3,8 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-from ramify.async_calls import SingleThreadCaller, call_storage
-from ramify.errors import StorageFailed
+from ramify.core.async_calls import SingleThreadCaller, call_storage
+from ramify.core.errors import StorageFailed
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
 
 READ_TIMEOUT = 5.0  # seconds to read the snapshot of a starting orchestrator

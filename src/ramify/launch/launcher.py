@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ramify.fencing.lease import LeaseTerms, RoleLeases
 from ramify.processes.log import ProcessLog
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ramify.fencing.lease import RoleLeases
 from ramify.launch.devices import list_visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
 from ramify.launch.machine import count_usable_cores, get_usable_memory
@@ -15,8 +14,9 @@ from ramify.launch.slot_directory import SlotDirectory
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient
-from ramify.store import wrap_storage_errors
-from ramify.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.run.fencing.lease import RoleLeases
+from ramify.run.store import wrap_storage_errors
 
 
 class LocalLauncher:

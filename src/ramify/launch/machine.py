@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ramify.envserver.config import count_available_cores
+from ramify.rollout.envserver.config import count_available_cores
 
 
 @dataclass(frozen=True, slots=True)

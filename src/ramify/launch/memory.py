@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ramify.config import Config
-from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations
 from ramify.launch.machine import get_usable_memory

@@ -14,13 +14,13 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 
-from ramify.errors import RamifyError
-from ramify.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
+from ramify.core.errors import RamifyError
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from ramify.store import wrap_storage_errors
+from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
+from ramify.run.store import wrap_storage_errors
 
 MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects
 RELEASE_BYTES = 1024 * 1024  # of output that the head has, before their space on the node's disk is released

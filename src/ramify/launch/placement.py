@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ramify.errors import ClusterTooSmall
+from ramify.core.errors import ClusterTooSmall
+from ramify.core.names import format_count
 from ramify.launch.devices import GIB
 from ramify.launch.launcher import ClusterNode
-from ramify.names import format_count
 
 MAX_LISTED = 4  # processes in a line of an error
 

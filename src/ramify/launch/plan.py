@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ramify.config import Config, write_toml
+from ramify.core.config import Config, write_toml
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
-from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
-from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
 from ramify.launch.last_state import describe_last_state
@@ -38,13 +38,13 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import link_newest_weights
 from ramify.launch.run_checks import check_run
-from ramify.names import format_count
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.train.process_config import TrainerProcessConfig
-from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")

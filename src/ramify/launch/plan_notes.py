@@ -2,13 +2,13 @@
 
 import contextlib
 
-from ramify.errors import ModelNotFound
+from ramify.core.errors import ModelNotFound
+from ramify.core.names import format_count
 from ramify.launch.disk import estimate_disk
 from ramify.launch.run_checks import list_missing_models
 from ramify.model.resolve import may_be_path, read_max_positions, resolve_model_path
-from ramify.names import format_count
 from ramify.orchestrate.config import RunConfig, uses_model
-from ramify.runtime.bwrap import describe_fallback
+from ramify.rollout.runtime.bwrap import describe_fallback
 
 
 def describe_step_size(config: RunConfig) -> str:

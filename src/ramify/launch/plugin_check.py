@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ramify.errors import ConfigInvalid, ConfigProblem, DeadlineExceeded, EnvironmentFault, RamifyError
+from ramify.core.errors import ConfigInvalid, ConfigProblem, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.processes.interpreter import find_other_interpreter
 
 if TYPE_CHECKING:

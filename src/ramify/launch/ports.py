@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
-from ramify.wire.listener import to_bind_error
+from ramify.processes.wire.listener import to_bind_error
 
 HOST = "127.0.0.1"
 EVAL_PORT_OFFSET = 1000  # eval source i listens on base_port + EVAL_PORT_OFFSET + i

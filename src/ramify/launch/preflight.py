@@ -5,18 +5,18 @@ models than the policy's, which another run may still have to train. So a run fo
 Problems that appear only when the model is loaded are left to the run.
 """
 
-from ramify.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
+from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
 from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems
 from ramify.launch.run_lock import lock_run
+from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig
-from ramify.render import load_renderer
-from ramify.store import RunStore
-from ramify.store.run_directory import check_identity
-from ramify.store.run_store import DATABASE_NAME
-from ramify.wire.address import check_bind_address
+from ramify.processes.wire.address import check_bind_address
+from ramify.run.store import RunStore
+from ramify.run.store.run_directory import check_identity
+from ramify.run.store.run_store import DATABASE_NAME
 
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:

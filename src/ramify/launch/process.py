@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from ramify.async_calls import call_storage, cancel_all
-from ramify.errors import DeadlineExceeded
-from ramify.fencing.lease import RoleLeases, read_lease_clock
-from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
+from ramify.core.async_calls import call_storage, cancel_all
+from ramify.core.errors import DeadlineExceeded
 from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient, get_import_env, is_forkable, start_prefork_server
-from ramify.wire.address import is_listening
+from ramify.processes.wire.address import is_listening
+from ramify.run.fencing.lease import RoleLeases, read_lease_clock
+from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
 RESPONSE_TIMEOUT = 2.0  # seconds for the reply to one probe
@@ -297,7 +297,7 @@ async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> b
     """Return whether `http://...` replies with status 200, or `tcp://...` accepts, within `timeout` seconds."""
     if not address.startswith("http"):
         return await is_listening(address, timeout=timeout)
-    from ramify.client.http_client import HttpClient, RequestFailed  # loaded only where an HTTP address is probed
+    from ramify.infer.client.http_client import HttpClient, RequestFailed  # loaded only where an HTTP address is probed
 
     try:
         async with asyncio.timeout(timeout), HttpClient(address, connect_timeout=timeout, max_connections=1) as http:

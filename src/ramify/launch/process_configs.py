@@ -7,12 +7,12 @@ run, derive the same configuration with these functions. Each returns only the k
 from typing import Any
 from urllib.parse import urlsplit
 
-from ramify.config import Config
-from ramify.envserver.config import EnvServerConfig, ServedSourceConfig
+from ramify.core.config import Config
 from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.devices import Gpu, list_visible_gpus, uses_gpu
 from ramify.launch.ports import build_source_addresses
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
+from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
 
 ConfigTable = dict[str, Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ramify.errors import WeightsRefused
-from ramify.files import create_directory, remove_directory
+from ramify.core.errors import WeightsRefused
+from ramify.core.files import create_directory, remove_directory
 from ramify.launch.head import read_local_state
 from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage, get_transfer_timeout
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
-from ramify.store import wrap_storage_errors
+from ramify.run.store import wrap_storage_errors
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED_DIR = "served"

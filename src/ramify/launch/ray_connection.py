@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
-from ramify.async_calls import call_in_daemon_thread
-from ramify.errors import ConfigInvalid
-from ramify.interactive import run_coroutine
-from ramify.log_filters import hide_log_records
+from ramify.core.async_calls import call_in_daemon_thread
+from ramify.core.errors import ConfigInvalid
+from ramify.core.interactive import run_coroutine
+from ramify.core.log_filters import hide_log_records
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray uses its value for the address `auto`
 TCP_TIMEOUT = 5.0  # seconds to open a TCP connection

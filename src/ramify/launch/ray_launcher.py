@@ -16,10 +16,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self, TypeVar
 
-from ramify.async_calls import call_in_daemon_thread, cancel_all
-from ramify.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
-from ramify.fencing.lease import LeaseTerms, RoleLeases
-from ramify.interactive import run_coroutine
+from ramify.core.async_calls import call_in_daemon_thread, cancel_all
+from ramify.core.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
+from ramify.core.interactive import run_coroutine
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
@@ -27,6 +26,7 @@ from ramify.launch.placement import format_room
 from ramify.launch.ray_connection import connect_to_ray
 from ramify.launch.remote_slot import RemoteSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error

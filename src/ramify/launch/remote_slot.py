@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from ramify.async_calls import cancel_all
-from ramify.errors import PeerLost, ProcessReplaced
-from ramify.fencing.lease import RoleLeases, read_lease_clock
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import PeerLost, ProcessReplaced
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.node_process import NODE_PYTHON, ExchangeReply, ExchangeRequest, SlotAddress
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.log import ProcessLog
-from ramify.store import wrap_storage_errors
+from ramify.run.fencing.lease import RoleLeases, read_lease_clock
+from ramify.run.store import wrap_storage_errors
 
 STOP_INTERVAL = 0.1  # seconds between two calls while the process is being stopped
 

@@ -6,7 +6,7 @@ One error lists all problems, those of plugin tables included.
 import contextlib
 from typing import Any, cast
 
-from ramify.errors import ConfigInvalid, ConfigProblem, ModelNotFound
+from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound
 from ramify.launch.disk import estimate_disk
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import fetch_model, has_weights, is_hub_id, read_vocab_size, resolve_model_path
@@ -94,7 +94,7 @@ def _find_disk_problems(config: RunConfig) -> list[ConfigProblem]:
 def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     if not config.monitor.sinks:
         return []
-    from ramify.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
+    from ramify.launch.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
 
     try:
         check_sinks_installed(config)

@@ -11,9 +11,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
-from ramify.errors import RunBusy, StorageFailed
-from ramify.store import wrap_storage_errors
-from ramify.store.locks import describe_holders, find_writer, write_holder
+from ramify.core.errors import RunBusy, StorageFailed
+from ramify.run.store import wrap_storage_errors
+from ramify.run.store.locks import describe_holders, find_writer, write_holder
 
 LOCK_SUFFIX = "lock"  # of the file beside the run directory
 

@@ -4,12 +4,12 @@ import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
-from ramify.errors import ConfigInvalid, ProviderError
-from ramify.evals.stats import format_score
+from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.launch.run_record import read_record
 from ramify.launch.status_client import DEFAULT_TIMEOUT, StatusClient
-from ramify.store import RunStore
-from ramify.store.run_log import MetricPoint, RunLog
+from ramify.rollout.evals.stats import format_score
+from ramify.run.store import RunStore
+from ramify.run.store.run_log import MetricPoint, RunLog
 
 INTERRUPTED_EVENT = "interrupted"  # event of a run that was ended by Ctrl-C
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ramify import __version__
-from ramify.fencing.token import FencingToken
-from ramify.files import write_atomically
+from ramify.core.files import write_atomically
 from ramify.launch.process import EarlierProcess
-from ramify.store import wrap_storage_errors
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import wrap_storage_errors
 
 if TYPE_CHECKING:
     from ramify.launch.supervisor import ProcessStatus

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ramify.launch.process import ProcessSpec
 from ramify.launch.supervisor import ALIVE_STATES, ProcessStatus
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
-from ramify.store import wrap_storage_errors
+from ramify.run.store import wrap_storage_errors
 
 
 class ServiceAddresses:

@@ -7,11 +7,11 @@ given the run directory finds everything in it.
 
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
-from ramify.files import unless_abandoned
-from ramify.images.image_store import MEDIA_DIR
-from ramify.store import wrap_storage_errors
-from ramify.store.run_directory import move_aside
+from ramify.core.errors import ConfigInvalid
+from ramify.core.files import unless_abandoned
+from ramify.run.store import wrap_storage_errors
+from ramify.run.store.image_store import MEDIA_DIR
+from ramify.run.store.run_directory import move_aside
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.token_stats import TOKEN_STATS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR

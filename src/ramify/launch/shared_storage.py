@@ -1,18 +1,18 @@
 """File operations at the start and end of a run, each with a deadline, because a lost network mount blocks forever.
 
-A call that hangs is left behind in its thread, where it replaces and renames nothing any more (`ramify.files`), and
-StorageFailed ends the run.
+A call that hangs is left behind in its thread, where it replaces and renames nothing any more (`ramify.core.files`),
+and StorageFailed ends the run.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ramify.async_calls import call_storage
-from ramify.errors import RamifyError
-from ramify.fencing.directory_store import DirectoryStore
-from ramify.interactive import run_coroutine
-from ramify.store.head_replication import STORAGE_TIMEOUT
+from ramify.core.async_calls import call_storage
+from ramify.core.errors import RamifyError
+from ramify.core.interactive import run_coroutine
+from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.store.head_replication import STORAGE_TIMEOUT
 
 CLEANUP_TIMEOUT = 60.0  # seconds to remove files that the run no longer needs
 MIN_TRANSFER_RATE = 10e6  # bytes per second that storage must read or write; slower storage counts as hanging

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ramify.store import wrap_storage_errors
+from ramify.run.store import wrap_storage_errors
 
 PREFIX = "ramify-slot-"
 LOCK_FILE = ".lock"

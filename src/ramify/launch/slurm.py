@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 from ramify.processes.probe import run_probe
 

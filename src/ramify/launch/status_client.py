@@ -6,9 +6,9 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from ramify.client.http_client import HttpClient, RequestFailed
-from ramify.errors import ProviderError
-from ramify.interactive import run_coroutine
+from ramify.core.errors import ProviderError
+from ramify.core.interactive import run_coroutine
+from ramify.infer.client.http_client import HttpClient, RequestFailed
 
 DEFAULT_TIMEOUT = 5.0  # seconds for a response
 

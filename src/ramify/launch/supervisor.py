@@ -24,10 +24,8 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from ramify.async_calls import call_storage, cancel_all
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed, failure_classes
-from ramify.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
-from ramify.fencing.token import FencingToken
+from ramify.core.async_calls import call_storage, cancel_all
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed, failure_classes
 from ramify.launch.launcher import Launcher
 from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
@@ -35,7 +33,9 @@ from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, Proc
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
 from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
-from ramify.store.head_replication import STORAGE_TIMEOUT
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)

@@ -8,7 +8,7 @@ import zlib
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ramify.async_calls import map_in_daemon_threads
+from ramify.core.async_calls import map_in_daemon_threads
 
 PART_BYTES = 64 << 20
 READ_BYTES = 1 << 20  # small enough to be in the CPU cache when they are summed

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ramify.model.cpu import CLibraryUnavailable, build_cpu_ops
-from ramify.model.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
-from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
+from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.vision import build_image_inputs
 
 # Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so its rotation is
@@ -76,7 +76,7 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
         expected = _run_check_sequence(module, build_hf_forward(module))
         fused = FusedModel(module)
         if planned:
-            from ramify.model.cuda.decoder import CudaDecoderOps  # needs Triton
+            from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
             fused.ops = CudaDecoderOps(fused.sizes)
             return fused if _logits_match(expected, _run_check_sequence(module, fused, planned=True)) else None
@@ -185,7 +185,7 @@ def _concat_weights(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8, *, planned: bool = False) -> Tensor:
     """Return the logits of a short sequence that is computed in three chunks, the last of one token."""
     if planned:
-        from ramify.model.cuda.paged_attention import plan_one_sequence  # needs Triton
+        from ramify.model.kernels.cuda.paged_attention import plan_one_sequence  # needs Triton
     config, weight = module.config.get_text_config(), module.get_input_embeddings().weight
     device, head_dim = weight.device, module.get_decoder().layers[0].self_attn.head_dim
     pool = KVPool(config.num_hidden_layers, 1, num_tokens, config.num_key_value_heads, head_dim, weight.dtype, device)

@@ -1,8 +1,8 @@
 """FX graph rewrites that replace known formulas by fused operators before compilation.
 
 A layer reaches the compiler as a graph of the operations in its code. Where these are a formula for which
-`ramify.model.cuda` has an operator, the graph is rewritten to call it. A model that writes the formula in another way
-is compiled unchanged.
+`ramify.model.kernels.cuda` has an operator, the graph is rewritten to call it. A model that writes the formula in
+another way is compiled unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Rewrite = tuple[Callable[..., Any], Callable[..., Any], list[Callable[..., bool]
 
 KERNEL_SOURCE_HASH = sha256(
     b"".join(
-        (Path(__file__).parent / "cuda" / name).read_bytes()
+        (Path(__file__).parent / "kernels" / "cuda" / name).read_bytes()
         for name in ("tree_attention.py", "add_norm.py", "norm_rotary.py")
     )
 ).hexdigest()
@@ -42,8 +42,8 @@ def build_compile_backend(config: Any) -> CompileBackend:
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not any(isinstance(value, Tensor) and value.device.type == "cuda" for value in inputs):
             return inductor(graph, inputs)
-        import ramify.model.cuda.add_norm
-        import ramify.model.cuda.norm_rotary  # noqa: F401 - the operators; need Triton, which only a torch for CUDA brings
+        import ramify.model.kernels.cuda.add_norm
+        import ramify.model.kernels.cuda.norm_rotary  # noqa: F401 - the operators; need Triton, which only a torch for CUDA brings
 
         apply_rewrites(graph, config)
         with settings.patch(cache_key_tag=settings.cache_key_tag + KERNEL_SOURCE_HASH):

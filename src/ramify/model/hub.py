@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ramify.errors import ModelNotFound
-from ramify.terminal import get_raw_stream
+from ramify.core.errors import ModelNotFound
+from ramify.core.terminal import get_raw_stream
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]

@@ -1,7 +1,7 @@
 """What images and the run's model allow together, decided from the model's files before anything is loaded."""
 
-from ramify.errors import ModelNotFound, RamifyError
-from ramify.images import load_image_family
+from ramify.core.errors import ModelNotFound, RamifyError
+from ramify.model.images import load_image_family
 from ramify.model.resolve import resolve_model_path
 
 

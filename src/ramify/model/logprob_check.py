@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 
 NUM_CHECK_TOKENS = 16

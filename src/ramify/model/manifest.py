@@ -15,8 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ramify.errors import WeightsRefused
-from ramify.files import write_and_fsync
+from ramify.core.errors import WeightsRefused
+from ramify.core.files import write_and_fsync
 from ramify.model.file_checksum import compute_crc32
 from ramify.trace.version import PolicyVersion
 

@@ -9,7 +9,7 @@ without torch.
 from enum import Enum
 from typing import Any
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each token by itself

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ramify.model.cpu import CLibraryUnavailable, build_cpu_ops
-from ramify.model.cpu.c_library import read_cpu_features
-from ramify.model.decoder_ops import DecoderSizes, DecoderWeights
+from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
+from ramify.model.kernels.cpu.c_library import read_cpu_features
+from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them: the first two on x86-64, the last on Arm

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 from ramify.model.logprob_check import describe_error
 
 StateKind = Literal["conv", "recurrent"]

@@ -18,8 +18,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, RamifyError, WeightsRefused, WeightsReplaced
-from ramify.files import create_directory
+from ramify.core.errors import (
+    ConfigInvalid,
+    DeadlineExceeded,
+    ProviderError,
+    RamifyError,
+    WeightsRefused,
+    WeightsReplaced,
+)
+from ramify.core.files import create_directory
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 
 T = TypeVar("T")

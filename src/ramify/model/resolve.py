@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ramify.errors import ModelNotFound
-from ramify.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.names import suggest
+from ramify.core.errors import ModelNotFound
+from ramify.core.names import suggest
+from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
 PACKAGED_MODELS = ("tiny", "tiny-vision")
 MAX_LISTED_WEIGHTS = 4  # directories in a message
@@ -24,7 +24,7 @@ WEIGHTS_NAME_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the train
 def resolve_model_path(name: str) -> Path:
     """Return the directory of the model `name`, which holds at least `config.json`. Raises ModelNotFound."""
     if name in PACKAGED_MODELS:
-        return _first_model_directory(name, [Path(__file__).parent.parent / "models" / name])
+        return _first_model_directory(name, [Path(__file__).parent / "bundled" / name])
     candidates = [Path(name).expanduser()]
     if _looks_like_id(name):
         candidates.append(_cached_snapshot_path(name))

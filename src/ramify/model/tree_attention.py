@@ -4,9 +4,9 @@
 token is the whole mask, so nothing of size [tokens, tokens] is needed. `TreeMask` holds it in the form that the device
 needs, built once per pack and shared by all layers:
 
-    CPU                       partial attentions         ramify.model.cpu.tree_attention
-    CUDA                      lists of visible blocks    ramify.model.cuda.tree_attention
-    CUDA, only long chains    lengths of the chains      ramify.model.cuda.causal_attention
+    CPU                       partial attentions         ramify.model.kernels.cpu.tree_attention
+    CUDA                      lists of visible blocks    ramify.model.kernels.cuda.tree_attention
+    CUDA, only long chains    lengths of the chains      ramify.model.kernels.cuda.causal_attention
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-from ramify.model.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
-from ramify.model.cuda.causal_attention import ChainLengths, causal_attention
 from ramify.model.device_copy import copy_to_device
-from ramify.model.paged_attention import reject_unsupported_arguments, unsupported_attention
+from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
+from ramify.model.kernels.cuda.causal_attention import ChainLengths, causal_attention
+from ramify.model.kernels.paged_attention import reject_unsupported_arguments, unsupported_attention
 from ramify.trace.columns import Int32Array
 
 ATTENTION_NAME = "ramify_tree"
@@ -144,7 +144,9 @@ def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scaling: float | None, window: int
 ) -> Tensor:
     """Return the attention by the Triton kernels, [1, tokens, heads, head_dim]. They need widths of powers of two."""
-    from ramify.model.cuda.tree_attention import tree_attention_op  # needs Triton, which only a torch for CUDA brings
+    from ramify.model.kernels.cuda.tree_attention import (
+        tree_attention_op,  # needs Triton, which only a torch for CUDA brings
+    )
 
     width = query.shape[-1]
     padding = max(16, 1 << (width - 1).bit_length()) - width

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ramify.errors import RequestInvalid
-from ramify.images.processed_image import ProcessedImage
+from ramify.core.errors import RequestInvalid
 from ramify.model.device_copy import copy_to_device
+from ramify.model.images.processed_image import ProcessedImage
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 
 

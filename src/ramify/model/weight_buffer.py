@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from ramify.errors import WeightsRefused
-from ramify.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.files import write_atomically
+from ramify.core.errors import WeightsRefused
+from ramify.core.files import write_atomically
 from ramify.model.device_copy import use_own_stream
 from ramify.model.manifest import check_same_tensors
 from ramify.model.weights import StagedWeights, get_untied_tensors, has_room_for_staging
+from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.trace.version import PolicyVersion
 
 _FILE_PATTERN = re.compile(rf"(?:announced|buffer)-({TOKEN_PATTERN})\.(?:msgpack|bin)")  # with the trainer's token

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ramify.errors import WeightsRefused
-from ramify.files import create_directory, fsync_path, write_and_fsync
+from ramify.core.errors import WeightsRefused
+from ramify.core.files import create_directory, fsync_path, write_and_fsync
 from ramify.model.device_copy import use_own_stream
 from ramify.model.manifest import (
     Manifest,

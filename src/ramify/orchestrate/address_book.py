@@ -16,10 +16,10 @@ from typing import Self
 
 import msgspec
 
-from ramify.async_calls import call_storage, cancel_all
-from ramify.errors import ConfigInvalid, StorageFailed
-from ramify.files import write_atomically
-from ramify.wire.lifecycle import AsyncService
+from ramify.core.async_calls import call_storage, cancel_all
+from ramify.core.errors import ConfigInvalid, StorageFailed
+from ramify.core.files import write_atomically
+from ramify.processes.wire.lifecycle import AsyncService
 
 ADDRESS_BOOK_FILE = "addresses.json"
 INFERENCE_KEY = "inference"

@@ -17,7 +17,7 @@ A state machine without clock or I/O: events in, decisions out.
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 
 WINDOW_FRACTION = 0.3  # size of the window, as a fraction of the slots
 

@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ramify.core.errors import EnvironmentChanged, Failure, ModelUnsupported, RamifyError
+from ramify.core.seeds import derive_seed
 from ramify.env.task import compute_content_digest
-from ramify.errors import EnvironmentChanged, Failure, ModelUnsupported, RamifyError
 from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
 from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import build_rollout_id
-from ramify.seeds import derive_seed
-from ramify.store.group_state import DropReason
-from ramify.store.ledger import GroupRecord
-from ramify.store.summary import REVISION_KEY, find_agent_failure, summarize_rollout
+from ramify.run.store.group_state import DropReason
+from ramify.run.store.ledger import GroupRecord
+from ramify.run.store.summary import REVISION_KEY, find_agent_failure, summarize_rollout
 from ramify.trace import Trace
 
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from urllib.parse import urlsplit
 
-from ramify.async_calls import call_storage
-from ramify.errors import EnvironmentFault, Failure, RunStalled
-from ramify.evals.stats import format_score
+from ramify.core.async_calls import call_storage
+from ramify.core.errors import EnvironmentFault, Failure, RunStalled
 from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, encode_snapshot, save_snapshot
 from ramify.orchestrate.status import build_status, list_waits
 from ramify.orchestrate.utilization import UtilizationMeter
-from ramify.store.group_state import GroupState
-from ramify.store.head_replication import STORAGE_TIMEOUT
-from ramify.store.ledger import BatchRecord, Ledger
-from ramify.store.summary import get_agent_failure, get_error_before_reply
+from ramify.rollout.evals.stats import format_score
+from ramify.run.store.group_state import GroupState
+from ramify.run.store.head_replication import STORAGE_TIMEOUT
+from ramify.run.store.ledger import BatchRecord, Ledger
+from ramify.run.store.summary import get_agent_failure, get_error_before_reply
 from ramify.trace import Trace
 
 POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress

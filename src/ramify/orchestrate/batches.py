@@ -11,10 +11,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from ramify.errors import DataCorrupt
+from ramify.core.errors import DataCorrupt
 from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization, NormalizationType, normalize_forests
 from ramify.orchestrate.top_logprobs import TopLogprobsByNode
-from ramify.store.ledger import BatchRecord
+from ramify.run.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.batch import Batch, PackSpec, count_entries, pack_forests, split_across_ranks
 

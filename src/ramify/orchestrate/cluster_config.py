@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from ramify.config import Config
+from ramify.core.config import Config
 
 TIME_LIMIT_PATTERN = r"(\d+-)?\d+(:\d{2}){0,2}"
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ramify.config import Config, RunName
+from ramify.core.config import Config, RunName
+from ramify.core.names import suggest
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
-from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.infer.config import (
     EngineConfig,
     ExternalConfig,
@@ -24,13 +24,13 @@ from ramify.infer.config import (
     NamedModelConfig,
     VLLMConfig,
 )
-from ramify.names import suggest
+from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
-from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import check_source_names
-from ramify.store.run_name import default_run_name
+from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
+from ramify.run.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.process_config import WeightsConfig
 

@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import Generator
 from typing import Any
 
-from ramify.envserver.client import EnvClient
-from ramify.envserver.messages import AddressUpdate
-from ramify.errors import RamifyError
-from ramify.wire import WireSettings
-from ramify.wire.server_state import ServerState
+from ramify.core.errors import RamifyError
+from ramify.processes.wire import WireSettings
+from ramify.processes.wire.server_state import ServerState
+from ramify.rollout.envserver.client import EnvClient
+from ramify.rollout.envserver.messages import AddressUpdate
 
 CONNECT_TIMEOUT = 10.0  # seconds for one try to connect
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure, RamifyError
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.errors import ConfigInvalid, EngineIncompatible, Failure, RamifyError
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
-from ramify.store import RunStore
-from ramify.store.environments import ObservedEnvironment, get_task_numbers
+from ramify.run.store import RunStore
+from ramify.run.store.environments import ObservedEnvironment, get_task_numbers
 from ramify.trace import Trace
 
 QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from ramify.errors import ConfigInvalid, Failure, OperationInvalid
+from ramify.core.errors import ConfigInvalid, Failure, OperationInvalid
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
 from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
 from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
@@ -32,10 +32,10 @@ from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encod
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.source_mix import SourceMix
 from ramify.orchestrate.top_logprobs import read_top_logprobs, remove_top_logprobs, write_top_logprobs
-from ramify.store import RolloutRecord
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
-from ramify.store.ledger_tables import TrainerRegistration
+from ramify.run.store import RolloutRecord
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.run.store.ledger_tables import TrainerRegistration
 from ramify.trace import Forest, Trace
 
 MAX_ISSUED_AT_ONCE = 256  # groups in one transaction of the ledger

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config
-from ramify.errors import ConfigInvalid
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid
 
 NO_EPOCH = -1  # epoch of tasks chosen without epochs; a resumed run may use a curriculum that has them
 

@@ -14,15 +14,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from ramify.async_calls import WatchTasks
-from ramify.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
-from ramify.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
-from ramify.errors import EnvironmentChanged, Failure, PeerLost, ProcessDied, RamifyError
+from ramify.core.async_calls import WatchTasks
+from ramify.core.errors import EnvironmentChanged, Failure, PeerLost, ProcessDied, RamifyError
 from ramify.orchestrate.connected_env_server import ConnectedEnvServer
+from ramify.processes.wire import WireSettings
+from ramify.processes.wire.lifecycle import AsyncService
+from ramify.processes.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
+from ramify.rollout.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
+from ramify.rollout.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
 from ramify.trace import Trace
-from ramify.wire import WireSettings
-from ramify.wire.lifecycle import AsyncService
-from ramify.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of any other server
 MAX_FAILOVERS = 10  # servers that may be lost while they run one attempt

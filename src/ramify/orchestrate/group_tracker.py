@@ -11,7 +11,7 @@ attempts left has nothing to compare and is dropped. A state machine without clo
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from ramify.errors import Failure
+from ramify.core.errors import Failure
 from ramify.trace import Trace
 
 MISSING_REWARD = Failure("EnvironmentFault", "a reward is missing", "system", True)

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from ramify.async_calls import fail_after
-from ramify.client import ClientConfig, InferenceClient
-from ramify.client.generate_api import decode_json
-from ramify.client.http_client import HttpClient, RequestFailed, send_request
-from ramify.errors import EngineIncompatible, ProviderError, RamifyError, RequestInvalid
+from ramify.core.async_calls import fail_after
+from ramify.core.errors import EngineIncompatible, ProviderError, RamifyError, RequestInvalid
+from ramify.infer.client import ClientConfig, InferenceClient
+from ramify.infer.client.generate_api import decode_json
+from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.infer.config import NamedModelConfig
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.orchestrate.address_book import AddressBook, get_model_key
-from ramify.render.tokenizer import Tokenizer
 
 PROBE_TIMEOUT = 60.0  # seconds for a server to tokenize a text
 PROBE_TEXT = "The 13 quick foxes jump.\n\tdef f(x): return {x: 'naïve', 2**10}  # <b>北京</b> 🙂 élan ©"

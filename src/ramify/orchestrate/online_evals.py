@@ -9,16 +9,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ramify.errors import EnvironmentChanged, Failure, RamifyError
-from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
+from ramify.core.errors import EnvironmentChanged, Failure, RamifyError
+from ramify.core.seeds import derive_seed
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import list_system_failures
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.seeds import derive_seed
-from ramify.store import RolloutRecord, RunStore
-from ramify.store.run_log import MetricPoint
-from ramify.store.summary import REVISION_KEY, summarize_rollout
+from ramify.rollout.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
+from ramify.run.store import RolloutRecord, RunStore
+from ramify.run.store.run_log import MetricPoint
+from ramify.run.store.summary import REVISION_KEY, summarize_rollout
 from ramify.trace import Trace
 
 MAX_CONCURRENT_ROLLOUTS = 64  # per eval

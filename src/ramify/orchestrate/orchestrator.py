@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any, cast
 
-from ramify.async_calls import cancel_all
-from ramify.errors import RamifyError, RunStalled
-from ramify.names import format_count
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import RamifyError, RunStalled
+from ramify.core.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
 from ramify.orchestrate.run_context import LogMetrics, RunContext
 from ramify.orchestrate.status_server import StatusHandler, build_status_server
-from ramify.wire import WireServer
+from ramify.processes.wire import WireServer
 
 # The traces of groups in flight are many objects that live for seconds. With Python's thresholds, a sixth of the time
 # goes into looking for cycles among them.

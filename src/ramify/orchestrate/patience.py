@@ -10,8 +10,8 @@ import asyncio
 import textwrap
 from dataclasses import dataclass
 
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.ledger import Ledger
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.ledger import Ledger
 
 REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards

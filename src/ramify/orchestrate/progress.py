@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramify.errors import EnvironmentFault, Failure
-from ramify.evals.stats import safe_mean
-from ramify.store.ledger import GroupRecord
-from ramify.store.run_log import RunLog
+from ramify.core.errors import EnvironmentFault, Failure
+from ramify.rollout.evals.stats import safe_mean
+from ramify.run.store.ledger import GroupRecord
+from ramify.run.store.run_log import RunLog
 from ramify.trace import Trace
 
 MAX_RECENT_FAILURES = 20

@@ -15,10 +15,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ramify.async_calls import cancel_all
-from ramify.errors import DataCorrupt, ModelUnsupported
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import DataCorrupt, ModelUnsupported
 from ramify.orchestrate.algorithms import Algorithm
-from ramify.store.ledger import GroupRecord
+from ramify.run.store.ledger import GroupRecord
 from ramify.trace import Annotation, Trace
 from ramify.trace.columns import Float32Array, Int32Array, StructuredArray
 

@@ -13,12 +13,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ramify.client import ClientConfig, InferenceClient
-from ramify.client.engine_load import EngineLoad
-from ramify.envserver.messages import AddressUpdate
-from ramify.errors import ConfigInvalid, EngineIncompatible, Failure
-from ramify.evals.stats import format_score
-from ramify.fencing.directory_store import DirectoryStore
+from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
+from ramify.infer.client import ClientConfig, InferenceClient
+from ramify.infer.client.engine_load import EngineLoad
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_key, get_model_key
@@ -40,18 +37,21 @@ from ramify.orchestrate.startup_report import StartupReport
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.store import open_run
-from ramify.store.environments import (
+from ramify.rollout.envserver.messages import AddressUpdate
+from ramify.rollout.evals.stats import format_score
+from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.store import open_run
+from ramify.run.store.environments import (
     ACCEPT_CHANGES_KEY,
     ObservedEnvironment,
     check_no_changes,
     find_changes,
     record_environments,
 )
-from ramify.store.group_state import DropReason, GroupState
-from ramify.store.head_replication import HeadReplicator
-from ramify.store.ledger import Ledger
-from ramify.store.run_log import RunLog
+from ramify.run.store.group_state import DropReason, GroupState
+from ramify.run.store.head_replication import HeadReplicator
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 
 RUN_ID_KEY = "run_id"  # of the id among the facts of the store

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ramify.errors import ValueNotFinite
-from ramify.evals.stats import safe_mean
+from ramify.core.errors import ValueNotFinite
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batches import BatchGroup
 from ramify.orchestrate.filters import Filter, apply_filters
 from ramify.orchestrate.group_tracker import GroupTracker
 from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization
 from ramify.orchestrate.reference_scores import NodeScores
-from ramify.store.group_state import DropReason
+from ramify.rollout.evals.stats import safe_mean
+from ramify.run.store.group_state import DropReason
 from ramify.trace import Annotation, Forest
 from ramify.trace.forest import START_LOGPROB
 

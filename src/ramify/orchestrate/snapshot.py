@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.files import write_atomically
+from ramify.core.files import write_atomically
 
 SNAPSHOT_FILE = "status.json"
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ramify.async_calls import cancel_all
+from ramify.core.async_calls import cancel_all
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.snapshot import OrchestratorState, write_snapshot
-from ramify.store.run_log import RunLog
+from ramify.run.store.run_log import RunLog
 
 REPORT_INTERVAL = 5.0  # seconds until a wait is reported, and between snapshots of it
 

@@ -5,10 +5,10 @@ import time
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ramify.names import format_count
+from ramify.core.names import format_count
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import OrchestratorState
-from ramify.wire.server_state import ServerState
+from ramify.processes.wire.server_state import ServerState
 
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
 

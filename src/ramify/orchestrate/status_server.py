@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.errors import ConfigInvalid
-from ramify.wire.browser_guard import BrowserGuard
-from ramify.wire.http_server import HttpServer
+from ramify.core.errors import ConfigInvalid
+from ramify.processes.wire.browser_guard import BrowserGuard
+from ramify.processes.wire.http_server import HttpServer
 
 StatusHandler = Callable[[Request], Any]
 

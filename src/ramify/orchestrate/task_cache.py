@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env.task import compute_content_digest
-from ramify.envserver.messages import MAX_COUNTED_TASKS
-from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.orchestrate.env_server_pool import EnvServerPool
+from ramify.rollout.envserver.messages import MAX_COUNTED_TASKS
 
 PAGE_SIZE = 256
 MAX_CACHED_PAGES = -(-MAX_COUNTED_TASKS // PAGE_SIZE)  # enough for every bounded source

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ramify.errors import DataCorrupt
-from ramify.files import fsync_path, mkdir_and_fsync, replace_file, write_and_fsync
+from ramify.core.errors import DataCorrupt
+from ramify.core.files import fsync_path, mkdir_and_fsync, replace_file, write_and_fsync
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.columns import StructuredArray
 

@@ -9,14 +9,15 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ramify.errors import Failure, PeerLost, StorageFull
-from ramify.fencing.token import FencingToken, TokenGate, check_token
+from ramify.core.errors import Failure, PeerLost, StorageFull
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.utilization import TrainedStep
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.store.ledger_tables import CommitRecord
+from ramify.processes.wire import IncomingRequest, WireMessage
+from ramify.run.fencing.token import FencingToken, TokenGate, check_token
+from ramify.run.store.ledger_tables import CommitRecord
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
 from ramify.train.batch_codec import encode_batch
@@ -29,7 +30,6 @@ from ramify.train.protocol import (
     TrainedRequest,
     UnsavedRequest,
 )
-from ramify.wire import IncomingRequest, WireMessage
 
 MAX_CACHED_BATCHES = 4  # batches whose encoded shares stay in memory
 

@@ -8,8 +8,8 @@ It is left out if an engine or the trainer runs on a device whose peaks are unkn
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ramify.client.engine_load import EngineLoad
-from ramify.evals.stats import safe_mean
+from ramify.infer.client.engine_load import EngineLoad
+from ramify.rollout.evals.stats import safe_mean
 
 
 class TrainedStep(NamedTuple):

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ramify.client import InferenceClient
-from ramify.errors import RamifyError
+from ramify.core.errors import RamifyError
+from ramify.infer.client import InferenceClient
 from ramify.trace.version import PolicyVersion
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from ramify.errors import DeadlineExceeded, ProcessDied
+from ramify.core.errors import DeadlineExceeded, ProcessDied
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.watcher import DETACH_FLAG

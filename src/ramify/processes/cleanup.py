@@ -15,7 +15,7 @@ import time
 
 import psutil
 
-from ramify.errors import SandboxError
+from ramify.core.errors import SandboxError
 
 MARKER_VARIABLE = "RAMIFY_BOX"
 """The environment variable of the marker, RUNTIME.PROGRAM. (an id and a number); a prefix selects all of a runtime.

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ramify.errors import ConfigInvalid
-from ramify.names import suggest
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import suggest
 
 ENVIRONMENTS_VARIABLE = "RAMIFY_ENVIRONMENTS"  # the directory of the environments that `ramify env install` makes
 DEFAULT_ENVIRONMENTS_DIR = "~/.local/share/ramify/environments"

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import IO, Self
 
-from ramify.config import Config, write_toml
-from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
+from ramify.core.config import Config, write_toml
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.processes.child import RAMIFY_COMMAND, ChildProcess
 from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit
 from ramify.processes.log import ProcessLog

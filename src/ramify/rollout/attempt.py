@@ -17,28 +17,35 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ramify.async_calls import fail_after
+from ramify.core.async_calls import fail_after
+from ramify.core.errors import (
+    ConfigInvalid,
+    EngineIncompatible,
+    EnvironmentFault,
+    Failure,
+    OperationInvalid,
+    RamifyError,
+)
+from ramify.core.seeds import derive_seed
 from ramify.env import RolloutAgent, RolloutContext, Task, ToolSet, User
-from ramify.errors import ConfigInvalid, EngineIncompatible, EnvironmentFault, Failure, OperationInvalid, RamifyError
-from ramify.gateway.main_calls import find_side_calls
-from ramify.gateway.policy import Policy
-from ramify.gateway.session import RolloutSession
-from ramify.harness.initial_messages import get_user_prompt_texts
+from ramify.infer.gateway.main_calls import find_side_calls
+from ramify.infer.gateway.policy import Policy
+from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.agents import make_agent_trace
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
+from ramify.rollout.harness.initial_messages import get_user_prompt_texts
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.rollout.outputs import collect_outputs
 from ramify.rollout.retrying_runtime import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, score_trace
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
 from ramify.rollout.task_commands import run_task_commands
-from ramify.seeds import derive_seed
 from ramify.trace import Episode, Trace
 from ramify.trace.plain_data import to_plain
 
 if TYPE_CHECKING:
-    from ramify.gateway import Gateway
+    from ramify.infer.gateway import Gateway
 
 ProgressCallback = Callable[[str, Trace], None]
 """Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with

@@ -4,9 +4,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from ramify.config import Config
-from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
-from ramify.names import find_duplicates
+from ramify.core.config import Config
+from ramify.core.names import find_duplicates
+from ramify.infer.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 
 S = TypeVar("S", bound="SourceConfig")
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
 
-from ramify.client.loop_pacer import LoopPacer
+from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.core.errors.origin import describe_exception
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
-from ramify.errors import ConfigInvalid, RamifyError
-from ramify.errors.origin import describe_exception
-from ramify.gateway.config import RolloutLimits
-from ramify.gateway.policy import ChatPolicy, Policy
-from ramify.harness import Harness
+from ramify.infer.client.loop_pacer import LoopPacer
+from ramify.infer.gateway.config import RolloutLimits
+from ramify.infer.gateway.policy import ChatPolicy, Policy
 from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
+from ramify.rollout.harness import Harness
+from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.rollout.runtime_pool import RuntimePool
-from ramify.runtime.bwrap import describe_fallback
 
 PLACEMENT_KEYS = {
     "keep_workdir",

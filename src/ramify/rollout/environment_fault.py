@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import Generator
 
+from ramify.core.errors import EnvironmentFault, RamifyError
+from ramify.core.errors.origin import describe_exception
 from ramify.env.hook import is_current_task_cancelled
-from ramify.errors import EnvironmentFault, RamifyError
-from ramify.errors.origin import describe_exception
 
 
 @contextlib.contextmanager

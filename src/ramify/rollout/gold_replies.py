@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ramify.errors import EnvironmentFault
-from ramify.names import suggest
+from ramify.core.errors import EnvironmentFault
+from ramify.core.names import suggest
 from ramify.trace import Message, ToolCall
 
 REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")

@@ -12,8 +12,8 @@ import asyncio
 import time
 from types import TracebackType
 
-from ramify.client.stall_clock import StallClock
-from ramify.errors import BudgetExceeded, ProviderError, RamifyError
+from ramify.core.errors import BudgetExceeded, ProviderError, RamifyError
+from ramify.infer.client.stall_clock import StallClock
 
 RECHECK_INTERVAL = 0.1  # seconds between two checks after the timeout has passed on the wall clock
 

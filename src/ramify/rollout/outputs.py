@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from ramify.core.errors import AgentFailed
 from ramify.env import Runtime
-from ramify.errors import AgentFailed
 
 
 async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Check the images in the prompt of a task as a rollout would, without a model."""
 
+from ramify.core.errors import EnvironmentFault, ImageInvalid
 from ramify.env import Task
-from ramify.errors import EnvironmentFault, ImageInvalid
-from ramify.harness.initial_messages import build_initial_messages
-from ramify.images import decode_image
-from ramify.render.prompt_images import check_image_count, find_image_parts
+from ramify.model.images import decode_image
+from ramify.model.render.prompt_images import check_image_count, find_image_parts
+from ramify.rollout.harness.initial_messages import build_initial_messages
 
 
 def check_prompt_images(task: Task) -> bool:

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from ramify.core.errors import Failure
 from ramify.env import Task
-from ramify.errors import Failure
-from ramify.gateway.policy import Policy
+from ramify.infer.gateway.policy import Policy
 from ramify.rollout.attempt import ProgressCallback, run_attempt
 from ramify.rollout.environment import Environment
 from ramify.trace import Episode, Trace
 
 if TYPE_CHECKING:
-    from ramify.gateway import Gateway
+    from ramify.infer.gateway import Gateway
 
 REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from ramify.async_calls import retry
+from ramify.core.async_calls import retry
 from ramify.env import Runtime, RuntimeProcess, Task
 from ramify.env.runtime import Capabilities, CommandLine
 

@@ -8,10 +8,10 @@ import random
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from ramify.async_calls import fail_after
-from ramify.config.schema import is_list
+from ramify.core.async_calls import fail_after
+from ramify.core.config.schema import is_list
+from ramify.core.errors import EnvironmentFault, Failure, OperationInvalid, RamifyError
 from ramify.env import Hook, RolloutContext, Task
-from ramify.errors import EnvironmentFault, Failure, OperationInvalid, RamifyError
 from ramify.rollout.environment import Environment
 from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.trace import Trace

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace.plain_data import MAX_DEPTH
 
 SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from ramify.errors import EnvironmentFault, RamifyError
-from ramify.gateway.policy import MessagePolicy, PolicyRequest, SampledReply
-from ramify.images import decode_image
+from ramify.core.errors import EnvironmentFault, RamifyError
+from ramify.infer.gateway.policy import MessagePolicy, PolicyRequest, SampledReply
+from ramify.model.images import decode_image
 from ramify.trace import Media, Message, Usage
 
 

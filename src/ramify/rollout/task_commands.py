@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ramify.core.errors import EnvironmentFault
 from ramify.env import Runtime
-from ramify.errors import EnvironmentFault
 
 MAX_REASON_CHARS = 1000
 

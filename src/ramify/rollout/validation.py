@@ -9,8 +9,8 @@ answer earns a reward.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ramify.core.errors import BudgetExceeded, ConfigInvalid, EnvironmentFault
 from ramify.env import Task, ToolSet, User
-from ramify.errors import BudgetExceeded, ConfigInvalid, EnvironmentFault
 from ramify.rollout.attempt import AttemptRunner
 from ramify.rollout.environment import Environment
 from ramify.rollout.gold_replies import parse_gold_replies
@@ -18,7 +18,7 @@ from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.trace import Trace
 
 if TYPE_CHECKING:
-    from ramify.gateway import Gateway
+    from ramify.infer.gateway import Gateway
 
 
 @dataclass(frozen=True, slots=True)

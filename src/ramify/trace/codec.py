@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import DataCorrupt, OperationInvalid
+from ramify.core.errors import DataCorrupt, OperationInvalid
 from ramify.trace.columns import MEDIA_DTYPE, NODE_DTYPE, VERSION_DTYPE, Column, StructuredArray
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import TRACE_SCHEMA, TraceHeader

@@ -7,7 +7,7 @@ delta is detected.
 
 import msgspec
 
-from ramify.errors import DataCorrupt, OperationInvalid
+from ramify.core.errors import DataCorrupt, OperationInvalid
 from ramify.trace.codec import ColumnLengths, append_frame, build_trace, encode_frame, parse_frame
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import TraceHeader

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace.annotation import AnnotatedTrace
 from ramify.trace.columns import Int32Array
 from ramify.trace.forest import Forest, MediaSpan, Targets, compute_subtree_ends

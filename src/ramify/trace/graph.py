@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import DataCorrupt
+from ramify.core.errors import DataCorrupt
 from ramify.trace.columns import (
     MEDIA_DTYPE,
     NODE_DTYPE,

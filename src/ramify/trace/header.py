@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.errors import Failure, OperationInvalid
+from ramify.core.errors import Failure, OperationInvalid
 from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_plain
 
 TRACE_SCHEMA = 1

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, make_readonly
 from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
 from ramify.trace.plain_data import to_plain

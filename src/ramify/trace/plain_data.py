@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 
 MAX_DEPTH = 64  # of nested dicts and lists; a value that contains itself would be infinite
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import OperationInvalid, ValueNotFinite
+from ramify.core.errors import OperationInvalid, ValueNotFinite
 from ramify.trace.annotation import TOP_DTYPE, AnnotatedTrace, Annotation
 from ramify.trace.columns import (
     NODE_DTYPE,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, make_readonly
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import FIELD_TYPES, TraceHeader, validate_field

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import OperationInvalid
+from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Int32Array
 from ramify.trace.graph import MessageGraph
 from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun

@@ -7,12 +7,12 @@ checkpoint, renames its matrices for peft, and takes rank and alpha from the run
 import re
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
-from ramify.files import create_directory
+from ramify.core.errors import ConfigInvalid
+from ramify.core.files import create_directory
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.model.weights import write_safetensors
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
 from ramify.train.checkpoint_manifest import find_committed_checkpoint, list_completed_steps, verify_checkpoint
 from ramify.train.lora import ADAPTER_NAME, build_peft_config
 from ramify.train.model_export import read_masters, read_run_config

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import DataCorrupt
+from ramify.core.errors import DataCorrupt
 from ramify.trace import DroppedTargets, Forest, Media, MediaSpan, PolicyVersion, Targets
 from ramify.trace.annotation import TOP_DTYPE
 from ramify.trace.codec import ALIGNMENT, align_up, byte_view, split_body

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import ConfigInvalid, DataCorrupt
-from ramify.files import write_atomically
-from ramify.store import wrap_storage_errors
+from ramify.core.errors import ConfigInvalid, DataCorrupt
+from ramify.core.files import write_atomically
+from ramify.run.store import wrap_storage_errors
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec, count_entries, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch

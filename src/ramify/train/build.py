@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
-from ramify.errors import ConfigInvalid, ModelUnsupported
-from ramify.images import ImageCache, ImageStore, load_image_family
+from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.model.experts import describe_experts
+from ramify.model.images import ImageCache, load_image_family
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.tree_attention import describe_tree_attention
+from ramify.run.store.image_store import ImageStore
 from ramify.train.batch import PackSpec
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
-from ramify.fencing.token import FencingToken
-from ramify.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
-from ramify.store.run_writer import is_disk_full, to_storage_error
+from ramify.core.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
+from ramify.core.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
     MANIFEST_FILE,
     CheckpointManifest,

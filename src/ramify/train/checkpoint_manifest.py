@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.async_calls import map_in_daemon_threads
-from ramify.errors import CheckpointRefused
-from ramify.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.files import write_and_fsync
+from ramify.core.async_calls import map_in_daemon_threads
+from ramify.core.errors import CheckpointRefused
+from ramify.core.files import write_and_fsync
+from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
 CHECKPOINTS_DIR = "checkpoints"  # in the directory of a run
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written

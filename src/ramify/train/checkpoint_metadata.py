@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ramify.errors import CheckpointRefused
+from ramify.core.errors import CheckpointRefused
 from ramify.train.checkpoint_manifest import refuse_unreadable
 
 METADATA_FILE = ".metadata"

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config
-from ramify.errors import ConfigInvalid
+from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

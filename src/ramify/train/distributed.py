@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.train.config import TrainerConfig
 from ramify.train.policy import PolicyModel
 from ramify.train.rendezvous import GangMember, find_interface, join_gang

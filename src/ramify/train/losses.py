@@ -17,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.config import LOSS_HINTS
+from ramify.core.config import LOSS_HINTS
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import suggest
 from ramify.env.plugin import load_module_from_file
-from ramify.errors import ConfigInvalid
-from ramify.names import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from ramify.errors import ConfigInvalid
-from ramify.fencing.token import FencingToken
-from ramify.files import create_directory
+from ramify.core.errors import ConfigInvalid
+from ramify.core.files import create_directory
+from ramify.core.names import suggest
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN, fetch_model
 from ramify.model.weights import get_untied_tensors, publish_weights
-from ramify.names import suggest
-from ramify.store import RunStore
-from ramify.store.ledger import Ledger
-from ramify.store.run_log import RunLog
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 from ramify.train.checkpoint import ignore_single_process_warning
 from ramify.train.checkpoint_manifest import (

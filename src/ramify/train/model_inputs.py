@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported
+from ramify.core.errors import ModelUnsupported
 from ramify.model.device_copy import copy_to_device
 from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import BLOCK_SIZE, TreeMask

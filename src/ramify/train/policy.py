@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ramify.errors import EngineIncompatible, ModelUnsupported, RamifyError
+from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
@@ -245,7 +245,9 @@ def _recompute_context() -> Iterator[None]:
 
 def _set_triton_allocator() -> None:
     """Set Triton's allocator in this thread; code compiled by torch 2.13 sets it only in the thread that ran first."""
-    from ramify.model.cuda.tree_attention import set_triton_allocator  # needs Triton: a torch for CUDA brings it
+    from ramify.model.kernels.cuda.tree_attention import (
+        set_triton_allocator,  # needs Triton: a torch for CUDA brings it
+    )
 
     set_triton_allocator()
 

@@ -11,12 +11,12 @@ incarnation, and receives the same batches again.
 import time
 from collections.abc import Callable
 
-from ramify.errors import ConfigInvalid, StorageFull
-from ramify.fencing.token import FencingToken
-from ramify.images.image_store import MEDIA_DIR
+from ramify.core.errors import ConfigInvalid, StorageFull
 from ramify.model.remote_weights import get_run_url
 from ramify.model.resolve import fetch_model
 from ramify.processes.training_lock import TrainingLock
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store.image_store import MEDIA_DIR
 from ramify.train.batch import Batch
 from ramify.train.batch_source import BatchSource
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from ramify.config import Config, RunName
+from ramify.core.config import Config, RunName
 from ramify.infer.config import ModelConfig
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.weights_directory import get_weights_directory

@@ -1,6 +1,7 @@
 """Requests of the trainer to the orchestrator, and its replies. `docs/training.md` describes the protocol.
 
-Each class is the body of the RPC that its docstring names; `ramify.wire` carries it. Importable without torch.
+Each class is the body of the RPC that its docstring names; `ramify.processes.wire` carries it. Importable without
+torch.
 """
 
 import msgspec

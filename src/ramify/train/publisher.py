@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.errors import DeadlineExceeded, RamifyError, StorageFailed, StorageFull
-from ramify.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.files import remove_directory
+from ramify.core.errors import DeadlineExceeded, RamifyError, StorageFailed, StorageFull
+from ramify.core.files import remove_directory
 from ramify.model import publish_weights
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
-from ramify.store import wrap_storage_errors
+from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
+from ramify.run.store import wrap_storage_errors
 from ramify.trace import PolicyVersion
 from ramify.train.distributed import Ranks, gather_full_tensor
 from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter

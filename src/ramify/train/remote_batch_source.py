@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import DataCorrupt, DeadlineExceeded, PeerLost, QueueFull
-from ramify.fencing.token import FencingToken
+from ramify.core.errors import DataCorrupt, DeadlineExceeded, PeerLost, QueueFull
+from ramify.processes.wire import WireClient, WireMessage
+from ramify.run.fencing.token import FencingToken
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.batch_codec import decode_batch
@@ -31,7 +32,6 @@ from ramify.train.protocol import (
     TrainedRequest,
     UnsavedRequest,
 )
-from ramify.wire import WireClient, WireMessage
 
 CALL_TIMEOUT = 60.0  # seconds of one call before it is repeated
 POLL_INTERVAL = 0.2  # seconds between two checks of whether to stop

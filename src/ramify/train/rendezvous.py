@@ -18,9 +18,9 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessReplaced
-from ramify.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
-from ramify.wire.listener import open_listener, to_bind_error
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessReplaced
+from ramify.processes.wire.listener import open_listener, to_bind_error
+from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 
 RENDEZVOUS_TIMEOUT = 300.0  # seconds for all ranks to join, after the first one has imported torch
 RECONNECT_INTERVAL = 0.2  # seconds between two looks at the store of an older gang

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported
-from ramify.images import ImageSpan, ProcessedImage, compute_positions
+from ramify.core.errors import ModelUnsupported
+from ramify.model.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.model.vision import VisionTower
 from ramify.trace import Forest, Media
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import DataCorrupt
-from ramify.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.files import write_atomically
-from ramify.store import wrap_storage_errors
+from ramify.core.errors import DataCorrupt
+from ramify.core.files import write_atomically
+from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
+from ramify.run.store import wrap_storage_errors
 from ramify.trace import Forest, Trace
 from ramify.trace.columns import Float32Array, Int32Array
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramify.errors import DeadlineExceeded, ModelUnsupported
+from ramify.core.errors import DeadlineExceeded, ModelUnsupported
 from ramify.model.hardware import get_device_peaks
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded
 
 WEIGHTS_DIR = "weights"  # in the directory of a run
 SHM_ROOT = Path("/dev/shm")

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.errors import ConfigInvalid
-from ramify.files import replace_file
+from ramify.core.errors import ConfigInvalid
+from ramify.core.files import replace_file
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.server import STATIC_DIR

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.bounded_cache import BoundedCache
-from ramify.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, RamifyError
-from ramify.evals.report import compute_scores, summarize_rollouts
-from ramify.images import elide_data_urls
-from ramify.store import Ledger, RolloutRecord, RunStore
+from ramify.core.bounded_cache import BoundedCache
+from ramify.core.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, RamifyError
+from ramify.rollout.evals.report import compute_scores, summarize_rollouts
+from ramify.run.store import Ledger, RolloutRecord, RunStore
+from ramify.run.store.image_labels import elide_data_urls
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
 from ramify.train.token_stats import TokenStats

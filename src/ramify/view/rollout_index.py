@@ -20,10 +20,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from ramify.errors import DataCorrupt, RunDamaged, StorageFailed
-from ramify.store.index import is_corruption_error
-from ramify.store.run_store import make_readonly_uri
-from ramify.store.run_writer import wrap_storage_errors
+from ramify.core.errors import DataCorrupt, RunDamaged, StorageFailed
+from ramify.run.store.index import is_corruption_error
+from ramify.run.store.run_store import make_readonly_uri
+from ramify.run.store.run_writer import wrap_storage_errors
 from ramify.trace import Timing, Trace
 from ramify.view.rollout_filter import RolloutFilter, build_condition
 from ramify.view.run_state import open_last_commit

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import msgspec
 
-from ramify.errors import ConfigInvalid
-from ramify.store import RolloutRecord, RunStore
+from ramify.core.errors import ConfigInvalid
+from ramify.run.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 from ramify.view.training_record import GroupTraining, find_attempt, read_group_training
 

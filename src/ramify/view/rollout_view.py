@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.images import format_content, label_images
-from ramify.store import RolloutRecord
+from ramify.run.store import RolloutRecord
+from ramify.run.store.image_labels import format_content, label_images
 from ramify.trace import MediaPart, Message, Node, Trace
 from ramify.view.token_texts import TokenTexts
 from ramify.view.token_view import TokenMeasures

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
-from ramify.names import suggest
-from ramify.store.index import DATABASE_NAME, TRACES_DIR
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import suggest
+from ramify.run.store.index import DATABASE_NAME, TRACES_DIR
 
 CONFIG_FILE = "config.toml"
 RUN_CONTENTS = (DATABASE_NAME, CONFIG_FILE, TRACES_DIR)  # a directory with one of these is a run, perhaps a damaged one

@@ -10,15 +10,15 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ramify.errors import ProviderError, RamifyError, failure_classes
+from ramify.core.errors import ProviderError, RamifyError, failure_classes
 from ramify.launch.run_queries import has_finished, query_status
 from ramify.launch.run_record import read_record
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
-from ramify.store import Ledger, RunStore
-from ramify.store.index import DATABASE_NAME
-from ramify.store.locks import find_writer
-from ramify.store.run_log import RunEvent, RunLog
-from ramify.store.run_store import LOCK_NAME
+from ramify.run.store import Ledger, RunStore
+from ramify.run.store.index import DATABASE_NAME
+from ramify.run.store.locks import find_writer
+from ramify.run.store.run_log import RunEvent, RunLog
+from ramify.run.store.run_store import LOCK_NAME
 from ramify.view.run_folder import CONFIG_FILE
 
 RunKind = Literal["rl", "sft", "eval"]

@@ -21,11 +21,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from ramify.errors import ConfigInvalid, RamifyError, RunDamaged
+from ramify.core.errors import ConfigInvalid, RamifyError, RunDamaged
+from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.view.access import AccessControl
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_filter import RolloutFilter
-from ramify.wire.browser_guard import BrowserGuard
 
 STATIC_DIR = Path(__file__).parent / "static"
 MAX_CHUNK_CHARS = 200_000  # of one message in one answer

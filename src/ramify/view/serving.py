@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from pathlib import Path
 
-from ramify.errors import DeadlineExceeded
+from ramify.core.errors import DeadlineExceeded
+from ramify.processes.wire.http_server import HttpServer
 from ramify.view.access import is_loopback, make_token
 from ramify.view.queries import RunQueries
 from ramify.view.server import build_app
-from ramify.wire.http_server import HttpServer
 
 START_TIMEOUT = 20.0  # seconds, for the thread
 STOP_TIMEOUT = 10.0

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.orchestrate.top_logprobs import read_top_logprobs
-from ramify.store import Ledger, RunStore
+from ramify.run.store import Ledger, RunStore
 from ramify.trace import Forest, Trace
 
 

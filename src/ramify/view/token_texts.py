@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ramify.errors import RamifyError
+from ramify.core.errors import RamifyError
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
-from ramify.render.tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 WORD_BOUNDARY = "▁"  # how tokenizers of the SentencePiece kind write a space

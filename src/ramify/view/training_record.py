@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import DataCorrupt
+from ramify.core.errors import DataCorrupt
 from ramify.orchestrate.batches import BatchGroup, decode_batch
-from ramify.store import Ledger, RunStore
-from ramify.store.ledger_tables import AttemptRecord, GroupRecord
+from ramify.run.store import Ledger, RunStore
+from ramify.run.store.ledger_tables import AttemptRecord, GroupRecord
 from ramify.trace import Annotation
 from ramify.train.token_stats import TokenStats, list_token_stats, read_token_stats
 

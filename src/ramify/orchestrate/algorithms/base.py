@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ramify.config import Config
-from ramify.errors import OperationInvalid
-from ramify.store.group_state import DropReason
+from ramify.core.config import Config
+from ramify.core.errors import OperationInvalid
+from ramify.run.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
 FloatArray = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ ids, and nothing is tokenized again.
 from collections.abc import Sequence
 
 from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, get_trainable_nodes
-from ramify.store.group_state import DropReason
+from ramify.run.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ramify.config import Config
+from ramify.core.config import Config
 from ramify.trace import Annotation, Trace
 
 

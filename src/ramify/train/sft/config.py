@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config, RunName
+from ramify.core.config import Config, RunName
 from ramify.infer.config import ModelConfig
-from ramify.render.config import RendererConfig, TemplateRendererConfig
+from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
 
 

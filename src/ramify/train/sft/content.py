@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ramify.config.schema import is_dict
-from ramify.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
-from ramify.dialects.message_parser import ContentPart, MessageParser
-from ramify.errors import RequestInvalid
+from ramify.core.config.schema import is_dict
+from ramify.core.errors import RequestInvalid
+from ramify.infer.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
+from ramify.infer.dialects.message_parser import ContentPart, MessageParser
 from ramify.trace import Media, MediaPart
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigInvalid, ImageInvalid, RequestInvalid
+from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.train.sft.config import SftDataConfig
 from ramify.train.sft.content import ContentParser

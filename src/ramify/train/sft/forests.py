@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TemplateRefused
-from ramify.render import RenderedPrompt, Renderer
+from ramify.core.errors import TemplateRefused
+from ramify.model.render import RenderedPrompt, Renderer
 from ramify.trace import AnnotatedTrace, Annotation, Forest, MediaRef, Trace, build_forest
 from ramify.trace.columns import common_prefix_length
 from ramify.trace.forest_builder import build_merge_keys

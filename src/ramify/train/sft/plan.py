@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ramify.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid
+from ramify.core.names import format_count
+from ramify.env.tasksets.data_files import read_rows
 from ramify.model.image_support import find_image_problem
+from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.names import format_count
-from ramify.render import Renderer, load_renderer
-from ramify.store import default_run_name
-from ramify.tasksets.data_files import read_rows
+from ramify.run.store import default_run_name
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
 from ramify.train.sft.example_order import ExampleOrder, split_held_out

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ramify.config import expand_model_name, get_explicit_values, parse_section, write_toml
-from ramify.display import Display, choose_api_display
-from ramify.errors import RamifyError, StorageFull
-from ramify.interactive import AwaitableResult
+from ramify.core.config import expand_model_name, get_explicit_values, parse_section, write_toml
+from ramify.core.display import Display, choose_api_display
+from ramify.core.errors import RamifyError, StorageFull
+from ramify.core.interactive import AwaitableResult
+from ramify.core.names import format_count
 from ramify.model.resolve import fetch_model
-from ramify.names import format_count
-from ramify.store import RunStore, open_run, wrap_storage_errors
-from ramify.store.ledger import Ledger
-from ramify.store.run_log import RunLog, read_metrics_by_step
+from ramify.run.store import RunStore, open_run, wrap_storage_errors
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunLog, read_metrics_by_step
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import list_completed_steps

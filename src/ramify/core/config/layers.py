@@ -1,0 +1,155 @@
+"""The table that files and flags are merged into, with the origin of each key.
+
+Files are merged in order, and flags after all files. A file replaces a list completely. A flag may set an entry of a
+list by its index; if no file sets the list, it is copied from the default first.
+"""
+
+import copy
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ramify.core.config.arguments import (
+    FileArgument,
+    FlagArgument,
+    is_switch,
+    normalize_key,
+    options_at,
+    parse_value,
+)
+from ramify.core.config.base import NONE_LITERAL, merge_tables
+from ramify.core.config.schema import (
+    KeyPath,
+    child_options,
+    default_at,
+    format_key,
+    has_key,
+    is_container,
+    is_dict,
+    is_list,
+    is_list_type,
+    is_tuple,
+    select_variant,
+)
+from ramify.core.errors import ConfigInvalid
+
+TomlTable = dict[str, Any]
+
+
+class ConfigLayers:
+    """The merged input of a configuration of class `cls`, starting from the table `base`. `data` is the result."""
+
+    def __init__(self, cls: type[BaseModel], base: Mapping[str, Any] | None = None) -> None:
+        self.cls = cls
+        self.data: TomlTable = copy.deepcopy(dict(base or {}))
+        self._origins: dict[KeyPath, str] = {}
+
+    def find_origin(self, key: KeyPath) -> str:
+        """Return the file or flag that set the value at `key`; "" if none did, or several set parts of a section."""
+        prefixes = (key[:length] for length in range(len(key), -1, -1))
+        outer = next((self._origins[prefix] for prefix in prefixes if prefix in self._origins), None)
+        origins = {origin for other, origin in self._origins.items() if other[: len(key)] == key}
+        if outer is not None:
+            origins.add(outer)
+        return origins.pop() if len(origins) == 1 else ""
+
+    def add_file(self, file: FileArgument) -> None:
+        """Merge a TOML file into its section. Raises ConfigInvalid."""
+        table = _read_toml(file.filename)
+        if not file.section:
+            self.data = merge_tables(self.data, table)
+            self._record_origins((), table, file.filename)
+            return
+        key, container = self._resolve(file.section)
+        base = container[key[-1]] if has_key(container, key[-1]) else None
+        container[key[-1]] = merge_tables(base if is_dict(base) else {}, table)
+        self._record_origins(key, table, file.filename)
+
+    def add_flag(self, flag: FlagArgument) -> None:
+        """Set the key of a flag. Raises ConfigInvalid."""
+        path, options = flag.path, options_at(self.cls, flag.path)
+        if not options and not flag.values and path[0].startswith("no-"):
+            path = (path[0].removeprefix("no-"), *path[1:])
+            positive = options_at(self.cls, path)
+            if not is_switch(positive) and type(None) not in positive:
+                problem = f"only a switch or an optional key can be negated ({flag.text})"
+                raise ConfigInvalid(problem, key=format_key(flag.path))
+            value: Any = False if is_switch(positive) else None
+            key, container = self._resolve(path)
+        else:
+            key, container = self._resolve(path)
+            value = parse_value(format_key(key), options, flag.values)
+        container[key[-1]] = value
+        self._set_origin(key, flag.text)
+
+    def _record_origins(self, key: KeyPath, value: Any, origin: str) -> None:
+        if is_dict(value) and value:
+            for name, inner in value.items():
+                self._record_origins((*key, name), inner, origin)
+        else:
+            self._set_origin(key, origin)
+
+    def _set_origin(self, key: KeyPath, origin: str) -> None:
+        self._origins = {other: origin for other, origin in self._origins.items() if other[: len(key)] != key}
+        self._origins[key] = origin
+
+    def _resolve(self, path: Sequence[str]) -> tuple[KeyPath, Any]:
+        """Return the key of a flag's path, and the table or list that holds (or will hold) its value."""
+        key: KeyPath = ()
+        node: Any = self.data
+        options: list[Any] = [self.cls]
+        default: Any = None  # the default value at `key`
+        for depth, part in enumerate(path):
+            if is_list(node):
+                name, default = _parse_index(key, part, len(node)), None
+            else:
+                name = normalize_key(options, part)
+                default = default_at(default, select_variant(options, node), node, name)
+            key, options = (*key, name), child_options(options, name)
+            if depth + 1 < len(path):
+                node = _descend(node, key, options, default, part=path[depth + 1])
+        return key, node
+
+
+def _read_toml(filename: str) -> TomlTable:
+    try:
+        return tomllib.loads(Path(filename).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigInvalid(f"cannot be read: {error.strerror or error}", key=filename) from error
+    except UnicodeDecodeError as error:
+        raise ConfigInvalid(f"is not UTF-8 text (byte {error.start})", key=filename) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigInvalid(f"is not TOML: {error}", key=filename) from error
+    except RecursionError as error:
+        raise ConfigInvalid("is nested too deeply", key=filename) from error
+    except ValueError as error:  # a NUL character in the name
+        raise ConfigInvalid(f"cannot be read: {error}", key=repr(filename)) from error
+
+
+def _parse_index(key: KeyPath, part: str, size: int) -> int:
+    if not part.isdecimal():
+        raise ConfigInvalid(f"entries of {format_key(key)} are numbered from 0", key=f"{format_key(key)}.{part}")
+    if int(part) >= size:
+        entries = f"{size} entries (0 to {size - 1})" if size > 1 else "1 entry (0)" if size else "no entries"
+        reason = f"{format_key(key)} has {entries}; a file, or --{format_key(key)} with a JSON list, can add more"
+        raise ConfigInvalid(reason, key=f"{format_key(key)}.{part}")
+    return int(part)
+
+
+def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any, *, part: str) -> Any:
+    """Return the table or list at `key`, and create it if it is not set. Raises ConfigInvalid for other values."""
+    child: Any = container[key[-1]] if has_key(container, key[-1]) else None
+    if (child is None or child == NONE_LITERAL) and (not options or any(map(is_container, options))):
+        child = _copy_list(default) if any(map(is_list_type, options)) else {}
+        container[key[-1]] = child
+    if not is_dict(child) and not is_list(child):
+        raise ConfigInvalid(f"{format_key(key)} is a value, not a section", key=f"{format_key(key)}.{part}")
+    return child
+
+
+def _copy_list(default: Any) -> list[Any]:
+    entries = list(default) if is_list(default) or is_tuple(default) else []
+    return [entry.model_dump() if isinstance(entry, BaseModel) else copy.deepcopy(entry) for entry in entries]

@@ -1,0 +1,178 @@
+"""openenv: an environment behind a server that speaks the protocol of OpenEnv.
+
+The package of OpenEnv is not needed here, only where the server runs. A task is a seed. The observation of each step is
+a user message, and each reply is an action. If the environment has MCP tools, they are offered to the policy, its calls
+are the actions, and a reply without a call ends the rollout. Each rollout has a session of its own; if the server has
+none free, the rollout waits.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from pydantic import Field, model_validator
+
+import ramify as rf
+from ramify.core.errors import ConfigInvalid
+from ramify.env.adapters.conversation import PolicyConversation
+from ramify.env.adapters.openenv.server import LocalServer
+from ramify.env.adapters.openenv.session import ActionInvalid, OpenEnvSession
+from ramify.env.tasksets.code_tests import extract_code
+
+EVAL_SEED_OFFSET = 1_000_000  # the seeds of the split `eval` begin here
+CONTAINER_PORT = 8000  # at which images of OpenEnv listen
+
+
+class OpenEnvConfig(rf.TasksetConfig):
+    """The server, its tasks, and how replies become actions."""
+
+    base_url: str | None = None
+    """The address of a running server."""
+    command: list[str] = []
+    """The command that starts a local server; {port} in it is a free port."""
+    image: str | None = None
+    """The image of a local server, which `engine` runs."""
+    engine: str = "docker"
+    """The program that runs images."""
+    startup_timeout: float = Field(default=180.0, gt=0)
+    """Seconds until a started server must listen."""
+    step_timeout: float = Field(default=120.0, gt=0)
+    """Seconds for one answer of the server."""
+    num_tasks: int = Field(default=1000, ge=1)
+    """Number of tasks. Each is a seed that the server is reset with."""
+    reset: dict[str, Any] = {}
+    """Further parameters of each reset."""
+    instructions: str = ""
+    """The system prompt."""
+    action_field: str | None = None
+    """The field of an action that takes the reply as text. Default: the reply is an action in JSON."""
+    observation_field: str | None = None
+    """The field of an observation that is shown. Default: the whole observation in JSON."""
+    reward: Literal["sum", "last"] = "sum"
+    """How the rewards of the steps make the reward of a rollout."""
+    max_invalid_actions: int = Field(default=3, ge=1)
+    """Replies in a row that are not valid actions, after which the rollout ends."""
+
+    @model_validator(mode="after")
+    def _one_server_is_named(self) -> "OpenEnvConfig":
+        if sum(map(bool, (self.base_url, self.command, self.image))) != 1:
+            raise ValueError("set one of base_url, command and image")
+        return self
+
+
+class OpenEnvTask(rf.Task):
+    """A seed of the environment."""
+
+    seed: int
+
+
+class OpenEnv(rf.Taskset):
+    """Episodes of an environment behind an OpenEnv server."""
+
+    config: OpenEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    task_type = OpenEnvTask
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        super().__init__(config)
+        publish = ["-p", f"127.0.0.1:{{port}}:{CONTAINER_PORT}"]
+        command = [config.engine, "run", "--rm", *publish, config.image] if config.image else config.command
+        self.server = LocalServer(command, startup_timeout=config.startup_timeout) if command else None
+
+    def load(self) -> Iterator[OpenEnvTask]:
+        """Yield one task per seed; the splits have different seeds."""
+        offset = EVAL_SEED_OFFSET if self.config.split == "eval" else 0
+        for seed in range(offset, offset + self.config.num_tasks):
+            yield OpenEnvTask(system=self.config.instructions or None, key=f"seed-{seed}", seed=seed)
+
+    async def run_agent(self, task: OpenEnvTask, trace: rf.Trace, endpoint: rf.Endpoint, state: SimpleNamespace) -> str:
+        """Play one episode: observation, reply, action, until the environment is done."""
+        config = self.config
+        base_url = await self.server.get_base_url() if self.server is not None else config.base_url
+        assert base_url is not None  # the config names one server
+        conversation = PolicyConversation(endpoint, trace, config.instructions)
+        step_rewards = state.step_rewards = list[float]()
+        num_invalid = 0
+        async with OpenEnvSession(base_url, step_timeout=config.step_timeout) as session:
+            result = await session.reset({"seed": task.seed, "episode_id": trace.id[:255], **config.reset})
+            trace.info["session_waits"] = session.num_waits
+            conversation.tools = await session.list_tools()
+            messages = [{"role": "user", "content": self._format_observation(result)}]
+            while not result.get("done"):
+                reply = await conversation.send_messages(messages)
+                if reply is None:
+                    return conversation.stop
+                if conversation.tools and not reply.tool_calls:
+                    return "done"  # an environment of tools ends with the answer of the agent
+                messages = list[dict[str, str]]()
+                for message, take_action in self._list_actions(session, reply):
+                    try:
+                        result = await take_action()
+                    except ActionInvalid as error:
+                        num_invalid += 1
+                        if num_invalid == config.max_invalid_actions:
+                            return "invalid_action"
+                        messages.append({**message, "content": f"error: this is not a valid action: {error}"})
+                        continue
+                    num_invalid = 0
+                    step_rewards.append(float(result.get("reward") or 0.0))
+                    messages.append({**message, "content": self._format_observation(result)})
+                    if result.get("done"):  # further calls would come after the end of the episode
+                        break
+        return "done"
+
+    def _list_actions(
+        self, session: OpenEnvSession, reply: rf.Message
+    ) -> list[tuple[dict[str, str], Callable[[], Awaitable[dict[str, Any]]]]]:
+        """Return the actions of a reply, its tool calls or its text, and with each how its answer begins."""
+
+        async def act() -> dict[str, Any]:
+            return await session.step(self._parse_action(reply.text))
+
+        async def call_tool(name: str, arguments: str) -> dict[str, Any]:
+            return await session.call_tool(name, _parse_json(arguments))
+
+        if not reply.tool_calls:
+            return [({"role": "user"}, act)]
+        return [
+            ({"role": "tool", "tool_call_id": call.id}, partial(call_tool, call.name, call.arguments))
+            for call in reply.tool_calls
+        ]
+
+    @rf.reward
+    def episode(self, state: SimpleNamespace) -> float:
+        """The sum of the rewards of the steps, or the last one; 0 without a step."""
+        rewards: list[float] = state.step_rewards
+        return sum(rewards) if self.config.reward == "sum" else (rewards or [0.0])[-1]
+
+    @rf.metric
+    def steps(self, state: SimpleNamespace) -> float:
+        """The number of actions that the environment took."""
+        return float(len(state.step_rewards))
+
+    def _parse_action(self, reply: str) -> dict[str, Any]:
+        """Return the action of a reply. Raises ActionInvalid if the reply should be JSON and is not."""
+        if self.config.action_field is not None:
+            return {self.config.action_field: reply}
+        return _parse_json(extract_code(reply))
+
+    def _format_observation(self, result: dict[str, Any]) -> str:
+        """Return the text of an observation. Raises ConfigInvalid if it lacks the field of the config."""
+        observation, field = result.get("observation", result), self.config.observation_field
+        if field is None or "tool_name" in observation:
+            return json.dumps(observation)
+        if field not in observation:
+            raise ConfigInvalid(f"taskset.observation_field: observations have {', '.join(observation)}, not {field!r}")
+        return str(observation[field])
+
+
+def _parse_json(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ActionInvalid if it is anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ActionInvalid(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ActionInvalid("not a JSON object")
+    return cast(dict[str, Any], value)

@@ -1,0 +1,186 @@
+"""Rows of R2E-Gym, SWE-bench and Scale-SWE, as one type.
+
+| | R2E-Gym | SWE-bench | Scale-SWE |
+|---|---|---|---|
+| image | `docker_image` | `image`, else from the instance id | `image_url` |
+| tests | in the image, `/r2e_tests` | `test_patch` | `f2p_patch`, `f2p_script` |
+| expected | `expected_output_json` | `FAIL_TO_PASS`, `PASS_TO_PASS` | the same |
+| gold | none | `patch` | `patch` |
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from ramify.core.errors import ConfigInvalid
+from ramify.env.tasksets.data_files import DataRow
+
+RowShape = Literal["r2e-gym", "swe-bench", "scale-swe"]
+SWE_BENCH_IMAGE = "swebench/sweb.eval.x86_64.{instance}:latest"
+TESTBED = "/testbed"  # where images of R2E-Gym and SWE-bench have the repository
+R2E_TESTS = "/r2e_tests"
+F2P_SCRIPT = "test_fail_to_pass.py"  # the name under which the tests of Scale-SWE expect `f2p_script`
+DIGEST_DIGITS = 16
+
+_CHANGED_FILE = re.compile(r"^\+\+\+ b/(.+?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class SweRow:
+    """One problem: a repository in an image, and the tests that must pass.
+
+    - `expected_tests`: ids of the tests that must pass; `other_tests`: those that must report, with any outcome.
+    - `test_paths`: what pytest runs.
+    - `setup_commands`: shell commands that both boxes run first.
+    - `hidden_paths`: what the image has of the tests; it is removed from the agent's box.
+    - `test_commands`: shell commands that the box of the rewards runs before the tests.
+    """
+
+    instance: str
+    shape: RowShape
+    repository: str
+    problem: str
+    image: str
+    workdir: str
+    expected_tests: tuple[str, ...]
+    other_tests: tuple[str, ...] = ()
+    test_paths: tuple[str, ...] = ()
+    test_patch: str = ""
+    test_files: Mapping[str, str] = field(default_factory=dict[str, str])
+    gold_patch: str = ""
+    setup_commands: tuple[str, ...] = ()
+    hidden_paths: tuple[str, ...] = ()
+    test_commands: tuple[str, ...] = ()
+    activate: str = ""
+    python: str = "python"
+
+    @property
+    def protected_files(self) -> frozenset[str]:
+        """The files of the repository that the tests bring, which the agent's changes must not touch."""
+        return frozenset({*find_changed_files(self.test_patch), *self.test_files})
+
+    @property
+    def digest(self) -> str:
+        """The digest of what the reward depends on, so that a changed row is another task."""
+        content = [self.image, self.expected_tests, self.other_tests, self.test_patch, dict(self.test_files)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:DIGEST_DIGITS]
+
+    def name_test(self, pytest_id: str) -> str:
+        """Return the name of a test in this row. R2E-Gym leaves out the file and writes Class.test."""
+        return pytest_id.partition("::")[2].replace("::", ".") if self.shape == "r2e-gym" else pytest_id
+
+
+def parse_row(row: DataRow, shape: RowShape | None = None, image_template: str | None = None) -> SweRow:
+    """Return a row of any shape. Raises ConfigInvalid, which names the row and what is missing or unsupported."""
+    shape = shape or find_shape(row)
+    name = str(row.get("instance_id") or row.get("commit_hash") or "a row")
+    try:
+        parsed = PARSERS[shape](row, image_template)
+    except KeyError as error:
+        raise ConfigInvalid(f"swe: {name} has no column {error.args[0]!r}, which rows of {shape} have") from error
+    except ValueError as error:
+        raise ConfigInvalid(f"swe: {name}: {error}") from error
+    if not parsed.expected_tests:
+        raise ConfigInvalid(f"swe: {name} has no tests that must pass")
+    if shape != "r2e-gym" and (other := [id for id in parsed.expected_tests if "::" not in id]):
+        raise ConfigInvalid(f"swe: {name}: {other[0]!r} is not a test of pytest, and others cannot report by their ids")
+    return parsed
+
+
+def find_shape(row: DataRow) -> RowShape:
+    """Return the shape of a row by its columns."""
+    if "docker_image" in row and "expected_output_json" in row:
+        return "r2e-gym"
+    if "image_url" in row:
+        return "scale-swe"
+    if "FAIL_TO_PASS" in row and "test_patch" in row:
+        return "swe-bench"
+    raise ConfigInvalid(f"swe: a row with the columns {', '.join(row)} is not of R2E-Gym, SWE-bench or Scale-SWE")
+
+
+def find_changed_files(patch: str) -> list[str]:
+    """Return the files that a patch writes."""
+    return [file for file in _CHANGED_FILE.findall(patch) if file != "/dev/null"]
+
+
+def _parse_r2e_gym(row: DataRow, image_template: str | None) -> SweRow:
+    outcomes = cast(dict[str, str], _parse_json(row["expected_output_json"]))
+    names = {name.split(" - ")[0].strip(): outcome for name, outcome in outcomes.items() if name.strip()}
+    return SweRow(
+        instance=f"{row['repo_name']}-{row['commit_hash']}",
+        shape="r2e-gym",
+        repository=row["repo_name"],
+        problem=_strip_issue_tags(row["problem_statement"]),
+        image=row["docker_image"],
+        workdir=TESTBED,
+        expected_tests=tuple(name for name, outcome in names.items() if outcome == "PASSED"),
+        other_tests=tuple(name for name, outcome in names.items() if outcome != "PASSED"),
+        test_paths=("r2e_tests",),
+        hidden_paths=(R2E_TESTS, "r2e_tests", "run_tests.sh"),
+        test_commands=(f"[ -e r2e_tests ] || ln -s {R2E_TESTS} r2e_tests",),
+        python=".venv/bin/python",
+    )
+
+
+def _parse_swe_bench(row: DataRow, image_template: str | None) -> SweRow:
+    instance = row["instance_id"]
+    image = (image_template or SWE_BENCH_IMAGE).format(instance=instance.lower().replace("__", "_1776_"))
+    expected = (*_parse_ids(row["FAIL_TO_PASS"]), *_parse_ids(row["PASS_TO_PASS"]))
+    return SweRow(
+        instance=instance,
+        shape="swe-bench",
+        repository=row["repo"],
+        problem=row["problem_statement"],
+        image=row.get("image") or row.get("image_name") or image,
+        workdir=TESTBED,
+        expected_tests=expected,
+        test_paths=tuple(file for file in find_changed_files(row["test_patch"]) if file.endswith(".py")),
+        test_patch=row["test_patch"],
+        gold_patch=row["patch"],
+        activate=". /opt/miniconda3/bin/activate testbed",
+    )
+
+
+def _parse_scale_swe(row: DataRow, image_template: str | None) -> SweRow:
+    expected = (*_parse_ids(row["FAIL_TO_PASS"]), *_parse_ids(row["PASS_TO_PASS"]))
+    commands = row.get("pre_commands") or ()
+    return SweRow(
+        instance=row["instance_id"],
+        shape="scale-swe",
+        repository=f"{row['user']}/{row['repo']}" if row.get("user") else row["repo"],
+        problem=row["problem_statement"],
+        image=row["image_url"],
+        workdir=row["workdir"],
+        expected_tests=expected,
+        test_paths=tuple(dict.fromkeys(id.partition("::")[0] for id in expected)),
+        test_patch=row.get("f2p_patch") or "",
+        test_files={F2P_SCRIPT: row["f2p_script"]} if row.get("f2p_script") else {},
+        gold_patch=row["patch"],
+        setup_commands=(commands,) if isinstance(commands, str) else tuple(commands),
+    )
+
+
+PARSERS: dict[RowShape, Callable[[DataRow, str | None], SweRow]] = {
+    "r2e-gym": _parse_r2e_gym,
+    "swe-bench": _parse_swe_bench,
+    "scale-swe": _parse_scale_swe,
+}
+
+
+def _parse_ids(value: Any) -> tuple[str, ...]:
+    """Return test ids that are a list, or a list as JSON."""
+    ids = _parse_json(value)
+    if not isinstance(ids, list):
+        raise ValueError(f"expected a list of test ids, found {value!r:.80}")
+    return tuple(map(str, cast(list[Any], ids)))
+
+
+def _parse_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _strip_issue_tags(text: str) -> str:
+    return re.sub(r"\[/?ISSUE\]", "", text).strip()

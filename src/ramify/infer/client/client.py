@@ -1,0 +1,423 @@
+"""The client that samples from, and controls, all inference servers of a policy.
+
+It owns its connections and one health-check task per server, from `start` to `close` (or inside `async with`). Every
+call has a timeout, and cancelling a call closes its connection, so that the server stops computing.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.core.async_calls import WatchTasks, fail_after
+from ramify.core.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused, WeightsReplaced
+from ramify.infer.client.completion import ClientSampling, Completion
+from ramify.infer.client.config import ClientConfig
+from ramify.infer.client.discovery import detect_engine, sync_weights
+from ramify.infer.client.engine_adapter import (
+    EngineAdapter,
+    KVMode,
+    PauseMode,
+    UnknownWeights,
+    WeightUpdate,
+    WeightUpdateAck,
+)
+from ramify.infer.client.engine_load import EngineLoad, parse_load, parse_num_steps
+from ramify.infer.client.generate_api import GenerateRequest, RequestImage
+from ramify.infer.client.http_client import (
+    ConnectFailed,
+    HttpClient,
+    RequestFailed,
+    ResponseLost,
+    ServerBusy,
+    send_request,
+)
+from ramify.infer.client.replica_pool import Replica, ReplicaPool
+from ramify.infer.client.stall_clock import StallClock
+from ramify.processes.wire.lifecycle import AsyncService
+from ramify.processes.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
+from ramify.trace.columns import StructuredArray
+from ramify.trace.version import PolicyVersion
+
+T = TypeVar("T")
+DEFAULT_TIMEOUT = 600.0  # seconds for one generation
+
+
+class InferenceClient(AsyncService):
+    """A client of one or several servers of the same model.
+
+    `version` names the weights with which engines that report no version (vLLM) were started.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], config: ClientConfig | None = None, *, version: PolicyVersion | None = None
+    ) -> None:
+        self.config = config or ClientConfig()
+        urls = _normalize_urls([urls] if isinstance(urls, str) else urls)
+        if not urls:
+            raise ProviderError("a client needs the address of at least one inference server")
+        self._pool = ReplicaPool([self._make_replica(url) for url in urls])
+        self._initial_version = version
+        self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
+        self._pause_mode: PauseMode | None = None
+        self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
+        self._watch_tasks: WatchTasks[Replica] = WatchTasks()
+        self._is_open = self._is_started = False  # from the start of `start`, and from its end, until `close`
+
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Self:
+        """Connect to the servers; wait until all are up, or until some are and the others take too long.
+
+        Raises ProviderError if none is up within `server_wait_timeout` seconds, and EngineIncompatible if one is
+        not an engine.
+        """
+        if self._is_open:
+            raise ProviderError("the client is already started")
+        if self._pool.is_closed:
+            raise ProviderError("the client is closed, and starts only once; create another one")
+        self._is_open, timeout = True, self.config.server_wait_timeout
+        try:
+            for replica in self._pool.replicas:
+                self._watch(replica)
+            await self._wait_until_joined(timeout)
+            if not self._pool.up_replicas:
+                raise ProviderError(f"no inference server came up within {timeout:g} s: {self._pool.describe_down()}")
+        except BaseException:
+            await self.close()
+            raise
+        self._is_started = True
+        return self
+
+    async def _wait_until_joined(self, timeout: float) -> None:
+        pool, deadline = self._pool, time.monotonic() + timeout
+        with contextlib.suppress(TimeoutError):
+            while not pool.replicas or pool.replicas != pool.up_replicas:
+                if pool.up_replicas:
+                    deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await pool.wait_for_change()
+                for replica in pool.replicas:
+                    if replica.fatal_error is not None:
+                        raise replica.fatal_error
+
+    async def close(self) -> None:
+        """Stop the health checks and close the connections."""
+        self._is_open = self._is_started = False
+        self._pool.is_closed = True
+        replicas = {*self._pool.replicas, *self._watch_tasks}
+        await self._watch_tasks.cancel()
+        for replica in replicas:
+            self._pool.eject(replica, "the client is closed")
+            await replica.http.aclose()
+
+    async def wait_failed(self) -> None:
+        """Wait until the task that watches a server fails, and raise its failure: the server is no longer checked."""
+        await self._watch_tasks.wait_failed()
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Use the servers at these addresses from now on; if there is none, requests wait for one.
+
+        A new server gets requests once it serves the same weights as the others. A removed server gets no more. Its
+        requests in flight are continued there while it is healthy; after that, those that may be sent again are.
+        """
+        urls = _normalize_urls(urls)
+        for replica in list(self._pool.replicas):
+            if replica.url not in urls:
+                self._pool.remove(replica)
+        for url in urls:
+            if url not in self.urls:
+                self._pool.add(replica := self._make_replica(url))
+                if self._is_open:
+                    self._watch(replica)
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of the servers, whether they are up or not."""
+        return [replica.url for replica in self._pool.replicas]
+
+    @property
+    def joined_urls(self) -> list[str]:
+        """The addresses of the servers that were up at least once."""
+        return [replica.url for replica in self._pool.replicas if replica.adapter is not None]
+
+    def _make_replica(self, url: str) -> Replica:
+        config = self.config
+        http = HttpClient(url, connect_timeout=config.connect_timeout, max_connections=config.connections)
+        return Replica(url, http)
+
+    def _watch(self, replica: Replica) -> None:
+        self._watch_tasks.start(replica, self._watch_replica(replica), f"health of {replica.url}")
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: ClientSampling,
+        *,
+        session: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        resend_if_lost: bool = False,
+        clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
+    ) -> Completion:
+        """Sample one completion of `prompt`, which contains `images`.
+
+        Calls with the same `session` go to one server while it is up. Requests with a lower `priority` go first.
+        Prompts share cached prefixes only with prompts of the same `cache_salt`. If the response is lost, the request
+        is sent again only with `resend_if_lost`: the server may have sampled, and sampling twice biases the result.
+
+        A `clock` measures how long the engine made no progress. A request with a clock waits for a server until its
+        timeout instead of `server_wait_timeout`. If it also has a seed, every server returns the same sample, so it is
+        sent again if its response is lost, and moved to another server if its own fails the health checks.
+        """
+        request = GenerateRequest(prompt, sampling, priority, cache_salt, images)
+        may_resend = resend_if_lost or (clock is not None and sampling.seed is not None)
+        with contextlib.nullcontext() if clock is None else clock.track_request(self.config.stall_tolerance):
+            return await self._send_with_retries(
+                session, timeout, lambda adapter: adapter.generate(request), may_resend=may_resend, clock=clock
+            )
+
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        session: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        cache_salt: str | None = None,
+        start: int = 0,
+    ) -> NDArray[np.float32]:
+        """Return the logprob of every token from `start` on given those before it, at temperature 1.
+
+        Tokens before `start` are NaN, and so is the first.
+        """
+        return await self._send_with_retries(
+            session, timeout, lambda adapter: adapter.score(token_ids, cache_salt, start=start), may_resend=True
+        )
+
+    async def score_top(
+        self,
+        token_ids: Sequence[int],
+        top_k: int,
+        *,
+        session: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        start: int = 0,
+    ) -> tuple[NDArray[np.float32], StructuredArray]:
+        """Return what `score` returns, and the `top_k` likeliest tokens of each position [tokens, top_k].
+
+        They are records of `token` and `logprob`, the likeliest first.
+        """
+        return await self._send_with_retries(
+            session, timeout, lambda adapter: adapter.score_top(token_ids, top_k, start=start), may_resend=True
+        )
+
+    async def _send_with_retries(
+        self,
+        session: str | None,
+        timeout: float,
+        call: Callable[[EngineAdapter], Awaitable[T]],
+        *,
+        may_resend: bool,
+        clock: StallClock | None = None,
+    ) -> T:
+        """Send a request to one server after another until one responds, as far as sending it again is allowed."""
+        config, num_resent, last_url = self.config, 0, "no server yet"
+        busy: set[Replica] = set()
+        replica_timeout = config.server_wait_timeout if clock is None else timeout
+        async with fail_after(timeout, lambda: f"a response of {last_url}"):
+            while True:
+                replica = await self._pool.wait_for_replica(session, busy, timeout=replica_timeout)
+                last_url = replica.url
+                timed = contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=may_resend)
+                try:
+                    with replica.track_request():
+                        async with timed:
+                            return await call(replica.require_adapter())
+                except ConnectFailed as error:
+                    self._pool.eject(replica, str(error))
+                    continue
+                except UnknownWeights as error:
+                    self._pool.eject(replica, str(error))  # its weights are labelled when it joins again
+                    raise ProviderError(str(error)) from error
+                except ResponseLost as error:
+                    replica.check_now.set()
+                    if not may_resend or num_resent >= config.retries:
+                        raise ProviderError(f"the response was lost: {error}") from error
+                except ServerBusy as error:
+                    if num_resent >= config.retries:
+                        raise error.error from None
+                    busy.add(replica)
+                    if busy.issuperset(self._pool.up_replicas):
+                        busy.clear()
+                        await asyncio.sleep(max(error.retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
+                num_resent += 1
+        raise AssertionError  # the block above returns or raises
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> dict[str, PolicyVersion]:
+        """The version of the weights of each server that is up, by URL."""
+        return {replica.url: replica.require_adapter().version for replica in self._pool.up_replicas}
+
+    @property
+    def down_replicas(self) -> dict[str, str]:
+        """The reasons why servers are down, by URL."""
+        return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ServerState.DOWN}
+
+    async def get_loads(self) -> dict[str, EngineLoad]:
+        """Return the load of every server that is up and responds, by URL."""
+        loads: dict[str, EngineLoad] = {}
+        for replica in self._pool.up_replicas:
+            with contextlib.suppress(RamifyError, RequestFailed):
+                async with fail_after(self.config.health_timeout, f"{replica.url}/metrics"):
+                    metrics = (await send_request(replica.http, "GET", "/metrics")).decode()
+                    loads[replica.url] = parse_load(metrics)
+        return loads
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling on all servers; running requests are kept (`keep`) or end with the finish reason `abort`."""
+        await self._call_all("pause", lambda adapter: adapter.pause(mode))
+        self._pause_mode = mode
+
+    async def resume(self) -> None:
+        """Resume sampling on all servers."""
+        self._pause_mode = None
+        await self._call_all("resume", lambda adapter: adapter.resume())
+
+    async def update_weights(
+        self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute", *, run: str = ""
+    ) -> list[WeightUpdateAck]:
+        """Load published weights on all servers; requests in flight continue with them.
+
+        Return one acknowledgement per server that applied them. A server that fails is ejected until it has the new
+        weights. If all fail, the first failure is raised and the target stays the old version. If no server is up, the
+        first to come up joins with the new weights: the old ones may no longer exist.
+        """
+        update, old_target = WeightUpdate(directory, version, kv_mode, run), self._target_update
+        if not self._pool.up_replicas:
+            self._target_update = update
+        try:
+            seconds_by_url = await self._call_all(
+                f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
+            )
+        except BaseException:
+            self._target_update = old_target  # servers that refuse the new weights can still join with the old ones
+            raise
+        self._target_update = update
+        return [WeightUpdateAck(url, version, seconds) for url, seconds in seconds_by_url.items()]
+
+    async def _call_all(self, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]) -> dict[str, T]:
+        """Call all servers that are up and return the results by URL; if none is up, wait for one as requests do.
+
+        A server that fails is ejected, because its state is unknown until it joins again. It is kept only if all
+        servers fail and it rejected the weights. If no server succeeds, the first failure is raised.
+        """
+        await self._pool.wait_for_replica(None, (), timeout=self.config.server_wait_timeout)
+        async with self._control_lock:
+            replicas = self._pool.up_replicas
+            if not replicas:
+                raise ProviderError(f"{operation}: no inference server is up: {self._pool.describe_down()}")
+            calls = (self._call_one(replica, operation, call) for replica in replicas)
+            outcomes = dict(zip(replicas, await asyncio.gather(*calls)))
+        results = {
+            replica.url: result[0] for replica, result in outcomes.items() if not isinstance(result, RamifyError)
+        }
+        errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
+        for replica, error in errors.items():
+            if results or not isinstance(error, WeightsRefused | WeightsReplaced):
+                self._pool.eject(replica, f"{operation}: {error.name}: {error.message}")
+        if not results:
+            raise next(iter(errors.values()))
+        return results
+
+    async def _call_one(
+        self, replica: Replica, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]
+    ) -> tuple[T] | RamifyError:
+        """Return the result of one server in a tuple, or its failure."""
+        try:
+            async with fail_after(self.config.control_timeout, f"{replica.url} to {operation}"):
+                return (await call(replica.require_adapter()),)
+        except RequestFailed as error:
+            return ProviderError(str(error))
+        except RamifyError as error:
+            return error
+
+    # -- health --------------------------------------------------------------------------------------------------------
+
+    async def _watch_replica(self, replica: Replica) -> None:
+        """Join one server when it is up, then check its health and join it again when it recovers, until it is removed.
+
+        While the client starts, servers are joined without a health check: a server that is no engine has none.
+        """
+        while not replica.is_drained:
+            try:
+                if self._is_started:
+                    await self._check_health(replica)
+                if replica.state is ServerState.DOWN:
+                    await self._join_replica(replica)
+            except RamifyError as error:
+                if replica.state is ServerState.DOWN:
+                    replica.reason = f"{error.name}: {error.message}"
+                if not error.retryable and not self._is_started:
+                    replica.fatal_error = error
+                    self._pool.notify_change()
+            interval = self.config.health_interval
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval if replica.adapter is not None else min(interval, JOIN_INTERVAL)):
+                    await replica.check_now.wait()
+            replica.check_now.clear()
+        await replica.http.aclose()
+
+    async def _check_health(self, replica: Replica) -> None:
+        """Check the health of one server once; eject it after enough failures in a row. Raises ProviderError."""
+        try:
+            async with fail_after(self.config.health_timeout, f"{replica.url}/health"):
+                await send_request(replica.http, "GET", "/health")
+                if replica.has_timed_requests:
+                    await self._record_progress(replica)
+        except (RamifyError, RequestFailed) as error:
+            replica.num_failed_checks += 1
+            if replica.num_failed_checks >= self.config.eject_after and replica.state is not ServerState.DOWN:
+                if replica.state is ServerState.UP:
+                    self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
+                if self._pool.up_replicas or replica.state is ServerState.REMOVED:
+                    replica.interrupt_movable_requests()
+            raise ProviderError(str(error)) from error
+        replica.num_failed_checks = 0
+
+    async def _record_progress(self, replica: Replica) -> None:
+        """Record progress if the engine's step counter has changed, or cannot be read."""
+        num_steps: float | None = None
+        with contextlib.suppress(ProviderError, RequestInvalid, ValueError):  # no metrics, or not numeric
+            num_steps = parse_num_steps((await send_request(replica.http, "GET", "/metrics")).decode())
+        if num_steps is None or num_steps != replica.last_num_steps:
+            replica.record_progress()
+        replica.last_num_steps = num_steps
+
+    async def _join_replica(self, replica: Replica) -> None:
+        """Detect a server's engine, bring it to the target weights and pause state, and admit it."""
+        timeout = fail_after(self.config.control_timeout, f"{replica.url} to join; is it paused?")
+        async with timeout, self._control_lock:
+            try:
+                adapter = await detect_engine(replica, self._initial_version)
+                await sync_weights(replica, adapter, self._target_update)
+                if self._pause_mode is not None:
+                    await adapter.pause(self._pause_mode)
+            except RequestFailed as error:
+                raise ProviderError(str(error)) from error
+            replica.adapter = adapter
+            self._pool.admit(replica)
+
+
+def _normalize_urls(urls: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))

@@ -1,0 +1,12 @@
+from .config import Endpoint as Endpoint
+from .config import RolloutLimits as RolloutLimits
+from .config import SamplingConfig as SamplingConfig
+from .policy import ChatPolicy as ChatPolicy
+from .policy import Policy as Policy
+from .policy import PreparedPrompt as PreparedPrompt
+from .policy import SampledReply as SampledReply
+from .policy import TokenPolicy as TokenPolicy
+from .server import Gateway as Gateway
+from .session import ModelReply as ModelReply
+from .session import ModelRequest as ModelRequest
+from .session import RolloutSession as RolloutSession

@@ -1,0 +1,134 @@
+"""Deduplicate retried requests: a retry gets the reply of the original call.
+
+A client that times out disconnects and sends its request again. Sampling again would bias the samples towards short
+replies, because those are lost less often. So a request is a retry if its headers say so, or if the reply to an equal
+request was never delivered; a retry joins the original call. Any other request is a new sample.
+
+    running ──> answered ──> delivered          running ──> abandoned (no client within `abandon_after` seconds)
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from functools import partial
+from typing import Any
+
+from ramify.infer.dialects.model_call import ModelReply, ModelRequest
+
+
+class SharedCall:
+    """A running or finished call that several requests may wait for.
+
+    `delivered` says whether a client has received the reply. A call without waiters is cancelled after `abandon_after`
+    seconds.
+    """
+
+    def __init__(
+        self,
+        call: Coroutine[Any, Any, ModelReply],
+        abandon_after: float,
+        name: str,
+        on_failure: Callable[["SharedCall"], None],
+    ) -> None:
+        self._task = asyncio.create_task(call, name=name)
+        self._task.add_done_callback(self._on_done)
+        self._on_failure = on_failure
+        self._abandon_after = abandon_after
+        self._num_waiters = 0
+        self._abandon_timer: asyncio.TimerHandle | None = None
+        self._abandoned = False
+        self.delivered = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call ended without a reply."""
+        if self._abandoned:
+            return True
+        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+
+    @property
+    def is_undelivered(self) -> bool:
+        """Whether all clients disconnected before they received the reply."""
+        return not self.delivered and not self._num_waiters and not self.has_failed
+
+    def join(self) -> None:
+        """Add a waiter, who must call `leave` later."""
+        self._num_waiters += 1
+        if self._abandon_timer is not None:
+            self._abandon_timer.cancel()
+            self._abandon_timer = None
+
+    async def wait(self) -> ModelReply:
+        """Wait for the reply, or raise the failure of the call. Cancelling the wait does not cancel the call."""
+        return await asyncio.shield(self._task)
+
+    def leave(self, *, delivered: bool) -> None:
+        """Remove a waiter. A running call without waiters is cancelled after a while."""
+        self._num_waiters -= 1
+        self.delivered = self.delivered or delivered
+        if not self._num_waiters and not self._task.done():
+            self._abandon_timer = asyncio.get_running_loop().call_later(self._abandon_after, self.cancel)
+
+    def cancel(self) -> None:
+        """Cancel the call now."""
+        if self._abandon_timer is not None:
+            self._abandon_timer.cancel()
+        self._abandoned = not self._task.done()
+        self._task.cancel()
+
+    def _on_done(self, task: asyncio.Task[ModelReply]) -> None:
+        if self.has_failed:  # which also retrieves the exception: asyncio warns about one that nobody has retrieved
+            self._on_failure(self)
+
+
+class RequestDeduplicator:
+    """The calls of a session, by the fingerprint and by the idempotency key of their request.
+
+    `task_name` is the name of the tasks that run the calls. A call that has failed is forgotten.
+    """
+
+    def __init__(self, abandon_after: float, task_name: str) -> None:
+        self._abandon_after, self._task_name = abandon_after, task_name
+        self._by_fingerprint: dict[Hashable, list[SharedCall]] = {}
+        self._by_idempotency_key: dict[str, SharedCall] = {}
+
+    def join_or_start(
+        self, request: ModelRequest, fingerprint: Hashable, make_call: Callable[[], Coroutine[Any, Any, ModelReply]]
+    ) -> SharedCall:
+        """Join the call that this request is a retry of, or start a new call and join it."""
+        call = self._find_original(request, fingerprint)
+        if call is None:
+            key = request.idempotency_key
+            forget = partial(self._forget, fingerprint, key)
+            call = SharedCall(make_call(), self._abandon_after, self._task_name, forget)
+            self._by_fingerprint.setdefault(fingerprint, []).append(call)
+            if key is not None:
+                self._by_idempotency_key[key] = call
+        call.join()
+        return call
+
+    def _forget(self, fingerprint: Hashable, idempotency_key: str | None, call: SharedCall) -> None:
+        """Remove a failed call: its exception refers to the request, and no further request may join it."""
+        calls = self._by_fingerprint[fingerprint]
+        calls.remove(call)
+        if not calls:
+            del self._by_fingerprint[fingerprint]
+        if idempotency_key is not None and self._by_idempotency_key.get(idempotency_key) is call:
+            del self._by_idempotency_key[idempotency_key]
+
+    def cancel_all(self) -> None:
+        """Cancel all running calls."""
+        for calls in self._by_fingerprint.values():
+            for call in calls:
+                call.cancel()
+
+    def _find_original(self, request: ModelRequest, fingerprint: Hashable) -> SharedCall | None:
+        """Return the call that this request is a retry of, or None."""
+        if request.idempotency_key is not None:
+            call = self._by_idempotency_key.get(request.idempotency_key)
+            return None if call is None or call.has_failed else call
+        calls = [call for call in self._by_fingerprint.get(fingerprint, ()) if not call.has_failed]
+        undelivered = next((call for call in calls if call.is_undelivered), None)
+        if undelivered is not None or not request.retry_count:
+            return undelivered
+        pending = [call for call in calls if not call.delivered]
+        return next(reversed(pending or calls), None)

@@ -1,0 +1,73 @@
+"""The sampling parameters of a call: from the source's config, the client's overrides, and a derived seed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify.core.errors import RequestInvalid
+from ramify.core.seeds import derive_seed
+from ramify.infer.client import ClientSampling
+from ramify.infer.gateway.budget import NO_TOKEN_LIMIT
+from ramify.infer.gateway.config import SamplingConfig
+
+INT64_LIMIT = 2**63  # the largest integer of servers and traces, plus 1
+SAMPLING_FIELDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+
+
+def resolve_sampling(
+    config: SamplingConfig, overrides: Mapping[str, Any], *, is_training: bool, seed: int | None
+) -> ClientSampling:
+    """Return the sampling parameters of one call.
+
+    In training, a client can only lower `max_tokens`. `seed` is the derived seed of the call; if it is None, the
+    client's seed is used.
+    """
+    params: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
+    if not is_training:
+        for name, kind in SAMPLING_FIELDS.items():
+            value = _check_number(overrides, name, (int, float), 0, INT64_LIMIT, "a number of at least 0")
+            if value is not None:
+                params[name] = kind(value)
+        if seed is None:
+            seed = _check_number(overrides, "seed", int, -INT64_LIMIT, INT64_LIMIT, "an integer of 64 bits")
+    requested = _check_number(overrides, "max_tokens", int, 1, math.inf, "an integer of at least 1")
+    limits = [limit for limit in (config.max_tokens, requested, NO_TOKEN_LIMIT) if limit is not None]
+    return ClientSampling(**params, seed=seed, max_tokens=min(limits))
+
+
+def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the client's stop strings."""
+    stop = overrides.get("stop")
+    if not stop:
+        return ()
+    strings: Sequence[Any] = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, str | list | tuple) or not all(isinstance(text, str) for text in strings):
+        raise RequestInvalid(f"stop: expected strings, found {stop!r}")
+    return tuple(text for text in strings if text)
+
+
+def derive_call_seed(seed: int | None, position_digest: bytes, sample_index: int) -> int | None:
+    """Derive the seed of a call from its position and sample index; it is the same in every run."""
+    if seed is None:
+        return None
+    return derive_seed(b"%d %d " % (seed, sample_index) + position_digest)
+
+
+def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) -> dict[str, Any]:
+    """Return the sampling parameters as the trace stores them."""
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in (*SAMPLING_FIELDS, "max_tokens")}
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    if stop_strings:
+        fields["stop"] = list(stop_strings)
+    return fields
+
+
+def _check_number(
+    overrides: Mapping[str, Any], name: str, types: type | tuple[type, ...], low: float, high: float, expected: str
+) -> Any:
+    """Return an override, or None if it is not set. Raises RequestInvalid if it is no number in [low, high)."""
+    value = overrides.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, types) or not low <= value < high):
+        raise RequestInvalid(f"{name}: expected {expected}, found {value!r:.80}")
+    return value

@@ -1,0 +1,80 @@
+"""Processed images, each computed once while it stays in a cache of bounded size.
+
+An env worker has one event loop for all its rollouts, and an image may take seconds. So a coroutine waits for
+`process_async`, and rendering asks for the layout only, which is a few numbers and outlives the arrays.
+"""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from ramify.core.bounded_cache import BoundedCache
+from ramify.model.images.image_family import ImageFamily
+from ramify.model.images.processed_image import ImageLayout, ProcessedImage
+from ramify.trace import Media
+
+MAX_CACHE_BYTES = 64 * 2**20
+MAX_LAYOUTS = 2**16  # layouts of images in use: far more than the rollouts of a worker can have
+
+
+class ImageCache:
+    """Processes images for one family, for several threads.
+
+    When the arrays exceed `max_bytes`, the least recently used are dropped. One thread processes all images, one after
+    another: this bounds the memory that it takes, and threads that need the same image get the same result.
+    """
+
+    def __init__(self, family: ImageFamily, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self.family = family
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._images: dict[str, ProcessedImage] = {}  # by hash, the least recently used first
+        self._layouts: BoundedCache[str, ImageLayout] = BoundedCache(MAX_LAYOUTS)
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")  # starts with the first image
+
+    def process(self, media: Media) -> ProcessedImage:
+        """Return the processed image of `media`; this may take seconds. Raises ImageInvalid."""
+        image = self._find(media.hash)
+        return self._worker.submit(self._find_or_process, media).result() if image is None else image
+
+    async def process_async(self, media: Media) -> ProcessedImage:
+        """Return the processed image of `media` without blocking the event loop. Raises ImageInvalid.
+
+        If the caller is cancelled before the image's turn comes, the image is not processed.
+        """
+        image = self._find(media.hash)
+        if image is None:
+            image = await asyncio.wrap_future(self._worker.submit(self._find_or_process, media))
+        return image
+
+    def get_layout(self, media: Media) -> ImageLayout:
+        """Return the layout of an image, at once if it was processed before. Raises ImageInvalid."""
+        layout = self.find_layout(media.hash)
+        return self.process(media).layout if layout is None else layout
+
+    def find_layout(self, hash: str) -> ImageLayout | None:
+        """Return the layout of an image that was processed before, or None."""
+        return self._layouts.get(hash)
+
+    def _find_or_process(self, media: Media) -> ProcessedImage:
+        image = self._find(media.hash)  # it may have been processed while this call waited
+        if image is None:
+            image = self.family.process(media)
+            self._add(image)
+        return image
+
+    def _find(self, hash: str) -> ProcessedImage | None:
+        with self._lock:
+            image = self._images.pop(hash, None)
+            if image is not None:
+                self._images[hash] = image
+            return image
+
+    def _add(self, image: ProcessedImage) -> None:
+        self._layouts.put(image.hash, image.layout)
+        with self._lock:
+            self._images[image.hash] = image
+            self._num_bytes += image.num_bytes
+            while self._num_bytes > self._max_bytes and len(self._images) > 1:
+                self._num_bytes -= self._images.pop(next(iter(self._images))).num_bytes

@@ -1,0 +1,171 @@
+"""The operators of a decoder step on CUDA: between two matrix products there is one kernel.
+
+The kernels compute in float32 and round once, as those of the trainer do, so that logprobs of both agree. Residual add
+and norm are one kernel; so are the norm of the heads, their rotation and the write of keys and values to the cache; so
+are the activation and its product. A layer is ten kernels, four of them matrix products.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.paged_attention import AttentionMetadata
+
+HEADS_PER_PROGRAM = 8
+ACTIVATION_BLOCK = 1024
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_norm(X, HIDDEN, WEIGHT, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Add X to HIDDEN in place, if ADD, and write the RMSNorm of the sum."""
+    column = tl.arange(0, BLOCK)
+    mask, offsets = column < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + column
+    hidden = tl.load(HIDDEN + offsets, mask=mask, other=0.0)
+    if ADD:
+        x = tl.load(X + offsets, mask=mask, other=0.0)
+        hidden = (x.to(tl.float32) + hidden.to(tl.float32)).to(HIDDEN.dtype.element_ty)
+        tl.store(HIDDEN + offsets, hidden, mask=mask)
+    hidden, weight = hidden.to(tl.float32), tl.load(WEIGHT + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / WIDTH + EPS)
+    tl.store(OUT + offsets, (hidden * scale * weight).to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_and_cache(
+    QKV, BIAS, Q_NORM, K_NORM, ROPE, POSITIONS, SLOTS, CACHE,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalize and rotate queries in place, and keys on their way to the cache, where values go unchanged."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    mask = (head < HEADS + 2 * KV_HEADS) & (column < D // 2)
+    is_query, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
+    source = head * D + column
+    offsets = row * ((HEADS + 2 * KV_HEADS) * D) + source
+    first = tl.load(QKV + offsets, mask=mask, other=0.0)
+    second = tl.load(QKV + offsets + D // 2, mask=mask, other=0.0)
+    if HAS_BIAS:
+        first += tl.load(BIAS + source, mask=mask, other=0.0)
+        second += tl.load(BIAS + source + D // 2, mask=mask, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + EPS)[:, None]
+        q_first, q_second = _load_halves(Q_NORM, column, D)
+        k_first, k_second = _load_halves(K_NORM, column, D)
+        x *= scale * tl.where(is_query, q_first, k_first)
+        y *= scale * tl.where(is_query, q_second, k_second)
+    angle = tl.load(POSITIONS + row).to(tl.int64) * (2 * D)
+    cos_first, cos_second = _load_halves(ROPE + angle, column, D)
+    sin_first, sin_second = _load_halves(ROPE + angle + D, column, D)  # the first half is negated
+    rotates = is_query | is_key
+    first = tl.where(rotates, (x * cos_first + y * sin_first).to(first.dtype), first)
+    second = tl.where(rotates, (y * cos_second + x * sin_second).to(second.dtype), second)
+    tl.store(QKV + offsets, first, mask=mask & is_query)
+    tl.store(QKV + offsets + D // 2, second, mask=mask & is_query)
+    target = tl.load(SLOTS + row).to(tl.int64) * (2 * KV_HEADS * D) + (head - HEADS) * D + column
+    tl.store(CACHE + target, first, mask=mask & (head >= HEADS))
+    tl.store(CACHE + target + D // 2, second, mask=mask & (head >= HEADS))
+
+
+@triton.jit
+def _load_halves(X, column, D: tl.constexpr):
+    """Load both halves of a vector, in float32."""
+    mask = column < D // 2
+    first = tl.load(X + column, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(X + D // 2 + column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _silu_product(GATE_UP, OUT, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < INNER
+    gate = tl.load(GATE_UP + row * (2 * INNER) + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + row * (2 * INNER) + INNER + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + row * INNER + column, (gate / (1 + tl.exp(-gate)) * up).to(OUT.dtype.element_ty), mask=mask)
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+class CudaDecoderOps(DecoderOps):
+    """One decoder step with these kernels. The step's metadata must have a plan."""
+
+    def __init__(self, sizes: DecoderSizes, description: str = "Triton") -> None:
+        super().__init__(sizes, description)
+
+    def forward(
+        self,
+        weights: DecoderWeights,
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """Return the logits of `logit_rows`, [len(logit_rows), vocab]."""
+        hidden = F.embedding(ids, weights.embedding)
+        addend: Tensor | None = None  # to be added to `hidden`, with the next norm
+        for index, layer in enumerate(weights.layers):
+            normed = self._add_norm(addend, hidden, layer.norm)
+            qkv = self._project_and_cache(layer, normed, weights.rope_table, positions, attn_metadata, index)
+            attn_output = attn_metadata.attend(self._get_queries(qkv), index, self.sizes.scaling).flatten(1)
+            if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
+                attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
+            addend = self._project(attn_output, layer.out, layer.out_bias)
+            gate_up = torch.mm(self._add_norm(addend, hidden, layer.mlp_norm), layer.gate_up)
+            addend = torch.mm(self._multiply_silu(gate_up), layer.down)
+        return self._project(self._add_norm(addend, hidden, weights.norm), weights.head.t(), weights.head_bias)
+
+    def _project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+
+    def _add_norm(self, addend: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Add `addend` to `hidden` in place; return the norm of the sum."""
+        out, width = torch.empty_like(hidden), hidden.shape[1]
+        block = triton.next_power_of_2(width)
+        _add_norm[(len(hidden),)](
+            hidden if addend is None else addend, hidden, weight, out,
+            EPS=self.sizes.eps, WIDTH=width, BLOCK=block, ADD=addend is not None,
+            num_warps=min(16, max(1, block // 256)),
+        )  # fmt: skip
+        return out
+
+    def _project_and_cache(
+        self,
+        layer: LayerWeights,
+        normed: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        index: int,
+    ) -> Tensor:
+        """Return the projections, with rotated queries; keys and values are in the cache."""
+        sizes = self.sizes
+        qkv = torch.mm(normed, layer.qkv)
+        num_heads = sizes.heads + 2 * sizes.kv_heads
+        has_norm = layer.q_norm is not None
+        _rotate_and_cache[(len(qkv), triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
+            qkv, qkv if layer.qkv_bias is None else layer.qkv_bias,
+            layer.q_norm if has_norm else qkv, layer.k_norm if has_norm else qkv,
+            rope_table, positions, attn_metadata.slot_mapping, attn_metadata.pool.slots[index],
+            HEADS=sizes.heads, KV_HEADS=sizes.kv_heads, D=sizes.head_dim,
+            HALF=triton.next_power_of_2(sizes.head_dim // 2), TILE=HEADS_PER_PROGRAM, EPS=sizes.eps,
+            HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=has_norm, num_warps=2,
+        )  # fmt: skip
+        return qkv
+
+    def _multiply_silu(self, gate_up: Tensor) -> Tensor:
+        rows, inner = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+        _silu_product[(rows, triton.cdiv(inner, ACTIVATION_BLOCK))](
+            gate_up, out, INNER=inner, BLOCK=ACTIVATION_BLOCK, num_warps=4
+        )
+        return out

@@ -1,0 +1,234 @@
+"""Attention over the paged cache on CUDA, by the work items of a `ramify.model.kernels.attention_plan.AttentionPlan`.
+
+A fixed number of programs takes the items in turns, whatever their number, so a captured graph serves every plan with
+its number of rows. An item is computed for all query heads that read the same key head at once, as one matrix of
+queries. Keys and values are read from the cache through the block table, never copied. As in tree attention, the
+running maximum of a row is an integer, so that changing it only shifts exponents: a row gets the same rounded weights
+however its keys are cut into pieces.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, KernelShape, build_plan
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MASKED_SCORE = tl.constexpr(-(2.0**100))  # finite: the largest score of a row without keys minus itself is 0
+HEADER = tl.constexpr(HEADER_INTS)
+ITEM = tl.constexpr(ITEM_INTS)
+PROGRAMS_PER_PROCESSOR = 3  # as many as have room for their keys and values at the same time
+SMALL_QUERIES = 16  # of a matrix product, at least
+LARGE_QUERIES = 32
+WIDE_QUERIES = 64  # in steps with more than WIDE_ROWS rows, where chunks of prompts need most of the time
+WIDE_ROWS = 1024
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend_item(
+    item, kv_head, Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute one item for the query heads of one key head."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    row_start, num_rows = tl.load(item), tl.load(item + 1)
+    table, key_start, key_stop, partial = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    query = tl.arange(0, QUERIES)
+    local_row, head = query // group, kv_head * group + query % group
+    is_query = local_row < num_rows
+    row = row_start + local_row
+    position = tl.load(POSITIONS + row, mask=is_query, other=-1)
+    column = tl.arange(0, D_BLOCK)
+    is_value = is_query[:, None] & (column < D)[None, :]
+    offsets = row.to(tl.int64)[:, None] * q_stride + (head * D)[:, None] + column[None, :]
+    q = tl.load(Q + offsets, mask=is_value, other=0.0)
+    stop = tl.minimum(key_stop, tl.max(position, 0) + 1)
+    start = key_start
+    if WINDOW:
+        first_seen = tl.min(tl.where(is_query, position, 2147483647), 0) - (WINDOW - 1)
+        start = tl.maximum(start, tl.maximum(first_seen, 0) // KEYS * KEYS)
+    acc = tl.zeros([QUERIES, D_BLOCK], tl.float32)
+    row_max = tl.full([QUERIES], MASKED_SCORE, tl.float32)
+    row_sum = tl.zeros([QUERIES], tl.float32)
+    for tile in tl.range(start, stop, KEYS, num_stages=STAGES):
+        key = tile + tl.arange(0, KEYS)
+        block = tl.load(PLAN + table + key // BLOCK_SIZE, mask=key < stop, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        is_key = (key < stop)[:, None] & (column < D)[None, :]
+        kv_offsets = slot[:, None] * (2 * KV_HEADS * D) + kv_head * D + column[None, :]
+        k = tl.load(CACHE + kv_offsets, mask=is_key, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        visible = (key < stop)[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            visible &= position[:, None] - key[None, :] < WINDOW
+        scores = tl.where(visible, scores * (SCALE * LOG2E), MASKED_SCORE)
+        new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1)))
+        rescale = tl.exp2(row_max - new_max)
+        weight = tl.where(visible, tl.exp2(scores - new_max[:, None]), 0.0)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
+        v = tl.load(CACHE + kv_offsets + KV_HEADS * D, mask=is_key, other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    if partial < 0:
+        out_offsets = row.to(tl.int64)[:, None] * (HEADS * D) + (head * D)[:, None] + column[None, :]
+        tl.store(OUT + out_offsets, (acc / row_sum[:, None]).to(OUT.dtype.element_ty), mask=is_value)
+    else:
+        index = (partial + local_row).to(tl.int64) * HEADS + head
+        tl.store(PARTIALS + index[:, None] * D + column[None, :], acc, mask=is_value)
+        tl.store(PARTIAL_SUMS + index * 2, row_max, mask=is_query)
+        tl.store(PARTIAL_SUMS + index * 2 + 1, row_sum, mask=is_query)
+
+
+@triton.jit
+def _attend(
+    Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SMALL: tl.constexpr, LARGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    num_large, num_small = tl.load(PLAN), tl.load(PLAN + 1)
+    for work in range(tl.program_id(0), num_large * KV_HEADS, tl.num_programs(0)):
+        _attend_item(
+            PLAN + HEADER + work // KV_HEADS * ITEM, work % KV_HEADS,
+            Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, LARGE, KEYS, WINDOW, SCALE, PRECISION, STAGES,
+        )  # fmt: skip
+    small_items = PLAN + HEADER + num_large * ITEM
+    # The last programs have had the fewest large items, so they begin.
+    for work in range(tl.num_programs(0) - 1 - tl.program_id(0), num_small * KV_HEADS, tl.num_programs(0)):
+        _attend_item(
+            small_items + work // KV_HEADS * ITEM, work % KV_HEADS,
+            Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, SMALL, KEYS, WINDOW, SCALE, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    PLAN, OUT, PARTIALS, PARTIAL_SUMS, HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Merge the partial results of a row's heads, by their maxima and sums."""
+    row, head, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, D_BLOCK)
+    bounds = PLAN + tl.load(PLAN + 2) + 2 * row
+    first, last = tl.load(bounds), tl.load(bounds + 1)
+    if first < last:
+        partials = PLAN + tl.load(PLAN + 3)
+        is_head = head < HEADS
+        is_value = is_head[:, None] & (column < D)[None, :]
+        acc = tl.zeros([TILE, D_BLOCK], tl.float32)
+        row_max, row_sum = tl.full([TILE], MASKED_SCORE, tl.float32), tl.zeros([TILE], tl.float32)
+        for position in range(first, last):
+            index = tl.load(partials + position).to(tl.int64) * HEADS + head
+            part_max = tl.load(PARTIAL_SUMS + index * 2, mask=is_head, other=MASKED_SCORE)
+            part_sum = tl.load(PARTIAL_SUMS + index * 2 + 1, mask=is_head, other=0.0)
+            part = tl.load(PARTIALS + index[:, None] * D + column[None, :], mask=is_value, other=0.0)
+            new_max = tl.maximum(row_max, part_max)
+            old_scale, part_scale = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max)
+            acc = acc * old_scale[:, None] + part * part_scale[:, None]
+            row_max, row_sum = new_max, row_sum * old_scale + part_sum * part_scale
+        out_offsets = row.to(tl.int64) * (HEADS * D) + (head * D)[:, None] + column[None, :]
+        tl.store(OUT + out_offsets, (acc / row_sum[:, None]).to(OUT.dtype.element_ty), mask=is_value)
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+class PagedAttention:
+    """The kernels for one model, and the memory of their partial results."""
+
+    def __init__(
+        self, *, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self._block_size, self._group = block_size, heads // kv_heads
+        self._small = max(SMALL_QUERIES, triton.next_power_of_2(self._group))
+        self._num_programs = count_processors(device) * PROGRAMS_PER_PROCESSOR
+        is_half = dtype.itemsize == 2
+        self._constants: dict[str, Any] = {
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "D": head_dim,
+            "D_BLOCK": max(16, triton.next_power_of_2(head_dim)),
+            "BLOCK_SIZE": block_size,
+            "SMALL": self._small,
+            "KEYS": 64 if is_half else 32,
+            "PRECISION": None if is_half else "ieee",
+            "STAGES": 2,
+            "num_warps": 4,
+        }
+        self._partials = torch.empty(0, heads, head_dim, dtype=torch.float32, device=device)
+        self._partial_sums = torch.empty(0, heads, 2, dtype=torch.float32, device=device)
+
+    def get_shape(self, num_rows: int, *, share: bool = True) -> KernelShape:
+        """Return what the plan of a step with `num_rows` rows has to know."""
+        return KernelShape(
+            num_programs=self._num_programs,
+            kv_heads=self.kv_heads,
+            rows_per_item=self._count_large_queries(num_rows) // self._group,
+            block_size=self._block_size,
+            share=share,
+        )
+
+    def _count_large_queries(self, num_rows: int) -> int:
+        return max(self._small, WIDE_QUERIES if num_rows > WIDE_ROWS else LARGE_QUERIES)
+
+    def reserve_partials(self, count: int) -> bool:
+        """Make room for partial results; return whether the memory has moved, so that graphs are invalid."""
+        if count <= len(self._partials):
+            return False
+        count = triton.next_power_of_2(count)
+        self._partials = self._partials.new_empty(count, *self._partials.shape[1:])
+        self._partial_sums = self._partial_sums.new_empty(count, *self._partial_sums.shape[1:])
+        return True
+
+    def __call__(
+        self, query: Tensor, cache: Tensor, plan: Tensor, positions: Tensor, *, scaling: float, window: int = 0
+    ) -> Tensor:
+        """Return the attention of `query` [rows, heads, head_dim] to the slots of a layer, [rows, heads, head_dim]."""
+        if query.stride()[1:] != (self.head_dim, 1):
+            query = query.contiguous()
+        out = torch.empty(len(query), self.heads, self.head_dim, dtype=query.dtype, device=query.device)
+        constants = self._constants
+        _attend[(self._num_programs,)](
+            query, cache, plan, positions, out, self._partials, self._partial_sums, query.stride(0),
+            LARGE=self._count_large_queries(len(query)), WINDOW=window, SCALE=scaling, **constants,
+        )  # fmt: skip
+        tile = min(4, triton.next_power_of_2(self.heads))
+        _merge[(len(query), triton.cdiv(self.heads, tile))](
+            plan, out, self._partials, self._partial_sums,
+            HEADS=self.heads, D=self.head_dim, D_BLOCK=constants["D_BLOCK"], TILE=tile, num_warps=4,
+        )  # fmt: skip
+        return out
+
+
+def count_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 where Triton interprets the kernels on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def plan_one_sequence(pool: KVPool, heads: int, start: int, stop: int) -> AttentionMetadata:
+    """Return the metadata of a step with tokens [start, stop) of one sequence, in the first blocks of the pool."""
+    slots = pool.slots[0]
+    kernels = PagedAttention(
+        heads=heads,
+        kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        block_size=pool.block_size,
+        dtype=slots.dtype,
+        device=slots.device,
+    )
+    plan = build_plan([np.arange(len(pool.layers[0]))], [start], [stop], stop - start, kernels.get_shape(stop - start))
+    kernels.reserve_partials(plan.num_partials)
+    positions = torch.arange(start, stop, device=slots.device)
+    device_plan = DevicePlan(torch.from_numpy(plan.data).to(slots.device), positions, kernels)
+    return AttentionMetadata(pool, positions, plan=device_plan)

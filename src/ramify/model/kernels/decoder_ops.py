@@ -1,0 +1,140 @@
+"""The operators of one decoder step: the interface, and its plain PyTorch implementation.
+
+`DecoderOps` runs on every device and dtype, and is the reference for the implementations in C below
+`ramify.model.kernels.cpu`, which override some of its methods. `ramify.model.fused_model` picks the implementation for
+a model; `description` names it, for the log line at the start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """The sizes of a decoder, by the names that they have in C (in upper case)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    eps: float
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The tensors of one decoder layer, in the order of the struct in C. Matrices are [in, out]."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """The tensors outside the layers, in the order of the struct in C, and the layers."""
+
+    embedding: Tensor  # [vocab, hidden]
+    rope_table: Tensor  # [positions, 2 * head_dim], cosines and sines; half of the sines negated for `roll`
+    norm: Tensor
+    head: Tensor  # [vocab, hidden]
+    head_bias: Tensor | None
+    layers: Sequence[LayerWeights]
+
+
+class DecoderOps:
+    """One decoder step in PyTorch. `forward` runs it; each layer is `project_qkv`, `attend`, `project_out_and_mlp`.
+
+    `description` says in a few words which implementation this is, and why not a faster one.
+    """
+
+    def __init__(self, sizes: DecoderSizes, description: str = "torch") -> None:
+        self.sizes, self.description = sizes, description
+
+    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMSNorm of `hidden`, computed in float32."""
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, weight.shape, weight, self.sizes.eps)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(hidden.shape[-1]).add_(self.sizes.eps).rsqrt_()
+        return (hidden * scale).to(hidden.dtype).mul_(weight)
+
+    def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Return `rows` [rows, in] times `weight` [in, out], plus `addend` if given."""
+        return torch.mm(rows, weight) if addend is None else torch.addmm(addend, rows, weight)
+
+    def forward(
+        self,
+        weights: DecoderWeights,
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """Return the logits of `logit_rows`, which ascend, [len(logit_rows), vocab]."""
+        hidden, rope = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
+        for index, layer in enumerate(weights.layers):
+            qkv = self.project_qkv(layer, hidden, rope, attn_metadata, index)
+            attn_output = self.attend(qkv, attn_metadata, index)
+            is_last = index == len(weights.layers) - 1
+            if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
+                attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
+            hidden = self.project_out_and_mlp(layer, attn_output, hidden)
+        logits = self.matmul(self.norm(hidden, weights.norm), weights.head.t())
+        return logits if weights.head_bias is None else logits + weights.head_bias
+
+    def project_qkv(
+        self, layer: LayerWeights, hidden: Tensor, rope: Tensor, attn_metadata: AttentionMetadata, layer_index: int
+    ) -> Tensor:
+        """Return queries, keys and values, [rows, qkv], and write keys and values to the cache.
+
+        Queries and keys are rotated by `rope`, [rows, 2 * head_dim].
+        """
+        heads, kv_heads, head_dim = self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim
+        qkv = self.matmul(self.norm(hidden, layer.norm), layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._norm_heads(qkv, layer.q_norm, layer.k_norm)
+        cos, sin = rope.unsqueeze(1).chunk(2, -1)
+        qk = qkv[:, : (heads + kv_heads) * head_dim].view(-1, heads + kv_heads, head_dim)
+        torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=qk)
+        write_kv(attn_metadata, layer_index, qkv[:, heads * head_dim :])
+        return qkv
+
+    def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
+        """Return the attention of the queries to the cache, [rows, heads * head_dim]."""
+        return attn_metadata.attend(self._get_queries(qkv), layer_index, self.sizes.scaling).flatten(1)
+
+    def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
+        """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""
+        hidden = self.matmul(attn_output, layer.out, hidden)
+        if layer.out_bias is not None:
+            hidden += layer.out_bias
+        gate, up = self.matmul(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return self.matmul(F.silu(gate).mul_(up), layer.down, hidden)
+
+    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        sizes = self.sizes
+        heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
+        for weight, start, count in ((q_norm, 0, sizes.heads), (k_norm, sizes.heads, sizes.kv_heads)):
+            part = heads[:, start : start + count]
+            part.copy_(self.norm(part.reshape(-1, sizes.head_dim), weight).view(part.shape))
+
+    def _get_queries(self, qkv: Tensor) -> Tensor:
+        heads, head_dim = self.sizes.heads, self.sizes.head_dim
+        return qkv[:, : heads * head_dim].view(-1, heads, head_dim)

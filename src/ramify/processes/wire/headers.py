@@ -1,0 +1,185 @@
+"""The headers that are sent before a message's own frames.
+
+    client                                      server
+    Hello(version, client_id, proof, ack,
+          session_id, hello_number) --------->
+                                            <--- Welcome(session_id, ack, ..., hello_number)  or Rejected(failure)
+    Request(n, ack, id, method, timeout) ---->
+                                            <--- Part(n, ack, id) ... Reply(n, ack, id)  or Failure(n, ack, id, failure)
+    Cancel(n, ack, id) ---------------------->
+    Heartbeat(ack, last_sent, lag, ...) <----->
+
+Messages with a sequence number `n` are kept until the other side acknowledges them with `ack`. A server that does not
+know the sender replies `UnknownClientHeader`, and the client sends its hello again. `ResendHeader` asks for every
+sequenced message after `ack`.
+"""
+
+import msgspec
+
+from ramify.core.errors import Failure
+
+PROTOCOL_VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
+MAX_FRAMES = 1024
+MAX_BODY_FRAMES = MAX_FRAMES - 2  # of a message's own; the routing id and the header come before them
+MAX_TEXT_CHARS = 4096  # of each text in a failure that is truncated
+
+
+class MalformedMessage(Exception):
+    """A received message does not follow the protocol."""
+
+
+class WireHeader(msgspec.Struct, array_like=True, tag_field="kind"):
+    """The base of all headers. Tags and the order of fields are the format; names are not sent."""
+
+
+class HelloHeader(WireHeader, tag=0):
+    """Opens a connection. `version` is the first field in every version of the protocol.
+
+    `ack` refers to `session_id`, the last session that the client knows; the server may have closed it. A client
+    repeats its hello, each with the next `hello_number`, until the last one is answered. An answer to an earlier hello
+    is not enough: the server may have closed that session before it received the last hello.
+    """
+
+    version: int
+    client_id: str
+    proof: bytes
+    ack: int
+    session_id: str = ""
+    hello_number: int = 0
+
+
+class WelcomeHeader(WireHeader, tag=1):
+    """The client's session. A new session id means that the server has lost all earlier requests."""
+
+    session_id: str
+    ack: int
+    max_frame_bytes: int
+    hello_number: int = 0  # of the hello that this answers
+
+
+class RejectedHeader(WireHeader, tag=2):
+    """The server rejects the client; `failure` says why."""
+
+    failure: Failure
+
+
+class UnknownClientHeader(WireHeader, tag=3):
+    """The server has received a message over a connection without a hello."""
+
+
+class HeartbeatHeader(WireHeader, tag=4):
+    """A heartbeat, sent even while the sender's event loop is blocked.
+
+    `lag` is how long that event loop has been blocked; if it is long, `task` and `stack` say by what. `last_sent` is
+    the number of the last message sent, so that the receiver notices a lost one.
+    """
+
+    ack: int
+    last_sent: int
+    lag: float = 0.0
+    task: str = ""
+    stack: str = ""
+
+
+class ResendHeader(WireHeader, tag=5):
+    """Requests every sequenced message after `ack`."""
+
+    ack: int
+
+
+class GoodbyeHeader(WireHeader, tag=6):
+    """The sender closes the connection."""
+
+
+class SequencedHeader(WireHeader):
+    """The base of headers with a sequence number; `SequencedStream.enqueue` sets both fields."""
+
+    sequence_number: int
+    ack: int
+
+
+class RequestHeader(SequencedHeader, tag=7):
+    """A request; `timeout` is in seconds."""
+
+    request_id: int
+    method: str
+    timeout: float
+
+
+class CancelHeader(SequencedHeader, tag=8):
+    """Cancels a request."""
+
+    request_id: int
+
+
+class PartHeader(SequencedHeader, tag=9):
+    """One part of a streamed reply."""
+
+    request_id: int
+
+
+class ReplyHeader(SequencedHeader, tag=10):
+    """The reply to a request, which ends it."""
+
+    request_id: int
+
+
+class FailureHeader(SequencedHeader, tag=11):
+    """The failure of a request, which ends it."""
+
+    request_id: int
+    failure: Failure
+
+
+AnyHeader = (
+    HelloHeader
+    | WelcomeHeader
+    | RejectedHeader
+    | UnknownClientHeader
+    | HeartbeatHeader
+    | ResendHeader
+    | GoodbyeHeader
+    | RequestHeader
+    | CancelHeader
+    | PartHeader
+    | ReplyHeader
+    | FailureHeader
+)
+
+encode_header = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnyHeader).decode
+
+
+def truncate_failure(failure: Failure) -> Failure:
+    """Return the failure, shortened if its header would be too long: the peer would reject the connection."""
+    return failure if len(encode_header(failure)) <= MAX_HEADER_BYTES // 2 else _truncate(failure)
+
+
+def _truncate(failure: Failure) -> Failure:
+    return msgspec.structs.replace(
+        failure,
+        name=failure.name[:MAX_TEXT_CHARS],
+        message=_truncate_text(failure.message),
+        traceback=None if failure.traceback is None else _truncate_text(failure.traceback),
+        cause=None if failure.cause is None else _truncate(failure.cause),
+    )
+
+
+def _truncate_text(text: str) -> str:
+    """Keep the start and the end: an error message says most at its start, a traceback at its end."""
+    half = MAX_TEXT_CHARS // 2
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:half]} ... {text[-half:]}"
+
+
+def decode_header(header: bytes | memoryview, num_frames: int) -> AnyHeader:
+    """Decode the header of a message of `num_frames` frames. Raises MalformedMessage."""
+    if len(header) > MAX_HEADER_BYTES or num_frames > MAX_FRAMES:
+        raise MalformedMessage(f"a header of {len(header)} bytes or a message of {num_frames} frames is too large")
+    try:
+        decoded: AnyHeader = _decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"the header cannot be decoded: {error}") from error
+    if isinstance(decoded, SequencedHeader) and (decoded.sequence_number < 1 or decoded.ack < 0):
+        raise MalformedMessage(f"sequence number {decoded.sequence_number} or ack {decoded.ack} is out of range")
+    return decoded

@@ -1,0 +1,168 @@
+"""The client of an env server: typed methods, and progress updates of running rollouts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ramify.env import Task
+from ramify.processes.wire import WireClient, WireMessage, WireSettings
+from ramify.processes.wire.lifecycle import AsyncService
+from ramify.rollout.envserver.messages import (
+    AddressUpdate,
+    CancelRequest,
+    EnvServerHealth,
+    EnvServerInfo,
+    EnvServerStats,
+    GroupScores,
+    InfoRequest,
+    RolloutRequest,
+    RolloutResponse,
+    RolloutUpdate,
+    ScoreGroupRequest,
+    TaskPage,
+    TasksRequest,
+)
+from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
+
+if TYPE_CHECKING:
+    from ramify.rollout.attempt import ProgressCallback
+
+CONTROL_TIMEOUT = 30.0  # seconds for requests that need no model
+ROLLOUT_TIMEOUT = 3600.0  # default seconds for a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """A finished rollout."""
+
+    encoded_episode: bytes | memoryview
+    worker_id: str
+    """The worker that finished it."""
+    num_starts: int
+    crashes: int
+    """Workers that were lost while they ran it."""
+
+    @property
+    def episode(self) -> Episode:
+        """The decoded episode; its arrays are views of the received bytes."""
+        return decode_episode(self.encoded_episode)
+
+
+class EnvClient(AsyncService):
+    """A client of the env server at `address`. The server may start later than the client: `start` waits for it."""
+
+    def __init__(self, address: str, secret: str | None = None, *, settings: WireSettings | None = None) -> None:
+        self._client = WireClient(address, secret=secret, settings=settings)
+
+    @property
+    def address(self) -> str:
+        """The address of the server."""
+        return self._client.address
+
+    @property
+    def session_number(self) -> int:
+        """The number of times that the server has lost the requests of this client, because it was restarted."""
+        return self._client.session_number
+
+    async def start(self, timeout: float | None = None) -> Self:
+        """Connect. Raises PeerLost if the server does not answer within `timeout` seconds."""
+        await self._client.start(timeout)
+        return self
+
+    async def close(self) -> None:
+        """Cancel open requests and disconnect."""
+        await self._client.close()
+
+    async def run(
+        self,
+        task: Task | dict[str, Any],
+        *,
+        id: str,
+        group: str = "",
+        attempt: int = 0,
+        seed: int = 0,
+        train: bool = False,
+        sampling: dict[str, Any] | None = None,
+        max_tries: int | None = None,
+        on_progress: "ProgressCallback | None" = None,
+        environment_digest: str = "",
+        timeout: float = ROLLOUT_TIMEOUT,
+    ) -> RolloutResult:
+        """Run one rollout. Cancelling this call cancels the rollout.
+
+        `on_progress` is called with each phase and the trace so far; if the rollout is started again, the trace starts
+        over. Raises EnvironmentChanged if the digest of the server's environment is not `environment_digest`.
+        """
+        request = RolloutRequest(
+            task=task.to_wire() if isinstance(task, Task) else task,
+            id=id,
+            group=group,
+            attempt=attempt,
+            seed=seed,
+            train=train,
+            sampling=sampling,
+            attempts=max_tries,
+            stream=on_progress is not None,
+            environment=environment_digest,
+        )
+        on_part = None if on_progress is None else _DeltaAssembler(on_progress).apply
+        message = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)
+        response = message.decode(RolloutResponse)
+        return RolloutResult(message.blobs[0], response.worker, response.starts, response.crashes)
+
+    async def score_group(
+        self,
+        task: Task | dict[str, Any],
+        traces: Sequence[Trace],
+        *,
+        environment_digest: str = "",
+        timeout: float = ROLLOUT_TIMEOUT,
+    ) -> GroupScores:
+        """Compute the group rewards of all attempts at a task; return them for each trace."""
+        request = ScoreGroupRequest(task.to_wire() if isinstance(task, Task) else task, environment_digest)
+        message = WireMessage.encode(request, *(encode_trace(trace) for trace in traces))
+        return (await self._client.call("score_group", message, timeout=timeout)).decode(GroupScores)
+
+    async def tasks(self, start: int = 0, count: int = 100, *, timeout: float = 300.0) -> TaskPage:
+        """Return the tasks `start` to `start + count` of the taskset, in order."""
+        request = WireMessage.encode(TasksRequest(start, count))
+        return (await self._client.call("tasks", request, timeout=timeout)).decode(TaskPage)
+
+    async def cancel(self, ids: Iterable[str]) -> int:
+        """Cancel rollouts by id, including those of other clients; return how many were running."""
+        request = WireMessage.encode(CancelRequest(list(ids)))
+        return (await self._client.call("cancel", request, timeout=CONTROL_TIMEOUT)).decode(int)
+
+    async def update_addresses(self, update: AddressUpdate) -> None:
+        """Tell the server where inference servers are from now on; running rollouts use the new addresses too."""
+        await self._client.call("addresses", WireMessage.encode(update), timeout=CONTROL_TIMEOUT)
+
+    async def info(self, *, count_tasks: bool = True, timeout: float = 300.0) -> EnvServerInfo:
+        """Return a description of the environment. Counting its tasks takes as long as loading them."""
+        request = WireMessage.encode(InfoRequest(count_tasks))
+        return (await self._client.call("info", request, timeout=timeout)).decode(EnvServerInfo)
+
+    async def health(self) -> EnvServerHealth:
+        """Return the state of the server and its workers."""
+        return (await self._client.call("health", timeout=CONTROL_TIMEOUT)).decode(EnvServerHealth)
+
+    async def stats(self) -> EnvServerStats:
+        """Return the server's counters and scaling decisions."""
+        return (await self._client.call("stats", timeout=CONTROL_TIMEOUT)).decode(EnvServerStats)
+
+
+class _DeltaAssembler:
+    """Assembles the trace of a rollout from deltas; a later start replaces an earlier one."""
+
+    def __init__(self, on_progress: "ProgressCallback") -> None:
+        self._on_progress, self._start, self._decoder = on_progress, -1, TraceDeltaDecoder()
+
+    def apply(self, part: WireMessage) -> None:
+        update = part.decode(RolloutUpdate)
+        if update.start < self._start:
+            return
+        if update.start > self._start:
+            self._start, self._decoder = update.start, TraceDeltaDecoder()
+        for delta in part.blobs:
+            self._decoder.apply(delta)
+        self._on_progress(update.phase, self._decoder.trace)

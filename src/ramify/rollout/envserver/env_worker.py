@@ -1,0 +1,293 @@
+"""The worker: loads an environment once, then serves rollouts, tasks and group scores."""
+
+import asyncio
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import zmq
+from pydantic import ValidationError
+
+from ramify import __version__
+from ramify.core.errors import ConfigInvalid, Failure, RequestInvalid
+from ramify.core.errors.origin import describe_exception
+from ramify.env import Task
+from ramify.env.chat_client import set_model_address
+from ramify.infer.gateway import Gateway, Policy
+from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
+from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
+from ramify.rollout.envserver.config import EnvServerConfig
+from ramify.rollout.envserver.heap import HeapTrimmer
+from ramify.rollout.envserver.messages import (
+    MAX_COUNTED_TASKS,
+    AddressUpdate,
+    EnvServerInfo,
+    GroupScores,
+    RolloutRequest,
+    RolloutResponse,
+    RolloutUpdate,
+    ScoreGroupRequest,
+    TaskCount,
+    TaskItem,
+    TaskPage,
+    TasksRequest,
+    WorkerReady,
+    WorkerSpec,
+)
+from ramify.rollout.envserver.policy import open_policy, set_policy_urls
+from ramify.rollout.envserver.rollout_log import RolloutLog
+from ramify.trace import Episode, Trace, TraceDeltaEncoder, decode_trace, encode_episode
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+ZMQ_LINGER_MS = 2000  # milliseconds to send pending messages at exit
+FILE_THREADS = 64  # threads that read and write files of runtimes and pages of tasks
+BROKER_GRACE = 86400.0  # seconds; the watcher process, not silence, tells a worker that its broker is gone
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+def run_worker(spec: bytes, report_fd: int) -> None:
+    """Serve until stopped. The process then exits at once, because threads of hooks may never end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper[Any]", stream).reconfigure(line_buffering=True)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    for noisy in ("aiohttp", "asyncio", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    sys.setswitchinterval(0.001)  # so that hook threads do not delay heartbeats
+    asyncio.run(_serve(msgspec.json.decode(spec, type=WorkerSpec), report_fd))
+
+
+async def _serve(spec: WorkerSpec, report_fd: int) -> None:
+    loop, stop_event = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop_event.set)
+    loop.set_default_executor(ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"))
+    code, reported = 0, False
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            worker = await _load_worker(spec, stack, stop_event)
+            gc.freeze()  # do not scan the loaded environment for garbage
+            heartbeat = EnvServerConfig.model_validate(spec.config).heartbeat_interval
+            settings = WireSettings(heartbeat_interval=heartbeat, session_timeout=BROKER_GRACE)
+            server = WireServer(worker.handlers, secret=spec.secret, encrypted=False, settings=settings, name=spec.id)
+            await stack.enter_async_context(server)
+            _send_report(report_fd, WorkerReady(pid=os.getpid(), address=server.address, info=worker.build_info()))
+            reported = True
+            await stop_event.wait()
+    except Exception as error:  # the broker needs the reason, whatever it is
+        code = 1
+        if reported:
+            logging.getLogger(__name__).exception("the worker failed")
+        else:
+            _send_report(report_fd, WorkerReady(pid=os.getpid(), failure=Failure.from_exception(error)))
+    zmq.Context.instance().destroy(ZMQ_LINGER_MS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _send_report(fd: int, ready: WorkerReady) -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as pipe:  # without a broker, it is killed soon
+        pipe.write(msgspec.json.encode(ready))
+
+
+async def _load_worker(spec: WorkerSpec, stack: contextlib.AsyncExitStack, stop_event: asyncio.Event) -> "EnvWorker":
+    config = EnvServerConfig.model_validate(spec.config)
+    env = Environment.load(SourceConfig.model_validate(spec.source))
+    stack.push_async_callback(env.close)
+    policy = await open_policy(config, stack)
+    gateway: Gateway | None = None
+    if env.requires_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
+        gateway = await stack.enter_async_context(Gateway())
+    worker = EnvWorker(spec.id, env, policy, gateway, stop_event)
+    stack.push_async_callback(worker.heap_trimmer.close)
+    return worker
+
+
+class EnvWorker:
+    """An environment and its policy, with the request handlers of a worker."""
+
+    def __init__(
+        self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop_event: asyncio.Event
+    ) -> None:
+        self.id, self._env, self._policy, self._gateway, self._stop_event = id, env, policy, gateway, stop_event
+        self._task_pager, self.heap_trimmer = TaskPager(env), HeapTrimmer()
+        self.handlers = {
+            "run": self.run,
+            "tasks": self.tasks,
+            "count": self.count,
+            "score_group": self.score_group,
+            "addresses": self.update_addresses,
+            "stop": self.stop,
+        }
+
+    def build_info(self) -> EnvServerInfo:
+        """Return the description of the environment."""
+        env = self._env
+        return EnvServerInfo(
+            name=env.name,
+            version=__version__,
+            taskset=env.taskset.config.model_dump(mode="json"),
+            harness=env.harness.trace_metadata,
+            runtime=env.make_runtime().trace_metadata,
+            model=self._policy.name,
+            trainable=self._policy.trainable,
+            rewards={hook.name: hook.weight for hook in env.hooks.rewards},
+            group_rewards={hook.name: hook.weight for hook in env.hooks.group_rewards},
+            metrics=[hook.name for hook in env.hooks.metrics],
+            sampling=env.sampling_metadata,
+            limits=env.limits.model_dump(),
+            environment=env.identity,
+        )
+
+    async def run(self, request: IncomingRequest) -> WireMessage:
+        """Run one rollout; the blob of the response is its episode."""
+        rollout = request.decode(RolloutRequest)
+        current_task = asyncio.current_task()
+        assert current_task is not None
+        current_task.set_name(rollout.id)  # so that a hang report names the rollout
+        progress_sender = ProgressSender(rollout, request)
+        with RolloutLog(rollout) as rollout_log:
+            episode = await self._run_rollout(rollout, progress_sender)
+            rollout_log.episode = episode
+        encoded = encode_episode(episode)
+        self.heap_trimmer.on_rollout_end(len(encoded))
+        return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
+
+    async def _run_rollout(self, rollout: RolloutRequest, progress_sender: "ProgressSender") -> Episode:
+        return await run_rollout(
+            self._with_sampling(rollout.sampling),
+            self._parse_task(rollout.task),
+            policy=self._policy,
+            gateway=self._gateway,
+            id=rollout.id,
+            group=rollout.group,
+            attempt=rollout.attempt,
+            seed=rollout.seed,
+            train=rollout.train,
+            max_tries=rollout.attempts,
+            on_progress=progress_sender.on_progress,
+        )
+
+    async def tasks(self, request: IncomingRequest) -> WireMessage:
+        """Return a page of tasks."""
+        page = request.decode(TasksRequest)
+        return WireMessage.encode(await asyncio.to_thread(self._task_pager.read, page.start, page.count))
+
+    async def count(self, request: IncomingRequest) -> WireMessage:
+        """Return the number of tasks."""
+        return WireMessage.encode(TaskCount(await asyncio.to_thread(self._task_pager.count)))
+
+    async def score_group(self, request: IncomingRequest) -> WireMessage:
+        """Return the group rewards of all attempts at a task."""
+        task = self._parse_task(request.decode(ScoreGroupRequest).task)
+        traces = [decode_trace(blob) for blob in request.message.blobs]
+        num_errors = [len(trace.errors) for trace in traces]
+        names = [hook.name for hook in self._env.hooks.group_rewards]
+        await score_group(self._env, task, traces)
+        rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
+        return WireMessage.encode(GroupScores(rewards, [trace.errors[n:] for trace, n in zip(traces, num_errors)]))
+
+    async def update_addresses(self, request: IncomingRequest) -> WireMessage:
+        """Use new addresses of inference servers, also for rollouts that are running."""
+        update = request.decode(AddressUpdate)
+        if update.inference is not None:
+            set_policy_urls(self._policy, update.inference)
+        for name, urls in update.models.items():
+            set_model_address(name, urls)
+        self._env.update_model_addresses()
+        return WireMessage.encode()
+
+    async def stop(self, request: IncomingRequest) -> WireMessage:
+        """Stop this process after the response is sent."""
+        asyncio.get_running_loop().call_soon(self._stop_event.set)
+        return WireMessage.encode()
+
+    def _parse_task(self, wire: dict[str, Any]) -> Task:
+        try:
+            return self._env.taskset.task_type.from_wire(wire)
+        except ValidationError as error:
+            raise RequestInvalid(f"task: {error}") from error
+
+    def _with_sampling(self, sampling: dict[str, Any] | None) -> Environment:
+        if not sampling:
+            return self._env
+        base = self._env.source.sampling
+        try:
+            merged = type(base).model_validate({**base.model_dump(), **sampling})
+        except ValidationError as error:
+            raise RequestInvalid(f"sampling: {error}") from error
+        source = self._env.source.model_copy(update={"sampling": merged})
+        return dataclasses.replace(self._env, source=source, sampling_metadata=merged.model_dump(mode="json"))
+
+
+class ProgressSender:
+    """Counts the starts of a rollout, and sends trace deltas if the request asks for updates."""
+
+    def __init__(self, rollout: RolloutRequest, request: IncomingRequest) -> None:
+        self._rollout, self._request = rollout, request
+        self._encoder: TraceDeltaEncoder | None = None
+        self.num_starts = 0
+
+    def on_progress(self, phase: str, trace: Trace) -> None:
+        """Count a start, and send an update; this is the `ProgressCallback` of the rollout."""
+        if phase == "boot":
+            self.num_starts += 1
+            self._encoder = TraceDeltaEncoder(trace)
+        if self._rollout.stream and self._encoder is not None:
+            delta = self._encoder.next_delta()
+            update = RolloutUpdate(self._rollout.start + self.num_starts - 1, phase)
+            self._request.send_part(WireMessage.encode(update, *(() if delta is None else (delta,))))
+
+
+class TaskPager:
+    """Reads pages of tasks. The taskset may be infinite, so only the current position is kept."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._lock = threading.Lock()
+        self._tasks: Iterator[Task] | None = None
+        self._position = 0
+
+    def read(self, start: int, count: int) -> TaskPage:
+        """Return the tasks `start` to `start + count`. Blocks: call it in a thread."""
+        with self._lock, self._raise_load_errors():
+            tasks, position = self._tasks, self._position
+            self._tasks = None  # until the page is read: after an error, the tasks are loaded again
+            if tasks is None or start < position:
+                tasks, position = self._env.iter_tasks(), 0
+            position += sum(1 for _ in islice(tasks, start - position))
+            page = list(islice(tasks, count)) if position == start else []
+            self._tasks, self._position = tasks, position + len(page)
+            return TaskPage([TaskItem(task.identity, task.to_wire()) for task in page], end=len(page) < count)
+
+    def count(self) -> int | None:
+        """Return the number of tasks, or None if it exceeds `MAX_COUNTED_TASKS`. Blocks: call it in a thread."""
+        with self._raise_load_errors():
+            count = sum(1 for _ in islice(self._env.iter_tasks(), MAX_COUNTED_TASKS + 1))
+        return count if count <= MAX_COUNTED_TASKS else None
+
+    @contextlib.contextmanager
+    def _raise_load_errors(self) -> Generator[None]:
+        """Raise errors of the taskset's `load` as ConfigInvalid."""
+        try:
+            yield
+        except ConfigInvalid:
+            raise
+        except Exception as error:
+            text = describe_exception(error)
+            raise ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}") from error

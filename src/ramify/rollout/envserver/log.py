@@ -1,0 +1,104 @@
+"""One log file for a server and all its workers. Each line has a timestamp and its origin."""
+
+import asyncio
+import contextlib
+import json
+import os
+import traceback
+from collections import deque
+from datetime import datetime
+from pathlib import Path
+
+from ramify.core.errors import StorageFailed
+from ramify.core.terminal import escape_controls
+
+MAX_LINE_BYTES = 1 << 16  # a longer line is split
+TAIL_LINES = 20  # lines of a worker's output in an error message
+
+
+def format_event(event: str, **fields: object) -> str:
+    """Return an event and its fields on one line. A text with spaces or control characters is quoted as JSON."""
+    return " ".join([event, *(f"{name}={_format_value(value)}" for name, value in fields.items())])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else json.dumps(text, ensure_ascii=False)
+
+
+class EnvServerLog:
+    """An open log file of an env server."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        except OSError as error:
+            raise StorageFailed(f"the log {path} cannot be written: {error.strerror}") from error
+
+    def write(self, origin: str, line: str) -> None:
+        """Append a line, with control characters escaped. Write errors such as a full disk do not stop the server."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._file.write(
+                    f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {escape_controls(line)}\n"
+                )
+
+    def log_event(self, event: str, **fields: object) -> None:
+        """Append a line of the broker: an event and its fields."""
+        self.write("broker", format_event(event, **fields))
+
+    def log_exception(self, error: BaseException) -> None:
+        """Append the traceback of an error that the broker did not expect."""
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            self.write("broker", line)
+
+    def close(self) -> None:
+        """Close the file; further lines are ignored."""
+        self._file.close()
+
+
+class WorkerOutput(asyncio.Protocol):
+    """Copies the output of a worker and its children to the log, line by line.
+
+    `tail` are its last lines, `closed` is set when all writers have closed the pipe.
+    """
+
+    def __init__(self, log: EnvServerLog, origin: str) -> None:
+        self._log, self._origin, self._partial_line = log, origin, b""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.closed = asyncio.Event()
+
+    @classmethod
+    async def open(cls, log: EnvServerLog, origin: str) -> tuple["WorkerOutput", int]:
+        """Return the reader of a new pipe and the file descriptor to write to."""
+        read_fd, write_fd = os.pipe()
+        pipe = os.fdopen(read_fd, "rb", 0)
+        try:
+            _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, origin), pipe)
+        except BaseException:
+            os.close(write_fd)
+            raise
+        return output, write_fd
+
+    def data_received(self, data: bytes) -> None:
+        """Write the complete lines of the data to the log."""
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        for line in lines:
+            self._write_line(line)
+        while len(self._partial_line) > MAX_LINE_BYTES:
+            self._write_line(self._partial_line[:MAX_LINE_BYTES])
+            self._partial_line = self._partial_line[MAX_LINE_BYTES:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Write the last line, even if it is incomplete."""
+        if self._partial_line:
+            self._write_line(self._partial_line)
+        self.closed.set()
+
+    def _write_line(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        self.tail.append(text)
+        self._log.write(self._origin, text)

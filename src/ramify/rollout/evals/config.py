@@ -1,0 +1,64 @@
+"""The configuration of `ramify eval`. Importing it loads neither torch nor an environment."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ramify.core.config import RunName
+from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, ServerConfig
+from ramify.model.render.config import RendererConfig, TemplateRendererConfig
+from ramify.rollout.config import SourceConfig
+
+
+class EvalConfig(SourceConfig):
+    """Configuration of `ramify eval`: a source, a model, and the number of rollouts."""
+
+    name: RunName = ""
+    """Run directory name. Default: taskset, model and a hash of the run's identity."""
+    output: Path = Path("outputs")
+    """Directory for runs (-o)."""
+    num_tasks: int = Field(default=50, ge=1)
+    """Number of tasks, from the start of the taskset (-n)."""
+    repetitions: int = Field(default=4, ge=1)
+    """Rollouts per task (-r)."""
+    concurrency: int = Field(default=32, ge=1)
+    """Maximum rollouts in flight (-c)."""
+    workers: int = Field(default=0, ge=0)
+    """Number of worker processes. 0: run rollouts in this process."""
+    hang_timeout: float = Field(default=30.0, gt=0)
+    """Seconds for which environment code may block the event loop of this process or of a worker."""
+    pass_threshold: float = 1.0
+    """Minimum reward of a passing rollout, for pass@k and pass^k."""
+    model: ModelConfig = ModelConfig()
+    """The model to evaluate (-m)."""
+    renderer: RendererConfig = TemplateRendererConfig()
+    inference: InferenceConfig = EngineConfig()
+    """The engine to start, or the addresses of running servers as `base_url` (-b)."""
+    server: ServerConfig = ServerConfig(port=0)
+    """Address of the started engine."""
+    startup_timeout: float = Field(default=600.0, gt=0)
+    """Seconds until the started engine must be ready."""
+    client_type: Literal["auto", "tokens", "chat"] = "auto"
+    """Use a server's token ids (`tokens`) or its chat endpoint (`chat`). `auto`: token ids if it returns them."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the API key of the endpoint, if it needs one."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that identify the run. Results of runs that differ in them are not comparable."""
+        parts = {"taskset": self.taskset, "model": self.model.name, "harness": self.harness}
+        return json.loads(json.dumps({**parts, "sampling": self.sampling.model_dump(mode="json")}, default=str))
+
+    @property
+    def source(self) -> SourceConfig:
+        """The source's part of the configuration, named by the taskset's id."""
+        names = SourceConfig.model_fields.keys() - {"name"}
+        return SourceConfig(**{name: getattr(self, name) for name in names})
+
+    def source_with_workdirs_in(self, directory: Path) -> SourceConfig:
+        """Return `source` with the work directories of local runtimes below `directory`."""
+        is_local = self.runtime.get("id", "local") == "local"
+        runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
+        return self.source.model_copy(update={"runtime": runtime})

@@ -1,0 +1,122 @@
+"""The policy of an eval: a running server, or one that is started for it.
+
+A wrong model or address is reported here, before the first rollout.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ramify.core.async_calls import call_storage
+from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, RamifyError
+from ramify.env import Task
+from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.infer.gateway.policy import Policy
+from ramify.infer.gateway.policy_connection import connect_policy
+from ramify.model.image_support import find_image_problem
+from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
+from ramify.rollout import Environment
+from ramify.rollout.evals.config import EvalConfig
+from ramify.rollout.evals.engine_process import EngineProcess
+from ramify.rollout.evals.task_digest import IMAGE_TIMEOUT
+from ramify.rollout.prompt_image_check import check_prompt_images
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """A policy, the addresses of its servers, and the engine that was started for it, if any."""
+
+    policy: Policy
+    urls: list[str]
+    engine: EngineProcess | None = None
+
+
+def check_server(config: EvalConfig, environment: Environment) -> None:
+    """Raise ConfigInvalid if the eval has to serve a model that is missing, that is too short for the harness or that
+    takes no images although the taskset requires it, or if it has to serve it at a port that is in use."""
+    if not isinstance(config.inference, ExternalConfig):
+        if environment.taskset.requires_vision:
+            _check_takes_images(config, environment)
+        lengths = (config.inference.max_model_len, read_max_positions(_resolve_model(config)), config.seq_len)
+        seq_len = min((length for length in lengths if length is not None), default=None)
+        environment.harness.check_limits(environment.limits.model_copy(update={"seq_len": seq_len}))
+        _check_port(config.server.host, config.server.port)
+
+
+async def check_task_images(config: EvalConfig, environment: Environment, task: Task) -> None:
+    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take.
+
+    Raises StorageFailed if the images cannot be read within IMAGE_TIMEOUT seconds.
+    """
+    what = f"the images of task {task.identity}"
+    try:
+        has_images = await call_storage(partial(check_prompt_images, task), what, timeout=IMAGE_TIMEOUT)
+    except EnvironmentFault as error:
+        raise ConfigInvalid(f"taskset: {error.message}") from error
+    if has_images and not isinstance(config.inference, ExternalConfig):
+        _check_takes_images(config, environment)
+
+
+def _check_takes_images(config: EvalConfig, environment: Environment) -> None:
+    if reason := find_image_problem(config.model.name, config.inference.engine):
+        raise ConfigInvalid(f"taskset: {environment.name} {reason}")
+
+
+@contextlib.asynccontextmanager
+async def open_policy(
+    config: EvalConfig, run_dir: Path, print_line: Callable[[str], None]
+) -> AsyncGenerator[ServedPolicy]:
+    """Yield the policy; an engine that is started for it is stopped on exit."""
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(config.inference, ExternalConfig):
+            urls = config.inference.base_url
+            yield ServedPolicy(await _connect(config, urls, stack, print_line), urls)
+            return
+        serve_config = ServeConfig(
+            model=config.model, renderer=config.renderer, inference=config.inference, server=config.server
+        )
+        print_line(f"starting {config.model.name} with the {config.inference.engine} engine")
+        engine = await stack.enter_async_context(
+            EngineProcess(serve_config, run_dir, start_timeout=config.startup_timeout)
+        )
+        policy = await connect_policy([engine.address], config.model.name, config.renderer, stack, client_mode="tokens")
+        yield ServedPolicy(policy, [engine.address], engine)
+
+
+async def _connect(
+    config: EvalConfig, urls: list[str], stack: contextlib.AsyncExitStack, print_line: Callable[[str], None]
+) -> Policy:
+    key = os.environ.get(config.api_key_env, "")
+    try:
+        return await connect_policy(
+            urls, config.model.name, config.renderer, stack, client_mode=config.client_type, api_key=key, log=print_line
+        )
+    except ConfigInvalid:
+        raise
+    except RamifyError as error:
+        raise ConfigInvalid(f"inference.base_url: {error.message}") from error
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        message = f"server.port: cannot listen on {host}:{port}: {error.strerror}; 0 picks a free port"
+        raise ConfigInvalid(message) from error
+
+
+def fetch_served_model(config: EvalConfig) -> None:
+    """Download the model if the eval has to serve it and it is a hub id that is not in the cache."""
+    if not isinstance(config.inference, ExternalConfig):
+        _resolve_model(config, fetch_model)
+
+
+def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve_model_path) -> Path:
+    try:
+        return resolver(config.model.name)
+    except ModelNotFound as error:
+        raise ConfigInvalid(f"model.name: {error.message}") from error

@@ -1,0 +1,184 @@
+"""The chat loop: call the model, run its tool calls, let the user answer, until the conversation ends.
+
+    initial messages -> generate -> stop hook? -> tool calls -> stop hook? -> user? -> done
+                           ^_________________________________________|__________|
+
+It runs inside the worker process: no subprocess, no network hop. A request contains only the new messages and their
+parent node, so a turn of a long conversation costs no more than one of a short conversation. With `compact_at`, a
+conversation that becomes too long goes on from a summary (see `ramify.rollout.harness.compaction`).
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ramify.core.errors import ConfigInvalid, MalformedCall
+from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
+from ramify.infer.dialects.model_call import ModelReply, ModelRequest
+from ramify.infer.gateway.config import RolloutLimits
+from ramify.model.render.base import ParseProblemKind
+from ramify.rollout.harness.base import Harness
+from ramify.rollout.harness.compaction import Compactor
+from ramify.rollout.harness.config import ChatHarnessConfig
+from ramify.rollout.harness.initial_messages import build_initial_messages
+from ramify.trace import Media, MediaPart, Message
+
+if TYPE_CHECKING:
+    from ramify.infer.gateway import RolloutSession
+
+EXCERPT_CHARS = 200  # of a malformed tool call
+
+
+class ChatHarness(Harness):
+    """Runs a conversation with tools, and with a simulated user if the taskset has one."""
+
+    config: ChatHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def __init__(self, config: ChatHarnessConfig | None = None) -> None:
+        super().__init__(config or ChatHarnessConfig())
+
+    def check_task(self, task: Task, hooks: TasksetHooks) -> None:
+        """Raise ConfigInvalid if neither a prompt nor a user can start the conversation."""
+        if task.prompt is None and hooks.user is None:
+            raise ConfigInvalid(
+                f"task {task.identity} has no prompt, and its taskset has no `user` hook to speak first: "
+                "the chat harness needs one of them"
+            )
+
+    def check_limits(self, limits: RolloutLimits) -> None:
+        """Raise ConfigInvalid if no conversation could become long enough to be compacted."""
+        compact_at, seq_len = self.config.compact_at, limits.seq_len
+        if compact_at is not None and seq_len is not None and compact_at >= seq_len:
+            raise ConfigInvalid(
+                f"harness.compact_at: {compact_at} tokens are never reached, because a path has at most {seq_len} "
+                "(seq_len, or the length of the served model); expected less, so that the reply, the tool results and "
+                "the summary that follow still fit"
+            )
+
+    async def run(
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
+    ) -> str:
+        """Call the model, its tools and the user in turn until one of them ends the rollout."""
+        messages, media = self.build_messages(context.task)
+        async with self._with_mcp_tools(tools) as all_tools:
+            loop = ChatLoop(context, session, all_tools, user, stop_hooks, self.config)
+            return await loop.run(messages, media)
+
+    def build_messages(self, task: Task) -> tuple[list[Message], dict[str, Media]]:
+        """Return the messages that start the conversation, and their images by hash."""
+        return build_initial_messages(task)
+
+    @contextlib.asynccontextmanager
+    async def _with_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
+        if not self.config.mcp:
+            yield tools
+            return
+        from ramify.env.mcp import open_mcp_servers
+
+        async with open_mcp_servers(self.config.mcp) as mcp_tools:
+            yield ToolSet([*tools.tools, *mcp_tools])
+
+
+class ChatLoop:
+    """One conversation of a rollout.
+
+    - `last_reply`: the last reply of the model; None before the first.
+    - `num_turns`: the number of replies.
+    """
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
+        config: ChatHarnessConfig,
+    ) -> None:
+        self._context, self._session, self._config = context, session, config
+        self._tools, self._user, self._stop_hooks = tools, user, stop_hooks
+        self._num_malformed = self._num_replies_to_user = 0
+        self.last_reply: ModelReply | None = None
+        self.num_turns = 0
+
+    async def run(self, messages: list[Message], media: Mapping[str, Media], *, fork_reason: str = "") -> str:
+        """Start the conversation with these messages, and return the reason why it ended.
+
+        `fork_reason` says why it leaves the conversations that the trace has already.
+        """
+        if self._context.task.prompt is None and all(message.role == "system" for message in messages):
+            first_message = await self._next_user_message(None)
+            if first_message is None:
+                return "user"
+            messages = [*messages, first_message]
+        compactor = Compactor(self._session, self._config.compact_at, messages)
+        all_media = {**media, **self._collect_media(messages)}
+        request = ModelRequest(tuple(messages), self._tools.schemas, media=all_media, fork_reason=fork_reason)
+        while True:
+            if self._session.exhausted_limit is not None:
+                return self._session.exhausted_limit
+            if await compactor.is_due(request):
+                request = await compactor.compact(request)
+                continue
+            reply = self.last_reply = await self._session.generate(request)
+            self.num_turns += 1
+            outcome = await self._find_stop_reason() or await self._respond_to(reply)
+            if isinstance(outcome, str):
+                return outcome
+            new_media = self._collect_media(outcome)
+            request = ModelRequest(tuple(outcome), self._tools.schemas, parent_node=reply.node, media=new_media)
+
+    async def _find_stop_reason(self) -> str | None:
+        """Return the name of the stop hook that ends the rollout now, or None."""
+        for hook in self._stop_hooks:
+            if await hook(self._context):
+                return hook.name
+        return None
+
+    async def _respond_to(self, reply: ModelReply) -> list[Message] | str:
+        """Return the messages that answer a reply, or the stop reason if the rollout is over."""
+        answers: list[Message] = []
+        if len(self._tools):
+            for call in reply.message.tool_calls:
+                answers.append(await self._tools.call(call, self._context))
+            answers += self._malformed_call_messages(reply)
+        if answers:
+            return await self._find_stop_reason() or answers
+        if self._user is not None:
+            message = await self._next_user_message(reply.message.text)
+            return "user" if message is None else [message]
+        return "length" if reply.finish_reason == "length" else "done"
+
+    def _malformed_call_messages(self, reply: ModelReply) -> list[Message]:
+        """Return the error message for malformed tool calls. A reply that was truncated is not blamed for them."""
+        problems = [problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING]
+        if not problems or reply.finish_reason == "length":
+            self._num_malformed = 0
+            return []
+        self._num_malformed += 1
+        lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in problems]
+        if self._num_malformed == self._config.max_malformed_replies:
+            raise MalformedCall(f"{self._num_malformed} replies in a row had malformed tool calls; {lines[-1]}")
+        return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
+
+    async def _next_user_message(self, reply: str | None) -> Message | None:
+        if self._user is None:
+            raise ConfigInvalid(
+                f"task {self._context.task.identity} has no prompt, and the `user` hook returned no user to speak first"
+            )
+        if reply is not None:
+            self._num_replies_to_user += 1
+        return await self._user.next_message(self._context, reply=reply, turn=self._num_replies_to_user)
+
+    def _collect_media(self, messages: Sequence[Message]) -> dict[str, Media]:
+        """Return the images of tool results, which the trace stores."""
+        parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
+        hashes = {part.hash for part in parts if isinstance(part, MediaPart)}
+        if not hashes:
+            return {}
+        return {media.hash: media for media in self._context.trace.graph.media if media.hash in hashes}

@@ -1,0 +1,145 @@
+"""Presets of the program harness: known agent programs, each tested in the version that its docstring names.
+
+A preset is a command line, environment variables that switch off what needs the internet, and the configuration file
+that names the gateway. The program itself is installed once, in a directory that a sandbox shows read-only (see
+`docs/agents.md`). The programs call the policy by the name `policy`: the gateway serves every name, and the name of a
+model that is a path would confuse them.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from ramify.rollout.harness.program import ProgramHarness
+from ramify.rollout.harness.program_config import ProgramHarnessConfig
+
+CODEX_CONFIG = """\
+model = "policy"
+model_provider = "gateway"
+model_context_window = {context_length}
+
+[model_providers.gateway]
+name = "gateway"
+base_url = "{openai_base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+stream_idle_timeout_ms = 3600000
+"""
+OPENCODE_CONFIG = """\
+{
+  "model": "gateway/policy",
+  "small_model": "gateway/policy",
+  "autoupdate": false,
+  "share": "disabled",
+  "permission": {"*": "allow"},
+  "provider": {
+    "gateway": {
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {"baseURL": "{openai_base_url}", "apiKey": "{api_key}"},
+      "models": {"policy": {"tool_call": true, "limit": {"context": {context_length}, "output": 32000}}}
+    }
+  }
+}
+"""
+PI_CONFIG = """\
+{
+  "providers": {
+    "gateway": {
+      "baseUrl": "{openai_base_url}",
+      "api": "openai-completions",
+      "apiKey": "{api_key}",
+      "models": [{"id": "policy", "contextWindow": {context_length}}]
+    }
+  }
+}
+"""
+
+
+class CodexHarnessConfig(ProgramHarnessConfig):
+    """Configuration of the preset `codex`."""
+
+    id: str = "codex"
+    command: list[str] = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-"]
+    prompt: Literal["arg", "stdin", "file"] = "stdin"
+
+
+class CodexHarness(ProgramHarness):
+    """Codex 0.166: `npm install --prefix DIR @openai/codex@0.166.0`."""
+
+    config: CodexHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    program_files: ClassVar[Mapping[str, str]] = {"~/.codex/config.toml": CODEX_CONFIG}
+
+
+class ClaudeCodeHarnessConfig(ProgramHarnessConfig):
+    """Configuration of the preset `claude-code`."""
+
+    id: str = "claude-code"
+    command: list[str] = ["claude", "--print", "--permission-mode", "bypassPermissions"]
+    prompt: Literal["arg", "stdin", "file"] = "stdin"
+
+
+class ClaudeCodeHarness(ProgramHarness):
+    """Claude Code 2.1.197: `npm install --prefix DIR @anthropic-ai/claude-code@2.1.197`."""
+
+    config: ClaudeCodeHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    program_env: ClassVar[Mapping[str, str]] = {
+        "ANTHROPIC_MODEL": "policy",
+        "ANTHROPIC_SMALL_FAST_MODEL": "policy",
+        "API_TIMEOUT_MS": "3600000",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+
+
+class OpencodeHarnessConfig(ProgramHarnessConfig):
+    """Configuration of the preset `opencode`."""
+
+    id: str = "opencode"
+    command: list[str] = ["opencode", "run"]
+    prompt: Literal["arg", "stdin", "file"] = "stdin"
+
+
+class OpencodeHarness(ProgramHarness):
+    """opencode 1.18.18: `npm install --prefix DIR opencode-ai@1.18.18`."""
+
+    config: OpencodeHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    program_env: ClassVar[Mapping[str, str]] = {
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    }
+    program_files: ClassVar[Mapping[str, str]] = {"~/.config/opencode/opencode.json": OPENCODE_CONFIG}
+
+
+class PiHarnessConfig(ProgramHarnessConfig):
+    """Configuration of the preset `pi`."""
+
+    id: str = "pi"
+    command: list[str] = ["pi", "--print", "--offline", "--no-session", "--provider", "gateway", "--model", "policy"]
+    prompt: Literal["arg", "stdin", "file"] = "stdin"
+
+
+class PiHarness(ProgramHarness):
+    """pi 0.73.1: `npm install --prefix DIR @mariozechner/pi-coding-agent@0.73.1`."""
+
+    config: PiHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    program_files: ClassVar[Mapping[str, str]] = {"~/.pi/agent/models.json": PI_CONFIG}
+
+
+class MiniSweAgentHarnessConfig(ProgramHarnessConfig):
+    """Configuration of the preset `mini-swe-agent`."""
+
+    id: str = "mini-swe-agent"
+    command: list[str] = ["mini", "--yolo", "--exit-immediately", "--model", "openai/policy", "--task", "{prompt}"]
+
+
+class MiniSweAgentHarness(ProgramHarness):
+    """mini-swe-agent 2.4.6: `python3 -m venv DIR/python && DIR/python/bin/pip install mini-swe-agent==2.4.6 mcp`."""
+
+    config: MiniSweAgentHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    program_env: ClassVar[Mapping[str, str]] = {
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_SILENT_STARTUP": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }

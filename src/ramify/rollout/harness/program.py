@@ -1,0 +1,290 @@
+"""The program harness: any command-line agent works on the task, and calls the policy over HTTP.
+
+The program runs in the runtime and knows only the address, the key and the model name in its environment. The gateway
+records its calls, so the program needs no change to be trained. Presets (`ramify.rollout.harness.presets`) are
+subclasses with the command line, the environment and the configuration files of a known program.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
+from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
+from ramify.env.runtime import Capability, ExecResult, ResourceLimits
+from ramify.infer.gateway.main_calls import find_side_calls
+from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
+from ramify.rollout.harness.base import Harness
+from ramify.rollout.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
+from ramify.rollout.harness.program_config import ProgramHarnessConfig, fill_placeholders, find_placeholders
+from ramify.rollout.harness.shell_tools import shorten_text
+
+if TYPE_CHECKING:
+    from ramify.infer.gateway import RolloutSession
+
+PROMPT_FILE = "~/prompt.md"
+DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
+HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
+BOX_DIRECTORIES = {"sandbox": "/box/", "local": None}  # runtimes that write only beneath it; None: it varies
+EXCERPT_CHARS = 2000  # of the program's output, in an error message
+
+
+class ProgramHarness(Harness):
+    """Runs a command-line agent in the runtime of the rollout.
+
+    - `program_env`, `program_files`: environment variables and files of a preset; those of the config are added.
+    """
+
+    config: ProgramHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    requires_endpoint = True
+    program_env: ClassVar[Mapping[str, str]] = {}
+    program_files: ClassVar[Mapping[str, str]] = {}
+
+    def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
+        """Raise ConfigInvalid for tools and users, which a program cannot use, and for what the program lacks."""
+        tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
+        if tools:
+            raise ConfigInvalid(
+                f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use those of the "
+                f"taskset ({', '.join(tools)}): use the harness chat or rlm"
+            )
+        if hooks.user is not None:
+            raise ConfigInvalid(
+                f"the harness {self.config.id!r} gives its program one prompt; it cannot use the `user` hook of the "
+                "taskset: use the harness chat"
+            )
+        if missing := [name for name in self.config.pass_env if name not in os.environ]:
+            raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
+        paths = [("files", path) for path in self.config.files] + [
+            ("copy_files", path) for path in self.config.copy_files
+        ]
+        if outside := [(key, path) for key, path in paths if _is_outside(path, runtime.config.id)]:
+            key, path = outside[0]
+            raise ConfigInvalid(
+                f"harness.{key}: {path!r} is outside of the box; use a path relative to the work directory, or ~/..."
+            )
+        runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
+
+    def check_task(self, task: Task, hooks: TasksetHooks) -> None:
+        """Raise ConfigInvalid if the task has no prompt that is a text."""
+        if task.prompt is None:
+            raise ConfigInvalid(f"task {task.identity} has no prompt, which the harness {self.config.id!r} needs")
+        messages, media = build_initial_messages(task)
+        if media or any(message.role not in ("system", "developer", "user") for message in messages):
+            raise ConfigInvalid(
+                f"task {task.identity} starts with images or with messages of an assistant or a tool; "
+                f"the harness {self.config.id!r} can only pass on a text"
+            )
+
+    async def run(
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
+    ) -> str:
+        """Run the program until it exits or a stop hook ends it. `trace.info["program"]` has its result."""
+        assert context.runtime is not None and context.endpoint is not None
+        with _signal_replies(session) as replied:
+            process = await self._start(context.runtime, context, session)
+            try:
+                result = await _wait_or_stop(process, session, context, stop_hooks, replied)
+            except BaseException:
+                with contextlib.suppress(AgentFailed, SandboxError):  # the reason why it is killed matters, not this
+                    self._record(context, await _kill(process), session)
+                raise
+        if isinstance(result, str):
+            self._record(context, await _kill(process), session)
+            return result
+        self._record(context, result, session)
+        return _find_stop_reason(result, session, context)
+
+    async def _start(self, runtime: Runtime, context: RolloutContext, session: "RolloutSession") -> RuntimeProcess:
+        """Write the files and start the program. Raises EnvironmentFault if the runtime has no such program."""
+        config = self.config
+        env_texts = {**self.program_env, **config.env}
+        file_texts = {**self.program_files, **config.files}
+        texts = [*config.command, *env_texts.values(), *file_texts.values()]
+        values = await self._build_values(runtime, context, session, [*texts, *file_texts, *config.copy_files])
+        if config.prompt == "file":
+            file_texts[PROMPT_FILE] = "{prompt}"
+        for path, text in file_texts.items():
+            await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
+        for path, source in config.copy_files.items():
+            await runtime.write(_expand_home(path, values), await asyncio.to_thread(Path(source).read_bytes))
+        command = [fill_placeholders(argument, values) for argument in config.command]
+        if config.prompt == "arg" and "prompt" not in find_placeholders(texts):
+            command.append(values["prompt"])
+        env = {name: os.environ[name] for name in config.pass_env if name in os.environ}
+        env |= _build_client_env(values)
+        env |= {name: fill_placeholders(text, values) for name, text in env_texts.items()}
+        try:
+            stdin = values["prompt"].encode() if config.prompt == "stdin" else None
+            return await runtime.spawn(command, env=env, stdin=stdin)
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"the program {command[0]!r} cannot be run in the runtime: {error}; install it, and for a sandbox name "
+                "its directory in runtime.read_only and runtime.path"
+            ) from error
+
+    async def _build_values(
+        self, runtime: Runtime, context: RolloutContext, session: "RolloutSession", texts: Sequence[str]
+    ) -> dict[str, str]:
+        """Return the values of the placeholders. The home directory is looked up only if it is needed."""
+        assert context.endpoint is not None
+        base_url = await runtime.expose(context.endpoint.base_url)
+        needs_home = self.config.prompt == "file" or any("{home}" in text or text.startswith("~/") for text in texts)
+        home = await _find_home(runtime) if needs_home else ""
+        return {
+            "prompt": join_prompt_text(context.task),
+            "prompt_file": PROMPT_FILE.replace("~", home),
+            "openai_base_url": base_url,
+            "anthropic_base_url": base_url.removesuffix("/v1"),  # its clients append /v1
+            "api_key": context.endpoint.api_key,
+            "model": context.endpoint.model,
+            "context_length": str(session.policy.max_model_len or DEFAULT_CONTEXT_LENGTH),
+            "workdir": str(runtime.workdir),
+            "home": home,
+        }
+
+    def _record(self, context: RolloutContext, result: ExecResult, session: "RolloutSession") -> None:
+        """Store the result of the program for rewards and for whoever reads the trace."""
+        context.trace.info["program"] = {
+            "reply": _find_last_reply(session, context),
+            "exit_code": None if result.timed_out else result.returncode,  # None: it was killed
+            "stdout": _shorten_output(result.stdout, self.config.max_output_chars),
+            "stderr": _shorten_output(result.stderr, self.config.max_output_chars),
+            "num_calls": session.num_turns,
+        }
+
+
+def _is_outside(path: str, runtime_id: str) -> bool:
+    """Return whether the runtime could not write a file at this path."""
+    if runtime_id not in BOX_DIRECTORIES:
+        return False
+    box_directory = BOX_DIRECTORIES[runtime_id]
+    is_inside = not path.startswith("/") or (box_directory is not None and path.startswith(box_directory))
+    return not is_inside or ".." in PurePosixPath(path).parts
+
+
+def _build_client_env(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables from which clients of OpenAI and Anthropic take address, key and model."""
+    env: dict[str, str] = {}
+    for name in ("openai", "anthropic"):
+        env[f"{name.upper()}_BASE_URL"] = values[f"{name}_base_url"]
+        env[f"{name.upper()}_API_KEY"] = values["api_key"]
+        env[f"{name.upper()}_MODEL"] = values["model"]
+    return env
+
+
+async def _find_home(runtime: Runtime) -> str:
+    """Return the home directory of programs in the runtime."""
+    result = await runtime.run(["sh", "-c", 'printf %s "$HOME"'], timeout=HOME_TIMEOUT)
+    if result.returncode or not result.text.startswith("/"):
+        raise EnvironmentFault(f"the runtime has no home directory: {result.text or result.stderr.decode()!r}")
+    return result.text
+
+
+def _expand_home(path: str, values: Mapping[str, str]) -> str:
+    return values["home"] + path[1:] if path.startswith("~/") else fill_placeholders(path, values)
+
+
+@contextlib.contextmanager
+def _signal_replies(session: "RolloutSession") -> Generator[asyncio.Event]:
+    """Yield an event that is set whenever a reply was recorded."""
+    event, previous = asyncio.Event(), session.on_reply
+
+    def on_reply(reply: Any) -> None:
+        if previous is not None:
+            previous(reply)
+        event.set()
+
+    session.on_reply = on_reply
+    try:
+        yield event
+    finally:
+        session.on_reply = previous
+
+
+async def _wait_or_stop(
+    process: RuntimeProcess,
+    session: "RolloutSession",
+    context: RolloutContext,
+    stop_hooks: Sequence[Hook],
+    replied: asyncio.Event,
+) -> ExecResult | str:
+    """Wait until the program exits and return its result, or the name of the stop hook that ends it before."""
+    exited = asyncio.ensure_future(process.wait(session.call_timeout))
+    try:
+        while stop_hooks and not exited.done():
+            next_reply = asyncio.ensure_future(replied.wait())
+            try:
+                await asyncio.wait({exited, next_reply}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                next_reply.cancel()
+            replied.clear()
+            for hook in stop_hooks:
+                if session.num_turns and await hook(context):
+                    return hook.name
+        return await exited
+    finally:
+        exited.cancel()
+
+
+async def _kill(process: RuntimeProcess) -> ExecResult:
+    """Kill the program and return what it had written."""
+    return await process.wait(0.0)
+
+
+def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: RolloutContext) -> str:
+    """Return the stop reason of a program that has exited.
+
+    Raises AgentFailed if it failed before the first reply, and ProviderError if it failed because the engine did.
+    """
+    if session.exhausted_limit is not None:
+        return session.exhausted_limit
+    if result.returncode == 0:
+        return "done"
+    failures = [refusal for refusal in context.trace.info.get("refusals", []) if refusal["status"] >= 500]
+    if failures:
+        raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
+    if session.num_turns == 0:
+        output = _put_last_line_first(_shorten_output(result.stderr or result.stdout, EXCERPT_CHARS))
+        assert context.runtime is not None
+        ending = f"{_describe_exit(result.returncode, context.runtime.get_limits(context.task))} before the first reply"
+        raise AgentFailed(f"the program {ending}{output and f': {output}'}")
+    return "exit"
+
+
+def _describe_exit(code: int, limits: ResourceLimits) -> str:
+    """Return how a program ended. A program that exceeds the limit on memory is killed by signal 9."""
+    description = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    is_killed = code in (-signal.SIGKILL, SIGNAL_EXIT_OFFSET + signal.SIGKILL)  # the second: its shell reports it
+    if is_killed and limits.memory_mb is not None:
+        return f"{description}, maybe because it exceeded memory_mb = {limits.memory_mb},"
+    return description
+
+
+def _put_last_line_first(output: str) -> str:
+    """Return the last line of the output, then all of it.
+
+    The last line often names the error, and lists of errors show only the first line of a message.
+    """
+    lines = output.strip().splitlines()
+    return output.strip() if len(lines) < 2 else f"{lines[-1].strip()}\n{output.strip()}"
+
+
+def _find_last_reply(session: "RolloutSession", context: RolloutContext) -> str:
+    """Return the last reply of the conversation about the task; a program may ask for a title after it."""
+    side_calls = find_side_calls(session.recorded_calls, get_user_prompt_texts(context.task))
+    nodes = [call.node for call in session.recorded_calls if call.node not in side_calls]
+    return context.trace.nodes[nodes[-1]].message.text if nodes else context.trace.last_reply
+
+
+def _shorten_output(output: bytes, max_chars: int) -> str:
+    return shorten_text(output.decode("utf-8", "replace"), max_chars)

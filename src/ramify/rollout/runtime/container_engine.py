@@ -1,0 +1,187 @@
+"""The Docker or podman command line: how it is called, what it can do here, and the containers that it keeps."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from asyncio.subprocess import Process, SubprocessStreamProtocol
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from ramify.core.config.schema import is_dict
+from ramify.core.errors import SandboxError
+from ramify.env.runtime import ResourceLimits
+from ramify.rollout.runtime.config import ContainerRuntimeConfig
+from ramify.rollout.runtime.owner import AbandonedThing, get_machine_id, is_owner_alive
+
+NAME_PREFIX = "ramify-"
+MACHINE_LABEL = "ramify.machine"
+INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
+PULL_TIMEOUT = 600.0  # seconds to fetch an image
+COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
+# When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
+ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
+STREAM_BUFFER_BYTES = 1 << 16  # of the output of a command
+KILL_TIMEOUT = 5.0  # seconds for a killed command to be gone
+PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
+HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """What a command of the engine returned."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEngine:
+    """An installed engine: its name, its program with the arguments of every command, and where it runs containers."""
+
+    name: str
+    command: tuple[str, ...]
+    host: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether containers run on this machine."""
+        return self.host is None or self.host.startswith("unix:")
+
+    async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
+        """Run a command of the engine; cancelling this call kills it. Raises SandboxError if it takes too long."""
+        loop = asyncio.get_running_loop()  # `create_subprocess_exec` returns no transport that could be closed
+        starting = asyncio.ensure_future(
+            loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(STREAM_BUFFER_BYTES, loop),
+                *self.command,
+                *args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=ENGINE_CWD,
+                start_new_session=True,
+            )
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                process = Process(*await asyncio.shield(starting), loop)
+                stdout, stderr = await process.communicate()
+        except TimeoutError as error:
+            raise SandboxError(f"{self.name} {args[0]} did not end in {timeout:g} s") from error
+        finally:
+            transport, protocol = await starting  # it may run already when a call is cancelled while it starts
+            process = Process(transport, protocol, loop)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # a rootless podman starts itself again
+                with contextlib.suppress(TimeoutError):  # `wait` also waits for descendants that hold its output
+                    async with asyncio.timeout(KILL_TIMEOUT):
+                        await process.wait()
+            transport.close()  # its pipes stay open as long as descendants hold them
+        return EngineResult(
+            process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
+        )
+
+    def run_blocking(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
+        """Run a command of the engine without an event loop. Raises SandboxError if it fails or does not end."""
+        try:
+            result = subprocess.run(
+                [*self.command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"{self.name} {args[0]} failed: {error}") from error
+        if result.returncode:
+            raise SandboxError(f"{self.name} {args[0]} failed: {result.stderr.strip()[-500:]}")
+        return EngineResult(0, result.stdout, result.stderr)
+
+
+def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
+    """Return the engine that the configuration selects, None if it is not installed."""
+    for name in ("docker", "podman") if config.engine == "auto" else (config.engine,):
+        program = shutil.which(name)
+        if program is not None:
+            option = ("--host",) if name == "docker" else ("--url",)
+            command = (program, *option, config.host) if config.host is not None else (program,)
+            return ContainerEngine(name, command, config.host or os.environ.get(HOST_VARIABLES[name]))
+    return None
+
+
+@cache
+def find_unsupported_reason(engine: ContainerEngine | None, wanted: str) -> str | None:
+    """Return why containers cannot be run here, None if they can. The result is cached."""
+    if engine is None:
+        name = "docker or podman" if wanted == "auto" else wanted
+        return f"{name} is not installed, or not in PATH"
+    try:
+        get_engine_info(engine)
+    except SandboxError as error:
+        return error.message
+    return None
+
+
+@cache
+def get_engine_info(engine: ContainerEngine) -> dict[str, Any]:
+    """Return what the engine says about itself. Raises SandboxError if it does not answer."""
+    info = json.loads(engine.run_blocking("info", "--format", "{{json .}}", timeout=INFO_TIMEOUT).stdout)
+    if not is_dict(info) or info.get("ServerErrors"):
+        raise SandboxError(f"{engine.name} info: {info}")
+    return info
+
+
+async def fetch_image(engine: ContainerEngine, image: str, config: ContainerRuntimeConfig) -> None:
+    """Fetch an image where `config.pull` says so. Raises SandboxError if it cannot be fetched."""
+    if config.pull == "never":
+        return
+    if config.pull == "missing" and not (await engine.run("image", "inspect", "--format", "{{.Id}}", image)).returncode:
+        return
+    options = select_options(config.engine_args, PULL_OPTIONS)
+    result = await engine.run("pull", "--quiet", *options, image, timeout=PULL_TIMEOUT)
+    if result.returncode:
+        raise SandboxError(f"the image {image} cannot be fetched: {result.stderr.strip()[-1000:]}")
+
+
+def select_options(engine_args: Sequence[str], names: Container[str]) -> list[str]:
+    """Return the options of these names, with their values."""
+    selected: list[str] = []
+    is_selected = False
+    for argument in engine_args:
+        if argument.startswith("-"):
+            is_selected = argument.partition("=")[0] in names
+        if is_selected:
+            selected.append(argument)
+    return selected
+
+
+def build_limit_options(limits: ResourceLimits) -> list[str]:
+    """Return the options of `run` for limits."""
+    options: list[str] = []
+    if limits.memory_mb is not None:
+        options += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
+    if limits.max_processes is not None:
+        options += ["--pids-limit", str(limits.max_processes)]
+    if limits.cpus is not None:
+        options += ["--cpus", f"{limits.cpus:g}"]
+    return options
+
+
+def find_abandoned_containers(engine: ContainerEngine) -> list[AbandonedThing]:
+    """Return the containers of processes of this machine that have ended."""
+    machine = f"label={MACHINE_LABEL}={get_machine_id()}"
+    listing = engine.run_blocking("ps", "--all", "--filter", machine, "--format", "{{.Names}}").stdout
+    return [
+        AbandonedThing(f"container {name}", partial(_remove_container, engine, name))
+        for name in listing.split()
+        if not is_owner_alive(name.removeprefix(NAME_PREFIX))
+    ]
+
+
+def _remove_container(engine: ContainerEngine, name: str) -> None:
+    engine.run_blocking("rm", "--force", "--volumes", name)

@@ -1,0 +1,144 @@
+"""The files of a box that has a shell: they are read and written by short shell scripts that run in the box.
+
+The rules are those of `box_files`: regular files only, no links anywhere in a path, limited sizes. Here they are not
+what keeps the machine safe, since the scripts run in the box: a link leads to a file of the box. What comes out
+is an archive that an agent may have forged (see `archive`).
+"""
+
+import asyncio
+import errno
+import os
+import tarfile
+from collections.abc import Awaitable
+from pathlib import Path, PurePath
+from typing import Protocol
+
+from ramify.core.errors import SandboxError
+from ramify.env.runtime import ExecResult
+from ramify.rollout.runtime.archive import ArchiveTooLarge, pack_directory, unpack_archive
+from ramify.rollout.runtime.box_files import COPY_CHUNK
+
+NO_FILE_STATUS = 61
+WRITE_FAILED_STATUS = 62
+READ_FAILED_STATUS = 63
+DATA_STATUS = 64  # a single file was copied out, which is not executable
+PROGRAM_STATUS = 65  # the same, and it is executable
+FILE_MODES = {DATA_STATUS: 0o644, PROGRAM_STATUS: 0o755}
+ARCHIVE_OVERHEAD = 64 << 20  # bytes of headers that an archive may have besides the content of its files
+KERNEL_DIRECTORIES = ("proc", "sys", "dev")  # file systems of the kernel; their files are not copied
+
+# `check PATH` exits if a part of an absolute path is a link.
+_CHECK = f"""
+check() {{
+    checked= rest=${{1#/}}
+    while [ -n "$rest" ]; do
+        checked=$checked/${{rest%%/*}}
+        case $rest in */*) rest=${{rest#*/}};; *) rest=;; esac
+        [ ! -L "$checked" ] || exit {NO_FILE_STATUS}
+    done
+}}
+check "$1"
+"""
+READ_SCRIPT = f'{_CHECK}[ -f "$1" ] || exit {NO_FILE_STATUS}; exec head -c "$2" "$1"'
+WRITE_SCRIPT = f"""{_CHECK}
+[ ! -e "$1" ] || [ -f "$1" ] || exit {NO_FILE_STATUS}
+mkdir -p "${{1%/*}}/" && cat > "$1" || exit {WRITE_FAILED_STATUS}
+"""
+UPLOAD_SCRIPT = f'{_CHECK}mkdir -p "$1" && tar -x -o -f - -C "$1" || exit {WRITE_FAILED_STATUS}'
+DOWNLOAD_SCRIPT = f"""{_CHECK}
+if [ -d "$1" ]; then cd "$1" && exec tar -c -f - .; fi
+[ -f "$1" ] || exit {NO_FILE_STATUS}
+head -c "$2" "$1" || exit {READ_FAILED_STATUS}
+[ ! -x "$1" ] || exit {PROGRAM_STATUS}
+exit {DATA_STATUS}
+"""
+
+
+class ScriptRunner(Protocol):
+    """Runs a shell script in the box and keeps `max_output` bytes of its output."""
+
+    def __call__(self, script: str, *args: str, stdin: bytes | None, max_output: int) -> Awaitable[ExecResult]:
+        """Return the result of the script."""
+        ...
+
+
+class ShellFiles:
+    """The files of a box.
+
+    - `run_script`: runs a shell script in the box.
+    - `workdir`: the directory that relative paths refer to.
+    - `max_mb`: most mebibytes of a file, or of a directory, that are read.
+    """
+
+    def __init__(self, run_script: ScriptRunner, workdir: PurePath, max_mb: float) -> None:
+        self._run_script, self._workdir = run_script, workdir
+        self._max_bytes = int(max_mb * (1 << 20))
+
+    async def read(self, path: str | PurePath) -> bytes:
+        """Return the content of a regular file. Raises FileNotFoundError if there is none, ValueError if too large."""
+        limit = self._max_bytes + 1
+        result = await self._run_script(READ_SCRIPT, self._resolve(path), str(limit), stdin=None, max_output=2 * limit)
+        _raise_for_status(result, path)
+        if len(result.stdout) >= limit:
+            raise ValueError(f"{path} is larger than {self._max_bytes} bytes, the most that is read")
+        return result.stdout
+
+    async def write(self, path: str | PurePath, data: bytes) -> None:
+        """Write a regular file, and create its parent directories."""
+        result = await self._run_script(WRITE_SCRIPT, self._resolve(path), stdin=data, max_output=COPY_CHUNK)
+        _raise_for_status(result, path)
+
+    async def upload(self, source: Path, target: str | PurePath) -> None:
+        """Copy the regular files and directories of a host directory into a directory of the box."""
+        archive = await asyncio.to_thread(pack_directory, source)
+        result = await self._run_script(UPLOAD_SCRIPT, self._resolve(target), stdin=archive, max_output=COPY_CHUNK)
+        _raise_for_status(result, target)
+
+    async def download(self, source: str | PurePath, target: Path) -> None:
+        """Copy a regular file of the box, or those of a directory, to a host path; leave out links and special files.
+
+        Raises ValueError if the files are too large or too many.
+        """
+        limit, file_limit = self._max_bytes + ARCHIVE_OVERHEAD, self._max_bytes + 1
+        args = (self._resolve(source), str(file_limit))
+        result = await self._run_script(DOWNLOAD_SCRIPT, *args, stdin=None, max_output=2 * limit)
+        if (mode := FILE_MODES.get(result.returncode)) is not None:
+            if len(result.stdout) >= file_limit:
+                raise ValueError(f"{source} is larger than {self._max_bytes} bytes, the most that is read")
+            target.write_bytes(result.stdout)
+            target.chmod(mode)
+            return
+        if result.returncode != 1:  # a file changed while it was read
+            _raise_for_status(result, source)
+        try:
+            if len(result.stdout) >= limit:
+                raise ArchiveTooLarge(f"more than {self._max_bytes} bytes")
+            await asyncio.to_thread(unpack_archive, result.stdout, target, self._max_bytes)
+        except ArchiveTooLarge as error:
+            raise ValueError(f"{source} has {error}, the most that is read") from error
+        except tarfile.TarError as error:
+            raise OSError(errno.EIO, f"not an archive: {error}", str(source)) from error
+
+    def _resolve(self, path: str | PurePath) -> str:
+        """Return the absolute path. Raises FileNotFoundError for a path that climbs, or one of the kernel."""
+        absolute = self._workdir / path  # an absolute `path` replaces the work directory
+        parts = absolute.parts[1:]
+        if not parts or ".." in parts or "\0" in str(path) or parts[0] in KERNEL_DIRECTORIES:
+            raise FileNotFoundError(errno.ENOENT, "outside of the runtime", str(path))
+        return str(absolute)
+
+
+def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
+    if result.returncode == NO_FILE_STATUS:
+        raise FileNotFoundError(errno.ENOENT, "not a file or directory", str(path))
+    if result.timed_out:
+        raise SandboxError(f"copying {path} did not end in time")
+    if result.returncode:
+        reason = result.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise OSError(_find_errno(reason), reason or f"status {result.returncode}", str(path))
+
+
+def _find_errno(reason: str) -> int:
+    """Return the error number whose text a program of the box wrote, or that of an input/output error."""
+    known = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
+    return next((number for number in known if os.strerror(number) in reason), errno.EIO)

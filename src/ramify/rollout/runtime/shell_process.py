@@ -1,0 +1,234 @@
+"""A program in a box that has a shell and nothing of ours: a container, or a sandbox of a provider.
+
+The box runs one shell per program. That shell changes to the work directory, starts the program and writes records to
+its own output, each with a random marker. The host reads them to learn that the program has started, or why not, and
+how it ended. So the result does not wait for a background program that keeps the output open.
+
+    stderr   MARKER started PID | MARKER failed ERRNO (cwd|program)     then the program's output
+    both     MARKER exited STATUS                                       at the end
+
+A shell reports a program that signal n killed as status 128 + n; `wait` returns -n for it.
+The marker is also an environment variable of the program, so that `KILL_SCRIPT` finds all processes it started.
+"""
+
+import asyncio
+import errno
+import os
+import secrets
+import signal
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
+
+from ramify.core.errors import SandboxError
+from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
+from ramify.processes.cleanup import MARKER_VARIABLE
+from ramify.rollout.runtime.bounded_output import BoundedOutput
+from ramify.rollout.runtime.record_filter import RecordFilter
+
+START_TIMEOUT = 60.0  # seconds for a box to start a program
+KILL_TIMEOUT = 30.0  # seconds for a box to kill a program and all it started
+MAX_ARGUMENT_BYTES = 1 << 17  # of one argument or variable, on Linux
+SIGNAL_STATUS = 128
+
+# It reads its input to the end: podman loses the output of a command that leaves some. It searches PATH itself,
+# since the shell of busybox prefers its own programs to those in PATH. No variable of the program begins with `r_`.
+SPAWN_SCRIPT = r"""
+r_marker=$1 r_cwd=$2 r_stdin=$3; shift 3
+finish() { [ -z "$r_stdin" ] || PATH=$PATH:/usr/bin:/bin cat >/dev/null; exit "$1"; }
+fail() { printf '\036%s failed %s %s\n' "$r_marker" "$1" "$2" >&2; finish 127; }
+cd "$r_cwd" 2>/dev/null || fail 2 cwd
+case $1 in
+*/*) [ -e "$1" ] || fail 2 program; { [ -f "$1" ] && [ -x "$1" ]; } || fail 13 program;;
+*)
+    r_program= IFS=:; set -f
+    for r_directory in $PATH; do
+        r_file=${r_directory:-.}/$1
+        if [ -f "$r_file" ] && [ -x "$r_file" ]; then r_program=$r_file; break; fi
+    done
+    unset IFS; set +f
+    [ -n "$r_program" ] || fail 2 program
+    shift; set -- "$r_program" "$@";;
+esac
+/bin/sh -c 'printf "\036%s started %s\n" "$0" "$$" >&2; exec "$@"' "$r_marker" "$@"
+r_status=$?
+printf '\036%s exited %s\n' "$r_marker" "$r_status"
+printf '\036%s exited %s\n' "$r_marker" "$r_status" >&2
+finish "$r_status"
+"""
+
+# It starts no program but `sleep`: a box may be too full for more. `read` leaves out the null bytes between variables.
+KILL_SCRIPT = r"""
+round=0 killed=yes
+while [ -n "$killed" ]; do
+    [ "$round" -lt 50 ] || exit 1
+    round=$((round + 1)) killed=
+    for file in /proc/[0-9]*/environ; do
+        while IFS= read -r line || [ -n "$line" ]; do
+            case $line in *"$1"*)
+                pid=${file#/proc/}
+                kill -9 "${pid%/environ}" && killed=yes
+            esac
+        done < "$file"
+    done
+    [ -z "$killed" ] || sleep 0.02 || sleep 1
+done 2>/dev/null
+"""
+
+KillFunction = Callable[[str], Awaitable[None]]
+
+
+class ShellProcess(RuntimeProcess):
+    """A program that `SPAWN_SCRIPT` started. A subclass connects its streams and calls `feed` and `set_exit_code`.
+
+    - `kill_marked`: kills the processes of the box with a marker. None: `kill` closes the streams only.
+    - `can_end_input`: whether the host can end the standard input of an interactive program.
+    """
+
+    can_end_input: ClassVar[bool] = True
+
+    def __init__(self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool) -> None:
+        self._kill_marked = kill_marked
+        self.marker = secrets.token_hex(16)
+        self.is_interactive = interactive
+        self.is_closed = False
+        self._lines = asyncio.StreamReader(limit=max(max_output_bytes, 1)) if interactive else None
+        outputs = (BoundedOutput(max_output_bytes), BoundedOutput(max_output_bytes))
+        self._outputs = outputs
+        self._filters = (
+            RecordFilter(self.marker, self._write_stdout, self._handle_stdout_record),
+            RecordFilter(self.marker, outputs[1].write, self._handle_stderr_record),
+        )
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = loop.create_future()
+        self._exit_code: asyncio.Future[int] = loop.create_future()
+        self._num_exit_records = 0
+        self._has_stdout_ended = False
+        self._program = ""
+        self._cwd = ""
+
+    @property
+    def marker_variable(self) -> dict[str, str]:
+        """The environment variable by which the processes of the program are found."""
+        return {MARKER_VARIABLE: self.marker}
+
+    def build_arguments(self, argv: Sequence[str], cwd: str, *, has_stdin: bool) -> list[str]:
+        """Return the arguments of `sh` that start a program. Raises ValueError or OSError if an argument is invalid."""
+        check_arguments([*argv, cwd])
+        self._program, self._cwd = argv[0], cwd
+        return ["-c", SPAWN_SCRIPT, "sh", self.marker, cwd, "yes" if has_stdin else "", *argv]
+
+    async def wait_started(self) -> None:
+        """Wait until the program runs. Raises OSError if it cannot be run, SandboxError if the box does not answer."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                await asyncio.wait([self._started, self._exit_code], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError as error:
+            raise SandboxError(f"the box did not start {self._program!r} in {START_TIMEOUT:g} s") from error
+        if not self._started.done():
+            raise BoxUnreachable(self._outputs[1].getvalue().decode("utf-8", "replace").strip())
+        self._started.result()
+
+    def limit_unread_output(self, transport: asyncio.ReadTransport) -> None:
+        """Pause a transport while an interactive program's output is not read."""
+        if self._lines is not None:
+            self._lines.set_transport(transport)
+
+    def feed(self, stream: int, data: bytes) -> None:
+        """Take what the box wrote to standard output (1) or standard error (2)."""
+        self._filters[stream - 1].write(data)
+
+    def feed_eof(self, stream: int) -> None:
+        """Take the end of standard output (1) or standard error (2)."""
+        self._filters[stream - 1].flush()
+        if stream == 1:
+            self._end_stdout()
+
+    def set_exit_code(self, status: int) -> None:
+        """Record the exit status that the box reports. The first call counts."""
+        if not self._exit_code.done():
+            is_signal = SIGNAL_STATUS < status < SIGNAL_STATUS + signal.NSIG
+            self._exit_code.set_result(SIGNAL_STATUS - status if is_signal else status)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the program itself has exited; its children may still run."""
+        return self._exit_code.done()
+
+    async def kill_tree(self) -> None:
+        """Kill the program and all processes it started; return when they are gone."""
+        if self._kill_marked is not None:
+            await self._kill_marked(self.marker)
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the streams."""
+
+    async def wait(self, timeout: float) -> ExecResult:
+        """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
+        timed_out = not (await asyncio.wait([self._exit_code], timeout=timeout))[0]
+        if timed_out:
+            await self.kill_tree()
+        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
+        stdout, stderr = (output.getvalue() for output in self._outputs)
+        if timed_out:
+            await self.close()
+        return ExecResult(returncode, stdout, stderr, timed_out)
+
+    async def kill(self) -> None:
+        """Kill the program and all it started, and close the streams."""
+        try:
+            await self.kill_tree()
+        finally:
+            await self.close()
+
+    async def read_line(self, timeout: float) -> bytes:
+        """Return the next line of an interactive program's output."""
+        if self._lines is None:
+            raise ValueError("only an interactive program's output can be read by lines")
+        async with asyncio.timeout(timeout):
+            return await self._lines.readline()
+
+    def _write_stdout(self, data: bytes) -> None:
+        self._outputs[0].write(data)
+        if self._lines is not None and not self._has_stdout_ended:
+            self._lines.feed_data(data)
+
+    def _end_stdout(self) -> None:
+        if self._lines is not None and not self._has_stdout_ended:
+            self._lines.feed_eof()
+        self._has_stdout_ended = True
+
+    def _handle_stdout_record(self, fields: list[str]) -> None:
+        if fields[0] == "exited":
+            self._count_exit_record(fields)
+            self._end_stdout()
+
+    def _handle_stderr_record(self, fields: list[str]) -> None:
+        if fields[0] == "started" and not self._started.done():
+            self.pid = int(fields[1])
+            self._started.set_result(None)
+        elif fields[0] == "failed" and not self._started.done():
+            number = int(fields[1])
+            file = self._cwd if fields[2] == "cwd" else self._program
+            self._started.set_exception(OSError(number, os.strerror(number), file))
+        elif fields[0] == "exited":
+            self._count_exit_record(fields)
+
+    def _count_exit_record(self, fields: list[str]) -> None:
+        self._num_exit_records += 1
+        if self._num_exit_records == len(self._filters):  # all that the program itself wrote has arrived
+            self.set_exit_code(int(fields[1]))
+
+
+class BoxUnreachable(Exception):
+    """The box did not run its shell; the text is what the engine or the provider wrote."""
+
+
+def check_arguments(texts: Sequence[str]) -> None:
+    """Raise ValueError or OSError if a text cannot be an argument or an environment variable of a program."""
+    for text in texts:
+        if b"\0" in os.fsencode(text):
+            raise ValueError("embedded null byte")
+        if len(os.fsencode(text)) >= MAX_ARGUMENT_BYTES:
+            raise OSError(errno.E2BIG, os.strerror(errno.E2BIG), text[:40])

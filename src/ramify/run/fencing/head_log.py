@@ -1,0 +1,150 @@
+"""Which head of a run counts, decided by storage that creates a name at most once.
+
+    epoch/<k>       a head took over the run as epoch k; says after which entry of which epoch it continues
+    ledger/<k>/<n>  entry n of epoch k: what head k committed, or a seal
+
+The entries of an epoch have consecutive numbers. A new head first *seals* the newest epoch: it creates the next free
+entry as a seal, so that the old head, if it still runs, can commit nothing more. Then it creates the next epoch, which
+continues after the last entry before the seal. Both steps are single creations, so a new head may fail or be paused
+between them, and of two new heads one wins. An entry counts if it lies on the chain of epochs that the newest one
+continues. When an entry was created, every later head continues after it or after a later one.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from ramify.core.errors import ProcessReplaced, StorageFailed
+from ramify.run.fencing.token import FencingToken
+
+SEAL = b"sealed"
+
+
+class CreateOnceStore(Protocol):
+    """Shared storage in which of several creations of one name exactly one succeeds."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create `name` with all of `data`, durably; return False if it exists, without changing it.
+
+        A name that exists is durable, too, when this returns.
+        """
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return the data of `name`; None if it does not exist."""
+        ...
+
+
+class LogPosition(NamedTuple):
+    """One entry of the head log."""
+
+    epoch: int
+    number: int
+
+
+class HeadLog:
+    """The epochs and entries of one run in `store`."""
+
+    def __init__(self, store: CreateOnceStore) -> None:
+        self._store = store
+
+    def claim_epoch(self, *, keep_history: bool = True) -> tuple[FencingToken, LogPosition | None]:
+        """Take over the run. Return the token of the new head, and the entry that it continues after, if any.
+
+        Without `keep_history` the run begins again: the entries of earlier epochs do not count any more. Raises
+        ProcessReplaced if another head took over at the same time.
+        """
+        newest = self.find_newest_epoch()
+        base = None if newest is None else self._seal(newest)
+        base = base if keep_history else None
+        token = FencingToken(0 if newest is None else newest + 1)
+        if not self._store.create(_epoch_name(token.epoch), msgspec.json.encode(base)):
+            raise ProcessReplaced(f"another head took over as epoch {token.epoch} at the same time; this one must exit")
+        return token, base
+
+    def append(self, position: LogPosition, data: bytes) -> None:
+        """Append what the head of `position.epoch` has committed; it counts once this returns.
+
+        If the outcome is unknown, because the storage did not answer, the same call may be repeated. `data` must
+        differ from that of any other head. Raises ProcessReplaced if another head has taken over.
+        """
+        if data == SEAL:
+            raise ValueError("an entry must differ from a seal")
+        name = _entry_name(position)
+        if not self._store.create(name, data) and self._store.read(name) != data:
+            raise _make_ended_error(position)
+
+    def check_not_ended(self, position: LogPosition) -> None:
+        """Raise ProcessReplaced if a newer head has ended the epoch at `position`, the next entry of its head."""
+        if self._store.read(_entry_name(position)) == SEAL:
+            raise _make_ended_error(position)
+
+    def read_entry(self, position: LogPosition) -> bytes | None:
+        """Return the data of one entry; None if it does not exist."""
+        return self._store.read(_entry_name(position))
+
+    def find_newest_epoch(self) -> int | None:
+        """Return the newest epoch; None for a run that no head has taken over."""
+        epoch = -1
+        while self._store.read(_epoch_name(epoch + 1)) is not None:
+            epoch += 1
+        return epoch if epoch >= 0 else None
+
+    def read_base(self, epoch: int) -> LogPosition | None:
+        """Return the entry after which an epoch continues; None if it begins the run."""
+        if (data := self._store.read(_epoch_name(epoch))) is None:
+            raise StorageFailed(f"{_epoch_name(epoch)} is missing from the shared storage; restore it")
+        return msgspec.json.decode(data, type=LogPosition | None)
+
+    def iter_entries(self) -> Iterator[tuple[LogPosition, bytes]]:
+        """Yield the entries that count, in order: those on the chain of the newest epoch.
+
+        Raises StorageFailed if one is missing that a later epoch continues.
+        """
+        epochs: list[tuple[int, LogPosition | None]] = []  # with the last entry that counts, newest epoch first
+        epoch, last = self.find_newest_epoch(), None
+        while epoch is not None:
+            epochs.append((epoch, last))
+            last = self.read_base(epoch)
+            epoch = None if last is None else last.epoch
+        for epoch, last in reversed(epochs):
+            position = LogPosition(epoch, 0)
+            for position, data in self._iter_epoch(epoch):
+                if data == SEAL or (last is not None and position > last):
+                    break
+                yield position, data
+                position = LogPosition(epoch, position.number + 1)
+            if last is not None and position <= last:
+                raise StorageFailed(f"{_entry_name(position)} is missing from the shared storage; restore it")
+
+    def list_entries(self) -> list[tuple[LogPosition, bytes]]:
+        """Return the entries that count, in order."""
+        return list(self.iter_entries())
+
+    def _seal(self, epoch: int) -> LogPosition | None:
+        """Let the epoch end at its next free entry. Return the last entry before it, of this or an earlier epoch."""
+        number = sum(data != SEAL for _, data in self._iter_epoch(epoch))  # reading is cheaper than trying to create
+        while not self._store.create(_entry_name(LogPosition(epoch, number)), SEAL):
+            if self._store.read(_entry_name(LogPosition(epoch, number))) == SEAL:
+                break  # by another head that has not begun the next epoch yet
+            number += 1
+        return LogPosition(epoch, number - 1) if number else self.read_base(epoch)
+
+    def _iter_epoch(self, epoch: int) -> Iterator[tuple[LogPosition, bytes]]:
+        position = LogPosition(epoch, 0)
+        while (data := self._store.read(_entry_name(position))) is not None:
+            yield position, data
+            position = LogPosition(epoch, position.number + 1)
+
+
+def _make_ended_error(position: LogPosition) -> ProcessReplaced:
+    return ProcessReplaced(f"epoch {position.epoch} was ended at entry {position.number}: a newer head took over")
+
+
+def _epoch_name(epoch: int) -> str:
+    return f"epoch/{epoch}"
+
+
+def _entry_name(position: LogPosition) -> str:
+    return f"ledger/{position.epoch}/{position.number}"

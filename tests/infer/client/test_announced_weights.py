@@ -1,0 +1,104 @@
+"""Engines that are restarted or late get the weights that a trainer announced, over HTTP and without directories."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ramify.core.errors import WeightsReplaced
+from ramify.infer.client import InferenceClient
+from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
+from ramify.model.weights import get_untied_tensors
+from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.trace.version import PolicyVersion
+from tests.infer.client.test_replica_pool import QUICK
+from tests.support.models import build_core, publish_as, reference, write_llama
+from tests.support.native_server import run_server
+from tests.support.processes import async_wait_until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return publish_as(directory / "v0", write_llama(directory / "source", seed=3), make_version(0))
+
+
+def make_version(step: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion("llama", incarnation, step)
+
+
+class AnnouncingTrainer:
+    """Announces versions in memory; their directories are never written."""
+
+    def __init__(self, model: Path, directory: Path, incarnation: int = 0) -> None:
+        withdraw_announcements(directory, incarnation)
+        tensors = get_untied_tensors(reference(model))
+        self.buffer = WeightBuffer(tensors, directory, incarnation)
+        self.directory, self.incarnation = directory, incarnation
+
+    def announce(self, step: int) -> tuple[Path, PolicyVersion]:
+        name = f"{self.incarnation}-{step:06}"
+        self.buffer.announce(make_version(step, self.incarnation), name)
+        return self.directory / name, make_version(step, self.incarnation)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("trainer_restarts", [False, True])
+async def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(model, tmp_path, trainer_restarts):
+    trainer = AnnouncingTrainer(model, tmp_path)
+    with run_server(build_core(model)) as (url, _):
+        client = await InferenceClient(url, QUICK).start()
+        await client.update_weights(*trainer.announce(1))
+    try:
+        await async_wait_until(lambda: client.down_replicas)
+        if trainer_restarts:
+            trainer = AnnouncingTrainer(model, tmp_path, incarnation=1)
+        path, version = trainer.announce(2)
+        with run_server(build_core(model), port=int(url.rpartition(":")[2])):
+            (ack,) = await client.update_weights(path, version)
+            assert ack.version == version
+            assert client.versions == {url: version}
+    finally:
+        await client.close()
+
+
+async def test_a_restarted_engine_does_not_wait_for_a_version_that_died_with_its_trainer(model, tmp_path):
+    """Engine and trainer die together: the update to the dead trainer's version is given up for the new trainer's."""
+
+    trainer = AnnouncingTrainer(model, tmp_path)
+    with run_server(build_core(model)) as (url, _):
+        client = await InferenceClient(url, QUICK.model_copy(update={"server_wait_timeout": 600.0})).start()
+    applied = asyncio.Event()
+    updater = WeightUpdater(client, lambda version, seconds: applied.set())
+    updating = asyncio.create_task(updater.run())
+    try:
+        await async_wait_until(lambda: client.down_replicas)
+        path, version = trainer.announce(1)
+        updater.request_update(version, path)
+        await async_wait_until(lambda: updater.versions_in_use == [version, version])  # it is being applied
+        trainer = AnnouncingTrainer(model, tmp_path, incarnation=1)
+        with run_server(build_core(model), port=int(url.rpartition(":")[2])):
+            await async_wait_until(lambda: "WeightsRefused" in client.down_replicas[url])
+            updater.discard_pending()
+            path, version = trainer.announce(1)
+            updater.request_update(version, path)
+            await applied.wait()
+            assert updater.served_version == version
+            assert client.versions == {url: version}
+    finally:
+        updating.cancel()
+        await asyncio.wait([updating])
+        await client.close()
+
+
+async def test_an_engine_that_is_too_late_for_a_version_says_so_and_stays_up(model, tmp_path):
+    trainer = AnnouncingTrainer(model, tmp_path)
+    with run_server(build_core(model)) as (url, _):
+        async with InferenceClient(url, QUICK) as client:
+            replaced = trainer.announce(1)
+            newest = trainer.announce(2)
+            with pytest.raises(WeightsReplaced, match=r"llama@0\.2 is announced now"):
+                await client.update_weights(*replaced)
+            assert client.versions == {url: make_version(0)}
+            await client.update_weights(*newest)
+            assert client.versions == {url: make_version(2)}

@@ -1,0 +1,165 @@
+"""Tests of the engine's kernels for CUDA against plain PyTorch, on a GPU or in Triton's interpreter.
+
+`test_cuda_kernels.py` runs them.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ramify.infer.request import SamplingParams
+from ramify.infer.sampler import uniform_noise
+from ramify.model.kernels import attention_plan
+from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
+from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Padding rows of the interpreter divide 0 by 0; they are not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+long_in_the_interpreter = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not os.environ.get("RAMIFY_FULL"), reason="ten seconds in the interpreter of Triton"
+)
+
+
+def build_step(block_size: int, rng: np.random.Generator):
+    """Return block tables and ranges of two groups with nested prefixes, and of two chunks of prompts."""
+    blocks = iter(rng.permutation(np.arange(1, 200)).tolist())
+
+    def take(count: int) -> list[int]:
+        return [next(blocks) for _ in range(count)]
+
+    trunk, tables = take(3), []
+    for _ in range(2):
+        prompt = trunk + take(4)
+        for _ in range(2):
+            history = prompt + take(2)
+            tables += [np.array(history + take(2)) for _ in range(2)]
+    tables = [tables[index] for index in order_by_prefix(tables)]
+    starts = [block_size * (len(table) - 2) + int(rng.integers(0, 2 * block_size)) for table in tables]
+    stops = [start + 1 for start in starts]
+    for start, count in ((0, block_size + 3), (5, 2 * block_size)):
+        tables.append(np.array(take(-(-(start + count) // block_size))))
+        starts, stops = [*starts, start], [*stops, start + count]
+    return tables, starts, stops
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "dtype"),
+    [
+        pytest.param(4, 2, 16, 16, 0, torch.float32, marks=long_in_the_interpreter),
+        (6, 2, 24, 4, 0, torch.float32),
+        (4, 1, 32, 4, 20, torch.float16),
+    ],
+)
+def test_paged_attention_equals_a_softmax_over_all_keys(
+    heads, kv_heads, head_dim, block_size, window, dtype, monkeypatch
+):
+    from ramify.model.kernels.cuda.paged_attention import PagedAttention
+
+    monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", block_size)
+    rng = np.random.default_rng(heads)
+    torch.manual_seed(heads)
+    tables, starts, stops = build_step(block_size, rng)
+    positions = [position for start, stop in zip(starts, stops) for position in range(start, stop)]
+    kernels = PagedAttention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device=DEVICE
+    )
+    plan = build_plan(tables, starts, stops, len(positions), kernels.get_shape(len(positions)))
+    assert plan.shared_keys > 0
+    kernels.reserve_partials(plan.num_partials)
+    cache = torch.randn(200 * block_size, 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
+    query = torch.randn(len(positions), heads, head_dim, device=DEVICE).to(dtype)
+    device_plan, device_positions = (
+        torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (plan.data, positions)
+    )
+    out = kernels(query, cache, device_plan, device_positions, scaling=head_dim**-0.5, window=window)
+    row = 0
+    for table, start, stop in zip(tables, starts, stops):
+        slots = torch.from_numpy((table[:, None] * block_size + np.arange(block_size)).ravel()[:stop]).to(DEVICE)
+        key, value = cache[slots].float().view(stop, 2, kv_heads, head_dim).unbind(1)
+        for position in range(start, stop):
+            first = max(0, position + 1 - window) if window else 0
+            keys, values = (part[first : position + 1].repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+            weights = torch.softmax(torch.einsum("hd,khd->hk", query[row].float(), keys) * head_dim**-0.5, -1)
+            expected = torch.einsum("hk,khd->hd", weights, values)
+            assert (out[row].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+            row += 1
+
+
+def test_sampling_follows_the_cumulative_distribution():
+    from ramify.model.kernels.cuda.sampling import gather_ids, sample_rows
+
+    torch.manual_seed(0)
+    rows, vocab = 6, 5000
+    logits = 3 * torch.randn(rows, vocab, device=DEVICE)
+    logits[::3, :4100] = -torch.inf  # as a grammar does: whole parts of the vocabulary
+    temperatures = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0], device=DEVICE)
+    seeds = np.arange(1, rows + 1, dtype=np.uint64) * np.uint64(0x123456789ABCDEF1)
+    positions = torch.arange(100, 100 + 2 * rows, dtype=torch.int32, device=DEVICE)
+    logit_rows = torch.arange(1, 2 * rows, 2, dtype=torch.int32, device=DEVICE)
+    sampled = torch.zeros(rows + 2, 2, dtype=torch.int32, device=DEVICE)
+    device_seeds = torch.from_numpy(seeds.view(np.int64)).to(DEVICE)
+    sample_rows(logits, temperatures, device_seeds, positions, logit_rows, sampled)
+    noise = uniform_noise(seeds.tolist(), [101 + 2 * row + 1 for row in range(rows)])
+    for row in range(rows):
+        temperature = temperatures[row].item() or 1.0
+        logprobs = torch.log_softmax(logits[row].double() / temperature, -1)
+        token = int(sampled[row, 0])
+        if temperatures[row] == 0:
+            assert token == logits[row].argmax()
+        else:
+            upper = logprobs.exp().cumsum(-1)
+            below = upper[token - 1].item() if token else 0.0
+            assert below - 1e-5 <= noise[row] <= upper[token].item() + 1e-5
+        assert sampled[row, 1].view(torch.float32).item() == pytest.approx(logprobs[token].item(), abs=1e-4)
+    ids, out = (
+        torch.tensor([7, 8, 9], dtype=torch.int32, device=DEVICE),
+        torch.zeros(3, dtype=torch.int32, device=DEVICE),
+    )
+    gather_ids(ids, torch.tensor([-1, 4, -1], dtype=torch.int32, device=DEVICE), sampled, out)
+    assert out.tolist() == [7, sampled[4, 0].item(), 9]
+
+
+def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_path):
+    core = build_core(write_llama(tmp_path / "model", 1), max_running_requests=1, device=DEVICE.type)
+    runner: Any = core.runner
+    memory = torch.full((64, 2), -7, dtype=torch.int32, device=DEVICE)
+    size = len(runner._sampled)
+    runner._sampled = memory[:size]
+    run(core, core.create_request(list(range(3, 15)), SamplingParams(max_tokens=1)))  # 16 rows with padding
+    assert (memory[size:] == -7).all()
+
+
+@long_in_the_interpreter
+def test_engine_with_these_kernels_has_the_logprobs_of_transformers(tmp_path, monkeypatch):
+    """Requests share a prompt, fork inside a block, stop early, and are sampled greedily or with a filter."""
+    monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)
+    source = write_llama(tmp_path / "model", 1)
+    core = build_core(
+        source, kv_cache_tokens=400, max_running_requests=5, max_num_batched_tokens=16, device=DEVICE.type
+    )
+    assert core.runner.uses_plans
+    prompt = [(7 * index + 3) % 90 for index in range(14)]
+    sampling = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"stop_ids": frozenset(range(40))},
+    ]
+    requests = [
+        core.create_request(prompt[: 14 - index], SamplingParams(max_tokens=3, seed=index, **params))
+        for index, params in enumerate(sampling)
+    ]
+    run(core, *requests)
+    model = reference(source)
+    for request in requests:
+        expected = scores(model, request.token_ids, request.sampling_params.temperature)
+        first = len(request.prompt_token_ids)
+        assert len(request.logprobs) == len(sampled_ids(request)) > 0 and request.num_pending == 0
+        for index, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs)):
+            assert abs(expected[first + index - 1, token].item() - logprob) < 1e-4
+    assert core.counters.shared_keys > 0
+    assert core.pool.num_free_blocks == core.pool.num_usable_blocks

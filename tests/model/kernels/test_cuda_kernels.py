@@ -1,0 +1,28 @@
+"""The tests in `cuda_kernels.py`: on a GPU here, otherwise in a process where Triton interprets the kernels.
+
+Triton decides when it is imported, so the interpreter needs a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.process
+
+if torch.cuda.is_available():
+    from tests.model.kernels.cuda_kernels import *  # noqa: F403 - the tests
+else:
+
+    def test_kernels_in_the_interpreter():
+        pytest.importorskip("triton")
+        script = str(Path(__file__).with_name("cuda_kernels.py"))
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", script]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+        num_passed = 6 if os.environ.get("RAMIFY_FULL") else 4
+        assert f"{num_passed} passed" in result.stdout

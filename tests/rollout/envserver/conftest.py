@@ -1,0 +1,35 @@
+"""One engine and one server that several tests share."""
+
+import asyncio
+
+import pytest
+
+from ramify.rollout.envserver import EnvClient, EnvServer
+from tests.rollout.envserver.helpers import QUICK, make_config, wait_until
+from tests.support.engine import ScriptedEngine, reply_cba, run_engine
+
+
+@pytest.fixture(scope="package")
+def engine():
+    with run_engine(ScriptedEngine(reply_cba)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def shared(engine, tmp_path_factory):
+    """(runner, server, client) with two ready workers."""
+    with asyncio.Runner() as runner:
+
+        async def start():
+            server = await EnvServer(make_config(engine.url, tmp_path_factory.mktemp("shared"))).start()
+            client = await EnvClient(server.address, settings=QUICK).start()
+            await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
+            return server, client
+
+        async def stop():
+            await client.close()
+            await server.close()
+
+        server, client = runner.run(start())
+        yield runner, server, client
+        runner.run(stop())

@@ -1,0 +1,53 @@
+"""Log lines are events with fields, one line each."""
+
+import logging
+
+import pytest
+
+from ramify.core.errors import AgentFailed, Failure
+from ramify.rollout.envserver.log import format_event
+from ramify.rollout.envserver.messages import RolloutRequest
+from ramify.rollout.envserver.rollout_log import RolloutLog
+from ramify.trace import Episode, Trace
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({}, "closed"),
+        ({"worker": "w1", "attempts": 3}, "closed worker=w1 attempts=3"),
+        ({"reason": "two words", "message": "a\nb", "empty": ""}, 'closed reason="two words" message="a\\nb" empty=""'),
+        ({"seconds": 1.23456, "reward": None, "name": "ä"}, "closed seconds=1.235 reward=None name=ä"),
+    ],
+)
+def test_event_is_one_line_with_quoted_texts(fields, line):
+    assert format_event("closed", **fields) == line
+
+
+def lines_of(caplog, ends) -> list[str]:
+    caplog.set_level(logging.INFO, "ramify.rollouts")
+    with RolloutLog(RolloutRequest(id="7.1", task={}, attempt=2)) as log:
+        ends(log)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_rollout_that_fails_shows_the_end_of_its_programs_output(caplog):
+    def end(log):
+        trace = Trace(id="7.1", stop="AgentFailed", errors=[Failure.from_exception(AgentFailed("code 1"))])
+        trace.info["program"] = {"stdout": "x" * 1000 + "\nlast words\n", "stderr": ""}
+        log.episode = Episode((trace,))
+
+    started, failed, ended = lines_of(caplog, end)
+    assert started == "rollout started id=7.1 attempt=2"
+    assert failed.startswith('rollout failed id=7.1 error=AgentFailed message="code 1" output="xxx')
+    assert failed.endswith('\\nlast words"') and len(failed) < 600
+    assert ended.startswith("rollout ended id=7.1 stop=AgentFailed reward=None turns=0 seconds=")
+
+
+def test_rollout_that_raises_says_why(caplog):
+    def fail(log):
+        raise ValueError("no such task")
+
+    with pytest.raises(ValueError, match="no such task"):
+        lines_of(caplog, fail)
+    assert "rollout stopped id=7.1" in caplog.text and 'reason="ValueError: no such task"' in caplog.text

@@ -1,0 +1,100 @@
+"""Sandboxed rollouts on an env server: random cancels and killed workers leave nothing behind."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ramify.cli import main as run_command
+from ramify.core.errors import RamifyError
+from ramify.rollout.envserver import EnvClient, EnvServer
+from ramify.rollout.runtime.bwrap import find_unsupported_reason
+from ramify.rollout.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
+from tests.rollout.envserver.helpers import QUICK, make_config, task, wait_until
+
+NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 12
+CONCURRENCY = 32
+DEADLINE = 60.0
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.promise,
+    pytest.mark.skipif(find_unsupported_reason() is not None, reason=f"no sandbox here: {find_unsupported_reason()}"),
+]
+
+
+def list_boxes(nap: str) -> list[str]:
+    """The programs of this test's rollouts."""
+    return [
+        " ".join(cmdline)
+        for cmdline in (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+        if cmdline and nap in cmdline
+    ]
+
+
+def list_groups(owners: set[int]) -> list[Path]:
+    """The control groups of these processes; other tests of the machine have groups too."""
+    groups = [
+        group for parent in find_cgroup_parents().directories.values() for group in parent.glob(f"{GROUP_PREFIX}*")
+    ]
+    return [group for group in groups if int(group.name.split("-")[1]) in owners]
+
+
+def list_mounts(tmp_path: Path) -> set[str]:
+    """The mounts of this machine, but for the small disks of other tests of this session."""
+    session = str(tmp_path.parents[1])
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return {line for line in lines if session not in line or str(tmp_path) in line}
+
+
+async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path, capsys):
+    rng = random.Random(5)
+    nap = f"97{rng.random()}"
+    mounts_before = list_mounts(tmp_path)
+    answers: Counter[str] = Counter()
+    killed: list[int] = []
+    workers: set[int] = set()
+
+    async def run_one(server: EnvServer, client: EnvClient, number: int, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            does = {"does": "shell", "nap": nap, "file": "pids"} if rng.random() < 0.3 else {}
+            call = asyncio.create_task(client.run(task(number, **does), id=f"b{number}", timeout=DEADLINE))
+            if does or rng.random() < 0.2:  # a rollout with a shell would run for ever
+                await asyncio.sleep(0.2 + rng.random() * 0.3)
+                await client.cancel([f"b{number}"])
+            workers.update(worker.pid for worker in server.pool._ready_workers())
+            if number == NUM_ROLLOUTS // 2:
+                victim = server.pool._ready_workers()[0]
+                killed.append(victim.pid)
+                os.kill(victim.pid, signal.SIGKILL)
+            try:
+                trace = (await call).episode.traces[0]
+            except RamifyError as error:
+                answers[error.name] += 1
+            else:
+                assert trace.errors == []
+                answers["done"] += 1
+
+    async def main():
+        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm_pool_size": 2}, max_tries=3)
+        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+            await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
+            slots = asyncio.Semaphore(CONCURRENCY)
+            await asyncio.gather(*(run_one(server, client, number, slots) for number in range(NUM_ROLLOUTS)))
+            workers.update(worker.pid for worker in server.pool.workers.values())
+            log = server.log_path.read_text()
+        assert log.count("rollout started id=") >= NUM_ROLLOUTS and log.count("rollout ended id=") >= answers["done"]
+
+    await asyncio.wait_for(main(), 300)
+    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers
+    assert len(killed) == 1 and answers["done"] and answers["RequestCancelled"]
+    assert run_command(["runtime", "clean"]) == 0
+    assert "removed" in capsys.readouterr().out
+    assert list_boxes(nap) == []
+    assert set(killed) <= workers and list_groups(workers) == []
+    assert list_mounts(tmp_path) == mounts_before

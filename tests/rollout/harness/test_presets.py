@@ -1,0 +1,59 @@
+"""The presets of the program harness, with a stand-in for each program; `make test-agents` runs the real ones."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.infer.gateway import Gateway
+from tests.rollout.helpers import OneTask, load_env, run_one
+
+pytestmark = pytest.mark.process
+
+PROGRAMS = {"codex": "codex", "claude-code": "claude", "opencode": "opencode", "pi": "pi", "mini-swe-agent": "mini"}
+CONFIG_FILES = {
+    "codex": ".codex/config.toml",
+    "opencode": ".config/opencode/opencode.json",
+    "pi": ".pi/agent/models.json",
+}
+STAND_IN = """#!/usr/bin/env python3
+import json, os, sys, pathlib
+home = pathlib.Path.home()
+files = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
+print(json.dumps({"argv": sys.argv[1:], "stdin": sys.stdin.read(), "env": dict(os.environ), "files": files}))
+"""
+
+
+async def run_preset(name: str, folder: Path, **harness: Any) -> tuple[dict[str, Any], str]:
+    """Run a preset with its stand-in; return what the program saw, and the URL of the gateway."""
+    program = folder / PROGRAMS[name]
+    program.write_text(STAND_IN)
+    program.chmod(0o755)
+    table = {"id": name, "max_output_chars": 100_000, **harness}
+    env = load_env(OneTask, harness=table, runtime={"env": {"PATH": f"{folder}:{os.environ['PATH']}"}})
+    async with Gateway() as gateway:
+        trace = await run_one(env, [], gateway=gateway)
+        assert not trace.errors, trace.errors
+        return json.loads(trace.info["program"]["stdout"]), gateway.address
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_the_program_gets_the_prompt_and_the_address_of_the_gateway(name, tmp_path):
+    seen, address = await run_preset(name, tmp_path)
+    assert [seen["stdin"], *seen["argv"]].count("Be brief.\n\ngo") == 1
+    assert seen["env"]["OPENAI_BASE_URL"] == f"{address}/v1"
+    assert seen["env"]["ANTHROPIC_BASE_URL"] == address
+    assert list(seen["files"]) == ([CONFIG_FILES[name]] if name in CONFIG_FILES else [])
+    for text in seen["files"].values():
+        config = tomllib.loads(text) if name == "codex" else json.loads(text)
+        assert f"{address}/v1" in json.dumps(config)
+        assert "131072" in json.dumps(config)
+
+
+async def test_env_and_files_of_the_config_are_added_to_those_of_the_preset(tmp_path):
+    seen, _ = await run_preset("codex", tmp_path, env={"MORE": "yes"}, files={"~/.codex/AGENTS.md": "Use tabs."})
+    assert seen["env"]["MORE"] == "yes"
+    assert sorted(seen["files"]) == [".codex/AGENTS.md", ".codex/config.toml"]

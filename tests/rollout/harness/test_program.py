@@ -1,0 +1,283 @@
+"""The harness `program`: a command-line agent in a runtime, which calls the policy over HTTP."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ramify as rf
+from ramify.core.config import parse
+from ramify.core.errors import ConfigInvalid, ProviderError
+from ramify.infer.gateway import Gateway
+from ramify.launch.plan_notes import list_runtime_notes
+from ramify.orchestrate.config import RunConfig
+from ramify.rollout import Environment
+from ramify.rollout.runtime.bwrap import find_unsupported_reason
+from ramify.trace import Trace
+from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one
+from tests.rollout.runtime.conftest import build_runtime_table, skip_unless_available
+
+pytestmark = pytest.mark.process
+
+AGENT = (Path(__file__).parent / "script_agent.py").read_text()
+COMMAND = ["python3", "agent.py", "openai"]
+
+
+@pytest.fixture(params=["local", "sandbox", "container"])
+def runtime(request) -> str:
+    skip_unless_available(request.param)
+    return request.param
+
+
+class Files(OneTask):
+    @rf.reward
+    async def wrote(self, runtime: rf.Runtime, trace: rf.Trace) -> float:
+        trace.info["answer"] = (await runtime.read("answer.txt")).decode()
+        return 1.0
+
+
+async def run_program(
+    script, *, taskset=OneTask, runtime: str = "local", files=None, model_retries: int = 3, **harness: Any
+) -> Trace:
+    table = {"id": "program", "command": COMMAND, "files": {"agent.py": AGENT, **(files or {})}, **harness}
+    env = load_env(taskset, harness=table, runtime=build_runtime_table(runtime), model_retries=model_retries)
+    async with Gateway() as gateway:
+        return await run_one(env, script, gateway=gateway)
+
+
+# -- a rollout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "command"),
+    [
+        ("arg", COMMAND),
+        ("arg", [*COMMAND, "{prompt}"]),
+        ("stdin", [*COMMAND, "-"]),
+        ("file", [*COMMAND, "@{prompt_file}"]),
+    ],
+)
+async def test_the_program_gets_the_prompt_and_its_call_is_recorded(runtime, prompt, command):
+    trace = await run_program(["forty-two"], taskset=Files, runtime=runtime, prompt=prompt, command=command)
+    assert not trace.errors
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+    assert trace.nodes[1].is_trainable
+    assert trace.stop == "done"
+    assert trace.reward == 1.0
+    assert trace.info["answer"] == trace.last_reply == "forty-two"
+    assert trace.info["program"]["exit_code"] == 0
+    assert trace.info["program"]["stdout"] == "the model said forty-two\n"
+
+
+async def test_a_title_is_not_the_last_reply_about_the_task():
+    calls = "python3 agent.py openai 'Be brief.\n\ngo'; python3 agent.py openai 'Write a title.'"
+    trace = await run_program(["forty-two", "A title"], command=["sh", "-c", calls], prompt="stdin")
+    assert trace.last_reply == "A title"
+    assert trace.info["program"]["reply"] == "forty-two"
+
+
+async def test_the_program_may_use_anthropics_variables():
+    trace = await run_program(["forty-two"], command=["python3", "agent.py", "anthropic"])
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+
+
+async def test_env_pass_env_and_files_reach_the_program(monkeypatch):
+    monkeypatch.setenv("LICENSE_KEY", "passed")
+    monkeypatch.setenv("HIDDEN", "secret")
+    trace = await run_program(
+        [],
+        command=["sh", "-c", 'cat "$CONFIG"; echo "$LICENSE_KEY/$HIDDEN/$PWD"'],
+        prompt="stdin",
+        env={"CONFIG": "{home}/.agent/config.json"},
+        pass_env=["LICENSE_KEY"],
+        files={"~/.agent/config.json": '{"model": "{model}", "length": {context_length}, "other": {}}\n'},
+    )
+    config, values = trace.info["program"]["stdout"].splitlines()
+    assert config == '{"model": "tiny", "length": 131072, "other": {}}'
+    assert values.startswith("passed//")
+    assert values.endswith("/work")
+
+
+async def test_the_example_agent_is_copied_into_the_runtime_and_needs_only_the_standard_library(runtime):
+    copy_files = {"agent.py": "examples/reverse_text/agent.py"}
+    command = ["python3", "-S", "agent.py"]  # -S: without installed packages
+    trace = await run_program(
+        ["forty-two"],
+        runtime=runtime,
+        files={"agent.py": "replaced"},
+        copy_files=copy_files,
+        command=command,
+        prompt="stdin",
+    )
+    assert not trace.errors
+    assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
+    assert trace.info["program"]["stdout"] == "forty-two\n"
+
+
+@pytest.mark.parametrize(
+    ("copy_files", "message"),
+    [
+        ({"agent.py": "examples/no_agent.py"}, "examples/no_agent.py is not a file of this machine, seen from "),
+        ({"/agent.py": "README.md"}, "harness.copy_files: '/agent.py' is outside of the box"),
+    ],
+)
+def test_files_that_cannot_be_copied_are_refused(copy_files, message):
+    with pytest.raises(ConfigInvalid, match=re.escape(message)):
+        load_env(OneTask, harness={"id": "program", "command": COMMAND, "copy_files": copy_files})
+
+
+@pytest.mark.parametrize("has_bwrap", [True, False])
+def test_a_sandbox_may_fall_back_to_the_local_runtime(has_bwrap, tmp_path, monkeypatch):
+    if has_bwrap:
+        skip_unless_available("sandbox")
+    else:
+        (tmp_path / "bwrap").write_text("#!/bin/sh\necho not today >&2; exit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    find_unsupported_reason.cache_clear()
+    try:
+        config = parse(RunConfig, ["@", "examples/reverse_text/agent.toml"])
+        env = Environment.load(config.train[0].source_config)
+        assert env.runtime_metadata == {"id": "sandbox" if has_bwrap else "local"}
+        notes = list_runtime_notes(config)
+        assert notes == [] if has_bwrap else "train.0.runtime: programs run without isolation" in notes[0]
+        table = {"id": "sandbox", "fallback": "local", "limits": {"disk_mb": 10}}
+        if not has_bwrap:  # a limit is enforced or refused, also there
+            with pytest.raises(ConfigInvalid, match="disk_mb"):
+                load_env(OneTask, runtime=table)
+    finally:
+        find_unsupported_reason.cache_clear()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_program_that_fails_before_the_first_reply_is_an_agent_exit():
+    trace = await run_program([], command=["sh", "-c", "echo broken >&2; exit 3"])
+    assert error_names(trace) == ["AgentFailed"]
+    assert "code 3 before the first reply: broken" in trace.errors[0].message
+    assert trace.info["program"]["exit_code"] == 3
+
+
+async def test_an_agent_exit_begins_with_the_last_line_of_the_output():
+    trace = await run_program([], command=["python3", "-c", "import no_such_module"])
+    message = (
+        "the program exited with code 1 before the first reply: ModuleNotFoundError: No module named 'no_such_module'"
+    )
+    assert trace.errors[0].message.splitlines()[0] == message
+    assert "Traceback" in trace.errors[0].message
+
+
+async def test_a_program_that_is_killed_says_by_which_signal():
+    trace = await run_program([], command=["sh", "-c", "kill -9 $$"])
+    assert trace.errors[0].message == "the program was killed by signal 9 before the first reply"
+
+
+@pytest.mark.parametrize("command", ["kill -9 $$", "(kill -9 $(exec sh -c 'echo $PPID')); exit $?"])
+async def test_a_program_that_is_killed_under_a_memory_limit_names_the_limit(command):
+    skip_unless_available("sandbox")
+    trace = await run_program([], runtime="sandbox", command=["sh", "-c", command])
+    assert "maybe because it exceeded memory_mb = 2048, before the first reply" in trace.errors[0].message
+
+
+async def test_a_program_that_fails_after_a_reply_is_scored():
+    trace = await run_program(["forty-two"], taskset=Files, env={"EXIT_CODE": "1"})
+    assert (trace.stop, trace.errors, trace.reward) == ("exit", [], 1.0)
+
+
+async def test_a_program_that_is_not_there_is_a_fault_of_the_environment(runtime):
+    trace = await run_program([], runtime=runtime, command=["no-such-agent"])
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert "no-such-agent" in trace.errors[0].message and "runtime.path" in trace.errors[0].message
+
+
+async def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():
+    trace = await run_program([ProviderError("no engine")], model_retries=0)
+    assert error_names(trace) == ["ProviderError"]
+
+
+async def test_an_exhausted_budget_is_the_stop_reason():
+    harness = {"id": "program", "command": ["sh", "-c", "python3 agent.py openai a && python3 agent.py openai b"]}
+    env = load_env(OneTask, harness={**harness, "files": {"agent.py": AGENT}}, max_turns=1)
+    async with Gateway() as gateway:
+        trace = await run_one(env, ["one", "two"], gateway=gateway)
+    assert (trace.stop, trace.num_turns, trace.errors) == ("max_turns", 1, [])
+
+
+async def test_a_program_that_takes_too_long_is_killed_and_its_output_kept(runtime):
+    timeout = 8.0 if runtime == "container" else 2.0  # an engine takes a second for a command
+    trace = await run_program([], runtime=runtime, command=["sh", "-c", "echo started; sleep 1000"], timeout=timeout)
+    assert error_names(trace) == ["BudgetExceeded"]
+    assert trace.info["program"]["exit_code"] is None
+    assert trace.info["program"]["stdout"] == "started\n"
+
+
+async def test_output_is_bounded_in_characters():
+    trace = await run_program([], command=["sh", "-c", "yes ü | tr -d '\\n' | head -c 2000"], max_output_chars=1000)
+    assert trace.info["program"]["stdout"] == "ü" * 1000
+    trace = await run_program([], command=["sh", "-c", "echo text"], max_output_chars=0)
+    assert trace.info["program"]["stdout"] == "\n[5 characters left out]\n"
+
+
+async def test_a_stop_hook_ends_the_program():
+    class Stopping(OneTask):
+        @rf.stop
+        def enough(self, trace: rf.Trace) -> bool:
+            return trace.last_reply == "two"
+
+    command = ["sh", "-c", "for i in 1 2 3; do python3 agent.py openai $i; done; sleep 1000"]
+    trace = await run_program(["one", "two", "three"], taskset=Stopping, command=command)
+    assert (trace.stop, trace.num_turns, trace.errors) == ("enough", 2, [])
+
+
+# -- refusals before the first rollout --------------------------------------------------------------------------------
+
+
+def test_tools_of_the_taskset_are_refused_by_name():
+    class WithTools(OneTask):
+        @rf.tool
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+    with pytest.raises(ConfigInvalid, match=r"cannot use those of the taskset \(add\)"):
+        load_env(WithTools, harness={"id": "program", "command": ["agent"]})
+
+
+def test_a_user_of_the_taskset_is_refused():
+    class WithUser(OneTask):
+        def user(self) -> rf.User | None:
+            return None
+
+    with pytest.raises(ConfigInvalid, match="`user` hook"):
+        load_env(WithUser, harness={"id": "program", "command": ["agent"]})
+
+
+def test_a_task_that_is_not_one_text_is_refused():
+    env = load_env(OneTask, harness={"id": "program", "command": ["agent"]})
+    for task in (rf.Task(), rf.Task(prompt=({"role": "assistant", "content": "hi"},))):
+        with pytest.raises(ConfigInvalid, match="harness 'program'"):
+            env.check_task(task)
+
+
+@pytest.mark.parametrize(
+    ("harness", "message"),
+    [
+        ({}, "harness.command"),
+        ({"command": ["agent"], "prompt": "file"}, r"needs \{prompt_file\} in the command"),
+        ({"command": ["agent", "{prompt_file}"]}, 'needs prompt = "file"'),
+        ({"command": ["agent"], "pass_env": ["NOT_SET_ANYWHERE"]}, "harness.pass_env: NOT_SET_ANYWHERE"),
+    ],
+)
+def test_an_invalid_config_is_refused(harness, message):
+    with pytest.raises(ConfigInvalid, match=message):
+        load_env(OneTask, harness={"id": "program", **harness})
+
+
+@pytest.mark.parametrize("path", ["/etc/agent.toml", "../agent.toml"])
+def test_files_outside_of_the_box_are_refused_when_the_environment_is_loaded(path):
+    message = f"harness.files: '{path}' is outside of the box; use a path relative to the work directory, or ~/..."
+    with pytest.raises(ConfigInvalid, match=re.escape(message)):
+        load_env(OneTask, harness={"id": "program", "command": ["agent"], "files": {path: "x"}})
