@@ -18,7 +18,7 @@ pytest_plugins = [f"tests.support.{name}" for name in ("tiers", "scheduling", "r
 TIME_DEPENDENT_CHECKS = [HealthCheck.too_slow]
 
 settings.register_profile(
-    "bounded", max_examples=30, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
+    "bounded", max_examples=20, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
 )
 settings.register_profile(
     "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=TIME_DEPENDENT_CHECKS
@@ -45,7 +45,6 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Keep the garbage collector from traversing a million objects of imported modules again and again."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 

@@ -23,7 +23,7 @@ except ImportError:  # some suites run in environments without xdist
 # Directories in the order in which they start; the others follow. A long one that started last would end alone.
 SLOWEST_FIRST = ("tests/rl/", "tests/train/", "tests/infer/", "tests/cli/", "tests/model/", "tests/launch/")
 
-# Tests whose modules import a heavy library. A module that is missing here and imports one fails the collection.
+# Tests that import a heavy library. A module that is missing here and imports one fails the collection.
 HEAVY_LIBRARIES = ("torch", "transformers", "anthropic", "openai", "sympy")
 HEAVY_TESTS = (
     "tests/contract/",
@@ -42,8 +42,11 @@ HEAVY_TESTS = (
     "tests/orchestrate/test_named_models.py",
     "tests/orchestrate/test_reference_scores.py",
     "tests/model/render/test_prompt_images.py",
+    "tests/rl/test_finished_run.py",
     "tests/rl/test_model_kinds.py",
     "tests/test_api_page.py",
+    "tests/test_docs.py",
+    "tests/test_minimal_rl.py",
     "tests/test_scripted_server.py",
     "tests/tools/test_stages.py",
     "tests/trace/test_gradients.py",

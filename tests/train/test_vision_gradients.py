@@ -83,7 +83,14 @@ def train(trainer: Trainer, packs, counts) -> TrainResult:
 
 @pytest.mark.promise
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("case", "frozen"), [("shared", False), ("forked", False), ("forked", True)])
+@pytest.mark.parametrize(
+    ("case", "frozen"),
+    [
+        ("forked", False),
+        ("forked", True),
+        pytest.param("shared", False, marks=pytest.mark.full("an image is also shared in `forked`")),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forest_with_images_gives_the_flat_gradients(family, case, frozen, seed):
     attempts = CASES[case](Random(seed), family)

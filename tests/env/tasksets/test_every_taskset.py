@@ -18,7 +18,7 @@ from tests.env.tasksets.scripted_agent import play
 from tests.support.engine import ScriptedClient
 from tests.support.renderers import renderer
 
-EXAMPLES = max(6, settings.default.max_examples // 8) if settings.default else 6
+EXAMPLES = max(4, settings.default.max_examples // 8) if settings.default else 4
 
 SIZES = {
     "reverse-text": {"max_chars": st.integers(8, 40)},

@@ -1,7 +1,6 @@
 """math-verify as a reward: right values in any form, and an end for answers that cannot be computed."""
 
 import importlib.util
-import time
 
 import pytest
 
@@ -19,7 +18,7 @@ ENDLESS = "\\boxed{9^{9^{9^9}}}"
 
 @pytest.fixture(scope="module")
 def checker():
-    checker = MathChecker(seconds=2.0)
+    checker = MathChecker(seconds=1.0)
     yield checker
     checker.close()
 
@@ -39,26 +38,19 @@ def test_values_are_compared_in_any_form(checker, expected, reply, is_equal):
     assert checker.compare(expected, reply) is is_equal
 
 
-def test_answer_that_cannot_be_computed_ends_in_time_and_the_next_one_is_checked(checker):
-    start = time.monotonic()
-    assert checker.compare("18", ENDLESS) is None
-    assert checker.compare("18", "\\boxed{18}") is True
-    assert time.monotonic() - start < 60  # without an end, the process would need days
-
-
-def test_reward_of_a_dataset(checker, tmp_path, monkeypatch):
+def test_reward_of_a_dataset_also_after_an_answer_that_cannot_be_computed(checker, tmp_path, monkeypatch):
     monkeypatch.setattr("ramify.env.tasksets.dataset.get_math_checker", lambda: checker)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2*9?", "answer": "2*9 = 18\\n#### 18"}\n')
     taskset = Dataset(DatasetConfig(path=str(tmp_path / "rows.jsonl"), reward="math-verify", eval_share=0.0))
     (task,) = taskset.load()
     scores = {}
-    for reply in ("it is $18$", "it is $19$", ENDLESS):
+    for reply in ("it is $19$", ENDLESS, "it is $18$"):
         trace = rf.Trace(id="t")
         prompt = trace.add_node(-1, rf.Message("user", "2*9?"), [1])
         trace.add_node(prompt, rf.Message("assistant", reply), [2])
         scores[reply] = (taskset.correct(task, trace), trace.info)
     assert scores == {
-        "it is $18$": (1.0, {}),
         "it is $19$": (0.0, {}),
         ENDLESS: (0.0, {"math_verify": "no result"}),
+        "it is $18$": (1.0, {}),
     }

@@ -14,7 +14,6 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
-from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Padding rows of the interpreter divide 0 by 0; they are not stored.
@@ -123,7 +122,10 @@ def test_sampling_follows_the_cumulative_distribution():
     assert out.tolist() == [7, sampled[4, 0].item(), 9]
 
 
+@long_in_the_interpreter
 def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_path):
+    from tests.support.models import build_core, run, write_llama
+
     core = build_core(write_llama(tmp_path / "model", 1), max_running_requests=1, device=DEVICE.type)
     runner: Any = core.runner
     memory = torch.full((64, 2), -7, dtype=torch.int32, device=DEVICE)
@@ -136,6 +138,8 @@ def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_
 @long_in_the_interpreter
 def test_engine_with_these_kernels_has_the_logprobs_of_transformers(tmp_path, monkeypatch):
     """Requests share a prompt, fork inside a block, stop early, and are sampled greedily or with a filter."""
+    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama
+
     monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)
     source = write_llama(tmp_path / "model", 1)
     core = build_core(

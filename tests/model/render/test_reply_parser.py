@@ -18,7 +18,7 @@ from tests.support.conversations import replies
 from tests.support.reference_renderer import get_oracle
 from tests.support.renderers import MODELS, TOOLS, Model, directory, renderer, token_id
 
-EXAMPLES = min(400, max(10, settings.default.max_examples // 5)) if settings.default else 10
+EXAMPLES = min(400, max(6, settings.default.max_examples // 5)) if settings.default else 6
 QUESTION = [Message("user", "Well?")]
 
 

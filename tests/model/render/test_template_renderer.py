@@ -17,7 +17,7 @@ from tests.support.conversations import Conversation, conversations, wild
 from tests.support.reference_renderer import get_oracle
 from tests.support.renderers import MODELS, Model, renderer
 
-EXAMPLES = min(400, max(8, settings.default.max_examples // 6)) if settings.default else 8
+EXAMPLES = min(400, max(5, settings.default.max_examples // 6)) if settings.default else 5
 
 
 def converse(model: Model, conversation: Conversation) -> list[RenderedPrompt]:
