@@ -81,7 +81,7 @@ UPDATE_PIP = $(if $(UV),true,$(BIN)/python -c '$(HAS_GROUPS)' || $(INSTALL) -q -
 # Without a backend uv takes the CUDA build of torch, several gigabytes, also on a machine without a GPU.
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --no-compile --disable-pip-version-check)
 # Pip compiles bytecode on one core, this on all. Some packages have files that do not compile, so its exit status is ignored.
-COMPILE = $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
+COMPILE = $(BIN)/python -m compileall -q -j 0 .venv/lib src >/dev/null || true
 COUNT_COMPILED = echo "  compiled $$(find .venv/lib -name '*.pyc' | wc -l) of $$(find .venv/lib -name '*.py' | wc -l) files"
 
 # $(call with_progress,COMMAND,REPORT) runs COMMAND and meanwhile, every PROGRESS_SECONDS, REPORT. The loop also ends with its shell.

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,10 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
+
+# Each process that imports aiohttp, and each client of httpx, parses the certificates that it trusts: 150 take 50 ms.
+if not os.environ.get("RAMIFY_FULL"):  # the full tests install packages
+    os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
 
 gc.disable()  # until the tests start: modules are not garbage
 
