@@ -11,7 +11,7 @@ from tests.rollout.runtime.conftest import run_with_runtime
 
 pytestmark = pytest.mark.process
 
-NUM_TESTS = 50
+NUM_TESTS = 10
 NOISY_TESTS = f"""
 import os
 import sys
