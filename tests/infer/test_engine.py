@@ -188,7 +188,7 @@ def test_logprobs_equal_those_of_transformers(each_world, cores, monkeypatch):
 
     is_hybrid = bool(cores[True].model.state_specs)
 
-    @settings(max_examples=settings().max_examples // (10 if is_hybrid else 3))  # one example runs dozens of requests
+    @settings(max_examples=settings().max_examples // (6 if is_hybrid else 2))  # one example runs dozens of requests
     @given(
         st.booleans(), st.lists(samplings, min_size=3, max_size=7), st.lists(actions, max_size=12), st.integers(6, 24)
     )
