@@ -28,7 +28,7 @@ from ramify.infer.client import InferenceClient
 from ramify.infer.gateway import Gateway, TokenPolicy
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.rollout import Environment, SourceConfig, run_rollout
+from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.rollout.envserver import EnvClient, EnvServerConfig, EnvServerProcess
 from ramify.trace import Episode, encode_episode
 
@@ -125,7 +125,7 @@ async def measure_latencies(url: str, client: EnvClient, pending: list[Task]) ->
 
         async def run_local(task: Task, id: str) -> None:
             start = time.perf_counter()
-            episode = await run_rollout(env, task, policy=policy, gateway=gateway, id=id)
+            episode = await run_attempt(env, task, policy=policy, gateway=gateway, id=id)
             encode_episode(episode)
             local.append(time.perf_counter() - start)
             check_episode(episode)

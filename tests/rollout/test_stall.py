@@ -13,7 +13,7 @@ from ramify.core.errors import BudgetExceeded
 from ramify.infer.client import ClientConfig, InferenceClient
 from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.gateway import TokenPolicy
-from ramify.rollout import run_attempt, run_rollout
+from ramify.rollout import run_attempt
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.rollout.helpers import TASK, OneTask, error_names, load_env
@@ -148,7 +148,7 @@ async def test_only_the_lost_request_is_sent_again():
     async with engine, policy_at(engine.url) as policy:
         env = load_env(TwoTurns, harness={"timeout": HARNESS_TIMEOUT}, sampling={"max_tokens": 64})
         rollout_task = asyncio.create_task(
-            run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
+            run_attempt(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
         )
         while len(engine.requests) < 2:
             await asyncio.sleep(0.005)

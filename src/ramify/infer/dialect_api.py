@@ -86,7 +86,6 @@ def build_routes(
             serves_any_model=False,
             response_store=store,
             call_timeout=timeout,
-            max_retries=0,
             abandon_after=0.0,
         )
 

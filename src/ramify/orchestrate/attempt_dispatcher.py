@@ -122,7 +122,6 @@ class AttemptDispatcher:
                 attempt=attempt,
                 seed=derive_seed(f"{self._seed}:{group.number}"),
                 train=True,
-                max_tries=1,
                 environment_digest=source.environment_digest,
                 timeout=source.get_attempt_timeout(task),
             )

@@ -8,7 +8,7 @@ attempts left has nothing to compare and is dropped. A state machine without clo
     group:    open --> complete | too few
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 from ramify.core.errors import Failure
@@ -83,10 +83,8 @@ class GroupTracker:
 
     def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
         """Record the episode of an attempt, or a failure if the system failed or a reward is missing."""
-        failures = list_system_failures(traces)
-        missing = {name for trace in traces for name, reward in trace.rewards.items() if reward is None}
-        if failures or not traces or missing - self._group_rewards:
-            return self.record_failure(attempt, failures[0] if failures else MISSING_REWARD)
+        if (failure := find_attempt_failure(traces, self._group_rewards)) is not None:
+            return self.record_failure(attempt, failure)
         self.rollouts[attempt] = tuple(traces)
         return AttemptOutcome.KEPT
 
@@ -108,6 +106,14 @@ class GroupTracker:
         self.rollouts = {attempt: tuple(traces) for attempt, traces in rollouts.items()}
         self.failed_attempts = dict(failed_attempts)
         self._num_tries |= num_tries
+
+
+def find_attempt_failure(traces: Sequence[Trace], group_rewards: Collection[str]) -> Failure | None:
+    """Return why an episode says nothing about the policy: a failure of the system, or a missing reward; else None."""
+    if failures := list_system_failures(traces):
+        return failures[0]
+    missing = {name for trace in traces for name, reward in trace.rewards.items() if reward is None}
+    return MISSING_REWARD if not traces or missing.difference(group_rewards) else None
 
 
 def list_system_failures(traces: Sequence[Trace]) -> list[Failure]:

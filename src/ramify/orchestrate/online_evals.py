@@ -13,7 +13,7 @@ from ramify.core.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.core.seeds import derive_seed
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource
-from ramify.orchestrate.group_tracker import list_system_failures
+from ramify.orchestrate.group_tracker import find_attempt_failure, list_system_failures
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
 from ramify.run.store import RolloutRecord, RunStore
@@ -122,8 +122,9 @@ class OnlineEvaluator:
     async def _run_with_retries(
         self, source: ConnectedSource, task_number: int, rollout_id: str, repetition: int, seed: str
     ) -> list[Trace]:
-        """Run one rollout, in at most `max_tries` tries; return no trace if none succeeds."""
-        for _ in range(source.max_tries):
+        """Run one rollout, in at most `max_tries` tries; return the traces of the last try that ended with traces."""
+        traces: list[Trace] = []
+        for num_tries_left in reversed(range(source.max_tries)):
             try:
                 task = await source.tasks.get_task(task_number)
                 result = await source.servers.run(
@@ -136,17 +137,18 @@ class OnlineEvaluator:
                     timeout=source.get_attempt_timeout(task),
                 )
                 traces = list(result.episode.traces)
-                for failure in list_system_failures(traces)[:1]:
-                    self._on_failure(f"eval/{source.name}", failure)
-                return traces
+                failure = find_attempt_failure(traces, source.group_rewards)
             except EnvironmentChanged:
                 raise
             except RamifyError as error:
-                self._on_failure(f"eval/{source.name}", failure := Failure.from_exception(error))
-                if not failure.retryable:
-                    break
-                await source.wait_before_retry(failure)
-        return []
+                failure = Failure.from_exception(error)
+            if failure is None:
+                break
+            self._on_failure(f"eval/{source.name}", failure)
+            if not failure.retryable or not num_tries_left:
+                break
+            await source.wait_before_retry(failure)
+        return traces
 
 
 def _build_record(

@@ -3,7 +3,7 @@ from .config import SourceConfig as SourceConfig
 from .config import TimeoutsConfig as TimeoutsConfig
 from .environment import Environment as Environment
 from .retry import find_system_failure as find_system_failure
-from .retry import run_rollout as run_rollout
+from .retry import repeat_attempt as repeat_attempt
 from .scoring import score_group as score_group
 from .scoring import score_trace as score_trace
 from .scripted_policy import ScriptedPolicy as ScriptedPolicy

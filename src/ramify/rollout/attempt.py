@@ -151,7 +151,6 @@ class AttemptRunner:
             is_training=self._train,
             seed=derive_seed(f"{self._seed_text}:{agent}" if agent else self._seed_text),
             call_timeout=self.harness_timeout + source.timeouts.engine_stall,
-            max_retries=source.model_retries,
         )
         session.is_agent_running = False
         return session

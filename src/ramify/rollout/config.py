@@ -59,8 +59,8 @@ class SourceConfig(Config):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     max_tries: int = Field(default=3, ge=1)
     """Maximum tries per rollout; after the last one a system failure is its result."""
-    model_retries: int = Field(default=3, ge=0)
-    """How often a single model call is retried after a transient failure."""
+    model_retries: int = Field(default=5, ge=0)
+    """How often a model call is sent again after a transient failure."""
 
     def max_attempt_seconds(self, task_timeout: float | None = None) -> float:
         """Return the seconds that one attempt may take: all phases, and the waits for a stalled engine.

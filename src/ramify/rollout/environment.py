@@ -178,7 +178,7 @@ class Environment:
         for name, model in self.harness.config.models.items():
             if name not in self._model_policies:
                 key = read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
-                self._model_policies[name] = ChatPolicy(*model.resolve(), key)
+                self._model_policies[name] = ChatPolicy(*model.resolve(), key, retries=self.source.model_retries)
         return dict(self._model_policies)
 
     def update_model_addresses(self) -> None:

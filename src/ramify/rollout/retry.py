@@ -1,61 +1,30 @@
-"""Run a rollout, and start it again after a system failure."""
+"""Repeat an attempt that ended with a system failure. Whoever asked for an attempt repeats it; env servers do not."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
 from ramify.core.errors import Failure
-from ramify.env import Task
-from ramify.infer.gateway.policy import Policy
-from ramify.rollout.attempt import ProgressCallback, run_attempt
 from ramify.rollout.environment import Environment
-from ramify.trace import Episode, Trace
-
-if TYPE_CHECKING:
-    from ramify.infer.gateway import Gateway
+from ramify.trace import Trace
 
 REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
 
 
-async def run_rollout(
-    env: Environment,
-    task: Task,
-    *,
-    policy: Policy,
-    gateway: "Gateway | None" = None,
-    id: str,
-    group: str = "",
-    attempt: int = 0,
-    seed: int = 0,
-    train: bool = False,
-    max_tries: int | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> Episode:
-    """Run one attempt, up to `max_tries` times (default: `source.max_tries`) while it ends with a system failure.
+async def repeat_attempt(run: Callable[[], Awaitable[Sequence[Trace]]], env: Environment) -> Sequence[Trace]:
+    """Call `run`, which runs one attempt, until it ends without a system failure, at most `max_tries` times.
 
-    Returns the episode of the last try; `trace.info["tries"]` lists the failures of the tries before it.
+    Returns the traces of the last try; `trace.info["tries"]` lists the failures of the tries before it.
     """
     failures: list[str] = []
-    max_tries = env.source.max_tries if max_tries is None else max_tries
     while True:
-        episode = await run_attempt(
-            env,
-            task,
-            policy=policy,
-            gateway=gateway,
-            id=id,
-            group=group,
-            attempt=attempt,
-            seed=seed,
-            train=train,
-            on_progress=on_progress,
-        )
-        failure = next(filter(None, (find_system_failure(env, trace) for trace in episode.traces)), None)
-        if failure is None or not failure.retryable or len(failures) + 1 >= max_tries:
+        traces = await run()
+        failure = next(filter(None, (find_system_failure(env, trace) for trace in traces)), None)
+        if failure is None or not failure.retryable or len(failures) + 1 >= env.source.max_tries:
             break
         failures.append(f"{failure.name}: {failure.message}")
     if failures:
-        for trace in episode.traces:
+        for trace in traces:
             trace.info["tries"] = failures
-    return episode
+    return traces
 
 
 def find_system_failure(env: Environment, trace: Trace) -> Failure | None:

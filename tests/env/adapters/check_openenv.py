@@ -3,14 +3,16 @@
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ramify.env.adapters.openenv import OpenEnv
 from ramify.infer.gateway import Gateway
-from ramify.rollout import Environment, SourceConfig, run_rollout
+from ramify.rollout import Environment, SourceConfig, repeat_attempt, run_attempt
 from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.run.store import RunStore
+from ramify.trace import Trace
 from tests.env.adapters.training import run_ramify, train, write_eval
 
 SERVERS = Path(__file__).with_name("openenv_servers.py")
@@ -56,15 +58,13 @@ async def kill_server(python: Path) -> None:
             os.kill(server.pid, signal.SIGKILL)
 
     async with Gateway() as gateway:
-        episode = await run_rollout(
-            env,
-            next(env.iter_tasks()),
-            policy=ScriptedPolicy(["letters"] * 10),
-            gateway=gateway,
-            id="killed",
-            on_progress=kill_after_first_reply,
-        )
-    (trace,) = episode.traces
+        task, policy = next(env.iter_tasks()), ScriptedPolicy(["letters"] * 10)
+
+        async def run() -> Sequence[Trace]:
+            options = {"policy": policy, "gateway": gateway, "id": "killed", "on_progress": kill_after_first_reply}
+            return (await run_attempt(env, task, **options)).traces
+
+        (trace,) = await repeat_attempt(run, env)
     assert killed and server.pid not in killed
     assert (trace.stop, trace.errors) == ("done", []), trace.errors
     print(f"   the server was killed and the attempt ran again: {trace.info}", flush=True)

@@ -201,13 +201,14 @@ async def test_a_lost_response_is_sampled_again_if_the_caller_allows_it():
     assert len(fake.requests) == 3
 
 
-async def test_an_error_has_the_status_and_body_and_is_not_retried():
+async def test_a_request_that_fails_is_sent_again_and_its_error_has_status_and_body():
     fake = ScriptedEngine()
-    fake.behaviour = fail
-    async with connected(fake) as client:
+    fake.behaviour = first(fail, times=4)
+    async with connected(fake, config=QUICK.model_copy(update={"retries": 2})) as client:
         with pytest.raises(ProviderError, match=r"status 500.*out of cheese"):
-            await client.generate([1], SAMPLING, resend_if_lost=True)
-    assert len(fake.requests) == 1
+            await client.generate([1], SAMPLING)
+        assert len(fake.requests) == 3
+        assert (await client.generate([1], SAMPLING)).server == fake.url
 
 
 async def test_malformed_responses_are_rejected():

@@ -228,7 +228,7 @@ async def test_refusals_are_recorded_in_the_trace_and_shown(open_scenario):
     def fail(_: str) -> str:
         raise ConnectionResetError
 
-    async with open_scenario(fail, max_retries=0) as scenario:
+    async with open_scenario(fail) as scenario:
         for _ in range(3):
             assert (await scenario.post("/messages", {"messages": [{"role": "robot"}]})).status_code == 400
         assert (await scenario.post("/chat/completions", b"not json")).status_code == 400

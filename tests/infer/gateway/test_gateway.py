@@ -114,7 +114,7 @@ async def test_a_context_overflow_has_the_error_code_that_agents_expect(open_sce
 
 
 async def test_system_failures_are_5xx_and_not_retried_by_sdks(open_scenario):
-    async with open_scenario([], call_timeout=2.0, max_retries=0) as scenario:
+    async with open_scenario([], call_timeout=2.0) as scenario:
         scenario.engine.gate.clear()
         with pytest.raises(openai.InternalServerError) as error:
             await scenario.openai().chat.completions.create(model="x", messages=HI)

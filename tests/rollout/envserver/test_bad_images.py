@@ -45,7 +45,7 @@ def run_in_worker(engine, tmp_path, model: str, contents: list) -> tuple[list, l
             result = await client.run(task, id="second", timeout=60)
             status = Path(f"/proc/{worker.pid}/status").read_text()
             peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
-            assert worker.is_running() and (result.num_starts, result.crashes) == (1, 0)
+            assert worker.is_running() and result.crashes == 0
             trace = result.episode.traces[0]
             assert not trace.errors
             return trace.info["answers"], trace.info.get("refusals", []), peak - before

@@ -38,11 +38,9 @@ class Files(OneTask):
         return 1.0
 
 
-async def run_program(
-    script, *, taskset=OneTask, runtime: str = "local", files=None, model_retries: int = 3, **harness: Any
-) -> Trace:
+async def run_program(script, *, taskset=OneTask, runtime: str = "local", files=None, **harness: Any) -> Trace:
     table = {"id": "program", "command": COMMAND, "files": {"agent.py": AGENT, **(files or {})}, **harness}
-    env = load_env(taskset, harness=table, runtime=build_runtime_table(runtime), model_retries=model_retries)
+    env = load_env(taskset, harness=table, runtime=build_runtime_table(runtime))
     async with Gateway() as gateway:
         return await run_one(env, script, gateway=gateway)
 
@@ -194,7 +192,7 @@ async def test_a_program_that_is_not_there_is_a_fault_of_the_environment(runtime
 
 
 async def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():
-    trace = await run_program([ProviderError("no engine")], model_retries=0)
+    trace = await run_program([ProviderError("no engine")])
     assert error_names(trace) == ["ProviderError"]
 
 

@@ -225,7 +225,7 @@ async def test_max_turns_counts_all_calls_and_ends_the_rollout():
 
 
 async def test_failure_of_the_engine_in_a_call_is_a_system_failure():
-    trace = await run_rlm([python("llm('x')"), ProviderError("gone")], model_retries=0)
+    trace = await run_rlm([python("llm('x')"), ProviderError("gone")])
     assert error_names(trace) == ["ProviderError"]
     assert trace.reward is None
 

@@ -252,13 +252,14 @@ class InferenceClient(AsyncService):
                     replica.check_now.set()
                     if not may_resend or num_resent >= config.retries:
                         raise ProviderError(f"the response was lost: {error}") from error
-                except ServerBusy as error:
+                except (ServerBusy, ProviderError) as error:
                     if num_resent >= config.retries:
-                        raise error.error from None
+                        raise (error.error if isinstance(error, ServerBusy) else error) from None
                     busy.add(replica)
                     if busy.issuperset(self._pool.up_replicas):
                         busy.clear()
-                        await asyncio.sleep(max(error.retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
+                        retry_after = error.retry_after if isinstance(error, ServerBusy) else None
+                        await asyncio.sleep(max(retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
                 num_resent += 1
         raise AssertionError  # the block above returns or raises
 

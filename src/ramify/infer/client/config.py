@@ -23,9 +23,9 @@ class ClientConfig(Config):
     server_wait_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a request waits for a healthy server when there is none."""
     retries: int = Field(default=5, ge=0)
-    """How often a request is sent again after status 503, or after its response was lost if the caller allows it."""
+    """How often a request is sent again after status 5xx, or after its response was lost if the caller allows it."""
     backoff: float = Field(default=0.5, gt=0)
-    """Seconds before a request is sent again when every server is busy; doubled each time, up to 16 times this."""
+    """Seconds before a request is sent again when every server refused it; doubled each time, up to 16 times this."""
     control_timeout: float = Field(default=120.0, gt=0)
     """Seconds for pausing, resuming, updating or probing a server."""
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ramify.core.async_calls import fail_after
+from ramify.core.async_calls import fail_after, retry
 from ramify.core.errors import ModelUnsupported, ProviderError, RequestInvalid
 from ramify.infer.client import ClientSampling, Completion
 from ramify.infer.client.completion import NO_SAMPLED_TOKENS, SampledTokens
@@ -42,6 +42,7 @@ from ramify.trace import Media, Message, MessageSpan, PromptMedia, Usage
 
 NO_TOKENS = np.empty(0, np.int32)
 CONNECT_TIMEOUT = 5.0  # seconds to connect to a chat endpoint
+CHAT_BACKOFF = 0.25  # seconds before a request to a chat endpoint is sent again; doubled each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,15 +352,12 @@ class MessagePolicy:
 
 
 class ChatPolicy(MessagePolicy):
-    """Any OpenAI-compatible chat endpoint."""
+    """Any OpenAI-compatible chat endpoint. A request is sent again up to `retries` times after a retryable failure."""
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key: str = "",
+        self, base_url: str, model: str, api_key: str = "", *, retries: int = 3, backoff: float = CHAT_BACKOFF
     ) -> None:
-        self.name = model
+        self.name, self._retries, self._backoff = model, retries, backoff
         self._http = HttpClient(base_url.rstrip("/"), connect_timeout=CONNECT_TIMEOUT, max_connections=1024)
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
@@ -390,11 +388,14 @@ class ChatPolicy(MessagePolicy):
         body |= {name: value for name, value in optional.items() if value}
         if request.constraint is not None:
             body |= format_constraint(request.constraint)
+        async with fail_after(request.timeout, f"a response of {self._http.base_url}"):
+            data = await retry(lambda: self._post(body), max_retries=self._retries, backoff=self._backoff)
+        return self._build_reply(prepared, *parse_chat_completion(data, str(self._http.base_url)))
+
+    async def _post(self, body: Mapping[str, Any]) -> bytes:
         try:
-            async with fail_after(request.timeout, f"a response of {self._http.base_url}"):
-                data = await send_request(self._http, "POST", "/chat/completions", body)
+            return await send_request(self._http, "POST", "/chat/completions", body)
         except (ConnectFailed, ResponseLost) as error:
             raise ProviderError(str(error)) from error
         except ServerBusy as error:
             raise error.error from None
-        return self._build_reply(prepared, *parse_chat_completion(data, str(self._http.base_url)))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, ModelNotFound, ProviderError, RequestInvalid
-from ramify.infer.client import InferenceClient
+from ramify.infer.client import ClientConfig, InferenceClient
 from ramify.infer.client.discovery import MODELS_PATH
 from ramify.infer.client.http_client import (
     ConnectFailed,
@@ -43,18 +43,20 @@ async def connect_policy(
     client_mode: ClientMode = "auto",
     api_key: str = "",
     served_model: str | None = None,
+    retries: int = 5,
     log: Callable[[str], None] = lambda _: None,
 ) -> Policy:
     """Connect to these servers and return their policy, which stays open until `stack` is closed.
 
     `served_model` is the name of the model on the servers, if it is another one with the tokenizer of `model`; ""
-    stands for any name. Raises ProviderError if no server responds.
+    stands for any name. A model call is sent again up to `retries` times after a transient failure.
+    Raises ProviderError if no server responds.
     """
     cards = await _list_models_of_all(urls, api_key)
     reason = _why_no_token_ids(client_mode, model, model if served_model is None else served_model, cards)
     if reason is None:
         try:
-            client = await stack.enter_async_context(InferenceClient(urls))
+            client = await stack.enter_async_context(InferenceClient(urls, ClientConfig(retries=retries)))
             path, max_model_len = resolve_model_path(model), cards[0][0].get("max_model_len")
             return TokenPolicy(
                 client,
@@ -73,7 +75,7 @@ async def connect_policy(
     model_ids = [str(card.get("id")) for card in cards[0]]
     if model_ids and model not in model_ids:
         log(f"{urls[0]} lists {', '.join(model_ids[:5])}, not {model}")
-    policy = ChatPolicy(f"{urls[0]}/v1", model, api_key)
+    policy = ChatPolicy(f"{urls[0]}/v1", model, api_key, retries=retries)
     stack.push_async_callback(policy.close)
     return policy
 

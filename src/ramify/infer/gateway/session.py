@@ -1,7 +1,7 @@
 """The session of a rollout. All model calls go through it, and only it adds to the trace.
 
 The harness in this process and clients over HTTP use the same path. A call finds the reply that it continues, so that
-sampled tokens are reused unchanged; reserves its budget; samples, with retries if the failure may be temporary; and is
+sampled tokens are reused unchanged; reserves its budget; samples; and is
 recorded before the reply is returned.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ramify.core.async_calls import fail_after, retry
+from ramify.core.async_calls import fail_after
 from ramify.core.errors import (
     EngineIncompatible,
     EnvironmentFault,
@@ -46,7 +46,6 @@ from ramify.model.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.model.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
 from ramify.trace import Media, Message, ModelCall, Trace
 
-RETRY_BACKOFF = 0.25  # seconds before the first retry of a failed sample; doubled each time
 MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout
 MAX_REFUSALS = 50  # distinct refusals that a trace keeps
 MAX_REFUSAL_CHARS = 1000  # of a refusal's message
@@ -61,8 +60,8 @@ class RolloutSession:
 
     `models` are other policies by the model name that a client requests; every other name selects `policy` or, if
     `serves_any_model` is False, raises ModelNotFound. By default `response_store` is the session's own.
-    `call_timeout` is the maximum time of one call in seconds, including retries and waiting. `secret` is the API key
-    with which clients of the gateway select this session.
+    `call_timeout` is the maximum time of one call in seconds, including all waiting. `secret` is the API key with which
+    clients of the gateway select this session.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class RolloutSession:
         is_training: bool = False,
         seed: int | None = None,
         call_timeout: float = 600.0,
-        max_retries: int = 3,
         abandon_after: float = ABANDON_AFTER,
         quota: QuotaSettings = DEFAULT_QUOTA,
     ) -> None:
@@ -88,7 +86,7 @@ class RolloutSession:
                 raise EngineIncompatible(f"{policy.name} returns no token ids and logprobs, so it cannot be trained on")
         self.trace, self.policy, self.sampling = trace, policy, sampling
         self.models, self._serves_any_model = dict(models or {}), serves_any_model
-        self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries
+        self.is_training, self.call_timeout = is_training, call_timeout
         self.seed = sampling.seed if seed is None else seed
         self.secret = secrets.token_urlsafe(32)
         self.on_reply: Callable[[ModelReply], None] | None = None
@@ -390,7 +388,8 @@ class RolloutSession:
                         request.constraint,
                         request.allows_calls,
                     )
-                    sampled = await self._sample_with_retries(policy, sample_request)
+                    sampled = await policy.sample(sample_request)
+                    _check_logprobs_finite(policy, sampled)
                     self._num_calls += 1
                     call = ModelCall(
                         f"{self.trace.id}-{self._num_calls}",
@@ -440,16 +439,6 @@ class RolloutSession:
         return await self._budget.reserve(
             count_new_tokens, max_tokens=sampling.max_tokens, prompt_len=prompt_len, max_model_len=policy.max_model_len
         )
-
-    async def _sample_with_retries(self, policy: Policy, request: PolicyRequest) -> SampledReply:
-        """Sample a reply; retry after failures that may be temporary."""
-
-        async def sample() -> SampledReply:
-            sampled = await policy.sample(request)
-            _check_logprobs_finite(policy, sampled)
-            return sampled
-
-        return await retry(sample, max_retries=self.max_retries, backoff=RETRY_BACKOFF)
 
     def _record_reply(
         self,

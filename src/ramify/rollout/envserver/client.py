@@ -38,7 +38,6 @@ class RolloutResult:
     encoded_episode: bytes | memoryview
     worker_id: str
     """The worker that finished it."""
-    num_starts: int
     crashes: int
     """Workers that were lost while they ran it."""
 
@@ -83,14 +82,13 @@ class EnvClient(AsyncService):
         seed: int = 0,
         train: bool = False,
         sampling: dict[str, Any] | None = None,
-        max_tries: int | None = None,
         on_progress: "ProgressCallback | None" = None,
         environment_digest: str = "",
         timeout: float = ROLLOUT_TIMEOUT,
     ) -> RolloutResult:
         """Run one rollout. Cancelling this call cancels the rollout.
 
-        `on_progress` is called with each phase and the trace so far; if the rollout is started again, the trace starts
+        `on_progress` is called with each phase and the trace so far; after the loss of a worker, the trace starts
         over. Raises EnvironmentChanged if the digest of the server's environment is not `environment_digest`.
         """
         request = RolloutRequest(
@@ -101,14 +99,13 @@ class EnvClient(AsyncService):
             seed=seed,
             train=train,
             sampling=sampling,
-            attempts=max_tries,
             stream=on_progress is not None,
             environment=environment_digest,
         )
         on_part = None if on_progress is None else _DeltaAssembler(on_progress).apply
         message = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)
         response = message.decode(RolloutResponse)
-        return RolloutResult(message.blobs[0], response.worker, response.starts, response.crashes)
+        return RolloutResult(message.blobs[0], response.worker, response.crashes)
 
     async def score_group(
         self,

@@ -26,7 +26,7 @@ from ramify.env import Task
 from ramify.env.chat_client import set_model_address
 from ramify.infer.gateway import Gateway, Policy
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
-from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
+from ramify.rollout import Environment, SourceConfig, run_attempt, score_group
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.heap import HeapTrimmer
 from ramify.rollout.envserver.messages import (
@@ -162,14 +162,14 @@ class EnvWorker:
         current_task.set_name(rollout.id)  # so that a hang report names the rollout
         progress_sender = ProgressSender(rollout, request)
         with RolloutLog(rollout) as rollout_log:
-            episode = await self._run_rollout(rollout, progress_sender)
+            episode = await self._run_attempt(rollout, progress_sender)
             rollout_log.episode = episode
         encoded = encode_episode(episode)
         self.heap_trimmer.on_rollout_end(len(encoded))
-        return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
+        return WireMessage.encode(RolloutResponse(self.id), encoded)
 
-    async def _run_rollout(self, rollout: RolloutRequest, progress_sender: "ProgressSender") -> Episode:
-        return await run_rollout(
+    async def _run_attempt(self, rollout: RolloutRequest, progress_sender: "ProgressSender") -> Episode:
+        return await run_attempt(
             self._with_sampling(rollout.sampling),
             self._parse_task(rollout.task),
             policy=self._policy,
@@ -179,7 +179,6 @@ class EnvWorker:
             attempt=rollout.attempt,
             seed=rollout.seed,
             train=rollout.train,
-            max_tries=rollout.attempts,
             on_progress=progress_sender.on_progress,
         )
 
@@ -236,21 +235,19 @@ class EnvWorker:
 
 
 class ProgressSender:
-    """Counts the starts of a rollout, and sends trace deltas if the request asks for updates."""
+    """Sends trace deltas of a rollout if the request asks for updates."""
 
     def __init__(self, rollout: RolloutRequest, request: IncomingRequest) -> None:
         self._rollout, self._request = rollout, request
         self._encoder: TraceDeltaEncoder | None = None
-        self.num_starts = 0
 
     def on_progress(self, phase: str, trace: Trace) -> None:
-        """Count a start, and send an update; this is the `ProgressCallback` of the rollout."""
+        """Send an update; this is the `ProgressCallback` of the rollout."""
         if phase == "boot":
-            self.num_starts += 1
             self._encoder = TraceDeltaEncoder(trace)
         if self._rollout.stream and self._encoder is not None:
             delta = self._encoder.next_delta()
-            update = RolloutUpdate(self._rollout.start + self.num_starts - 1, phase)
+            update = RolloutUpdate(self._rollout.start, phase)
             self._request.send_part(WireMessage.encode(update, *(() if delta is None else (delta,))))
 
 

@@ -24,12 +24,10 @@ class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     train: bool = False
     sampling: dict[str, Any] | None = None
     """Sampling parameters that override those of the source."""
-    attempts: int | None = None
-    """Most starts of the rollout; by default the number of the source."""
     stream: bool = False
     """Whether to send updates while the rollout runs."""
     start: int = 0
-    """The number of its first start. A broker continues to count after a worker was lost."""
+    """How often it was started before: a broker counts the workers that were lost."""
     environment: str = ""
     """The digest of the expected environment; a server with another environment refuses the request. Empty: not
     checked."""
@@ -46,8 +44,6 @@ class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):
     """The result of a rollout; the blob is its encoded episode."""
 
     worker: str
-    starts: int
-    """How often the last worker started the rollout."""
     crashes: int = 0
     """Workers that were lost while they ran the rollout."""
 

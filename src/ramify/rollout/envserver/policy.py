@@ -29,6 +29,7 @@ async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack)
         client_mode=config.client_type,
         served_model=config.served_model,
         api_key=key,
+        retries=config.select_source().config.model_retries,
     )
 
 

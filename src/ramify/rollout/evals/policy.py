@@ -83,7 +83,14 @@ async def open_policy(
         engine = await stack.enter_async_context(
             EngineProcess(serve_config, run_dir, start_timeout=config.startup_timeout)
         )
-        policy = await connect_policy([engine.address], config.model.name, config.renderer, stack, client_mode="tokens")
+        policy = await connect_policy(
+            [engine.address],
+            config.model.name,
+            config.renderer,
+            stack,
+            client_mode="tokens",
+            retries=config.model_retries,
+        )
         yield ServedPolicy(policy, [engine.address], engine)
 
 
@@ -93,7 +100,14 @@ async def _connect(
     key = os.environ.get(config.api_key_env, "")
     try:
         return await connect_policy(
-            urls, config.model.name, config.renderer, stack, client_mode=config.client_type, api_key=key, log=print_line
+            urls,
+            config.model.name,
+            config.renderer,
+            stack,
+            client_mode=config.client_type,
+            api_key=key,
+            retries=config.model_retries,
+            log=print_line,
         )
     except ConfigInvalid:
         raise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ramify.core.errors import AgentFailed, Failure, ProcessDied
 from ramify.infer.gateway import Gateway
-from ramify.rollout import Environment, run_rollout
+from ramify.rollout import Environment, repeat_attempt, run_attempt
 from ramify.rollout.attempt import ProgressCallback
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import PlannedRollout
@@ -38,18 +38,21 @@ async def _open_in_process(
     async with Gateway() if needs_gateway else contextlib.nullcontext() as gateway:
 
         async def run_in_process(rollout: PlannedRollout, on_progress: ProgressCallback) -> Sequence[Trace]:
-            episode = await run_rollout(
-                environment,
-                rollout.task,
-                policy=served.policy,
-                gateway=gateway,
-                id=rollout.id,
-                group=rollout.task_key,
-                attempt=rollout.repetition,
-                seed=rollout.derive_seed(config.sampling.seed or 0),
-                on_progress=on_progress,
-            )
-            return episode.traces
+            async def run() -> Sequence[Trace]:
+                episode = await run_attempt(
+                    environment,
+                    rollout.task,
+                    policy=served.policy,
+                    gateway=gateway,
+                    id=rollout.id,
+                    group=rollout.task_key,
+                    attempt=rollout.repetition,
+                    seed=rollout.derive_seed(config.sampling.seed or 0),
+                    on_progress=on_progress,
+                )
+                return episode.traces
+
+            return await repeat_attempt(run, environment)
 
         yield run_in_process
 
@@ -87,7 +90,7 @@ async def _open_in_workers(
     ):
 
         async def run_in_worker(rollout: PlannedRollout, on_progress: ProgressCallback) -> Sequence[Trace]:
-            try:
+            async def run() -> Sequence[Trace]:
                 result = await client.run(
                     rollout.task,
                     id=rollout.id,
@@ -96,12 +99,14 @@ async def _open_in_workers(
                     seed=rollout.derive_seed(config.sampling.seed or 0),
                     environment_digest=environment_digest,
                     on_progress=on_progress,
-                    timeout=environment.source.max_tries * environment.source.max_attempt_seconds(rollout.task.timeout)
-                    + WORKER_WAIT_TIMEOUT,
+                    timeout=environment.source.max_attempt_seconds(rollout.task.timeout) + WORKER_WAIT_TIMEOUT,
                 )
+                return result.episode.traces
+
+            try:
+                return await repeat_attempt(run, environment)
             except (AgentFailed, ProcessDied) as error:
                 return [_make_failed_trace(environment, rollout, error)]
-            return result.episode.traces
 
         yield run_in_worker
 
